@@ -11,7 +11,8 @@ from sqlalchemy import event, text
 
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
 from pgfence._holds.registry import ManagerRegistry
-from pgfence.keys import LockKey
+from pgfence._sql.ticket_queue import find_queue
+from pgfence.keys import LockKey, resolve
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -101,6 +102,17 @@ def waits(admin: psycopg.Connection[Any], name: str | LockKey, count: int = 1) -
         " AND (classid::bigint << 32 | objid::bigint) = %s"
     )
     return lambda: admin.execute(query, [value]).fetchone()[0] >= count
+
+
+def has_ticket(admin: psycopg.Connection[Any], label: str, *names: str | LockKey) -> Callable[[], bool]:
+    """Return a condition: a session with this application_name has a ticket in the queue of a lock."""
+    base = find_queue(resolve(names, ""))
+    query = (
+        "SELECT EXISTS (SELECT FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE locktype = 'advisory' AND granted"
+        " AND mode = 'ExclusiveLock' AND objsubid = 1 AND application_name = %s"
+        " AND (classid::bigint << 32 | objid::bigint) BETWEEN %s AND %s)"
+    )
+    return lambda: admin.execute(query, [label, base, base + 2**20 - 1]).fetchone()[0]
 
 
 def standing(engine: Any) -> int:

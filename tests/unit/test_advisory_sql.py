@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgfence._sql import advisory, server, transaction
-from pgfence._sql.advisory import QUIET_CHECK, LockSql
+from pgfence._sql.advisory import LockSql
 from pgfence._sql.key_arrays import encode_keys
+from pgfence._sql.ticket_queue import HAS_TICKETS, LEAVE, build_wait_for_keys, build_wait_for_turn
 from pgfence.keys import LockKey, resolve
 from support.rows import every_row
 
@@ -56,13 +57,27 @@ WORDS = {
     "o",
     "and",
     "or",
+    "not",
+    "select",
+    "perform",
+    "if",
+    "exists",
+    "nullif",
+    "greatest",
+    "coalesce",
+    "between",
 }
 
 
 def texts() -> list[str]:
     """Every text that is sent for a lock, with sample keys."""
     found = [text for style in STYLES for text in astuple(advisory._TEXTS[style])]
-    return [*found, *(LockSql(keys, "format").build_quiet_wait(250) for keys in SETS.values()), QUIET_CHECK]
+    blocks = [
+        text
+        for keys in SETS.values()
+        for text in (*build_wait_for_turn(keys, 250, has_ticket=False), *build_wait_for_keys(keys, 250))
+    ]
+    return [*found, *blocks, HAS_TICKETS.format("1"), LEAVE]
 
 
 @every_row("text", [*texts(), server.READ_FACTS, *server.SET_UP.values()])
@@ -77,7 +92,7 @@ def test_locks_are_never_taken_by_a_filter_or_under_a_limit(text: str) -> None:
     """C034: no lock function in a WHERE or JOIN condition, no LIMIT, no ORDER BY that could pull rows through one."""
     assert not re.search(r"\b(LIMIT|FETCH|OFFSET)\b", text)
     for condition in re.findall(r"\b(?:WHERE|ON|HAVING)\s(.*?)(?:\)|$)", text):
-        assert "advisory" not in condition
+        assert "advisory_" not in condition
 
 
 @each_style
@@ -92,27 +107,40 @@ def test_values_are_bound_as_the_driver_marks_them(keys: Any, style: ParamStyle)
     ):
         marks = text.count("%s") if style == "format" else len(set(re.findall(r"\$\d+", text)))
         assert marks == len(args)
-        assert not re.search(r"\d{5,}", text)
+        assert not re.search(r"\d{5,}", text.replace(str(2**20 - 1), ""))  # the last ticket of a queue
 
 
 @given(st.lists(st.one_of(whole, pairs), min_size=1, max_size=6), st.integers(1, 2**31 - 1))
 def test_only_integers_stand_in_the_block(keys: list[LockKey], limit: int) -> None:
     """Rule 17: a DO block takes no parameters; what stands in it are int64 literals of ours, quoted, and nothing else."""
-    block = LockSql(resolve(keys, ""), "format").build_quiet_wait(limit)
-    rest = re.sub(r"'-?\d{1,19}'::bigint|'-?\d{1,10}'::integer|'\d+'(?=, true)", "?", block)
-    assert not re.search(r"\d", rest)
-    assert rest.count("$$") == 2
+    numbers = r"'-?\d{1,19}'::bigint|'\{(-?\d{1,19},?)*\}'::bigint\[\]|'\d+'(?=, true)"
+    for build in (lambda *args: build_wait_for_turn(*args, has_ticket=False), build_wait_for_keys):
+        first, second = (
+            [re.sub(numbers, "?", text) for text in build(some, n)]
+            for some, n in ((resolve([*keys, LockKey.raw(1), LockKey.raw(2)], ""), limit), (SETS["many"], 1))
+        )
+        assert first == second
+        assert all(text.count("$$") in (0, 2) for text in first)
 
 
 @each_set
 def test_all_waits_come_before_all_holds(keys: Any) -> None:
     """Rule 2: taken key by key, a timeout would leave a prefix behind."""
-    order = re.findall(r"pg_advisory(_xact)?_lock", LockSql(keys, "format").build_quiet_wait(250))
-    assert order == ["_xact"] * len(keys) + [""] * len(keys)
+    order = re.findall(r"pg_advisory(_xact)?_lock\(", build_wait_for_keys(keys, 250)[0])
+    assert order == sorted(order, reverse=True)
+    assert set(order) == {"_xact", ""}
 
 
 def rows(connection: psycopg.Connection[Any], text: str, args: Any = None) -> list[Any]:
     return connection.execute(text, args).fetchall()
+
+
+def run(connection: psycopg.Connection[Any], statements: tuple[str, ...]) -> bool:
+    """Run statements as one, as a session does, and return whether the last one returned a row."""
+    cursor = connection.execute("; ".join(statements))
+    while cursor.nextset():
+        pass
+    return cursor.fetchone() is not None
 
 
 @pytest.fixture
@@ -134,8 +162,8 @@ def test_each_answers_with_one_row(
     assert len(rows(session, sql.wait_text, sql.wait_args(250))) == 1
     assert len(advisory_rows()) == len(keys)
     assert [row[0] for row in rows(session, sql.unlock_text, sql.unlock_args)] == [True]
-    session.execute(sql.build_quiet_wait(250))
-    assert rows(session, QUIET_CHECK) == [(1,)]
+    assert run(session, build_wait_for_turn(keys, 250, has_ticket=False))
+    assert run(session, build_wait_for_keys(keys, 250))
     assert len(advisory_rows()) == len(keys)
     assert [row[0] for row in rows(session, sql.unlock_text, sql.unlock_args)] == [True]
     assert advisory_rows() == []
@@ -168,15 +196,18 @@ def test_a_wait_that_times_out_holds_nothing(
 ) -> None:
     """Rule 2: 55P03 from the first form, an empty answer from the quiet one, after a grant before it as well."""
     sql, last = LockSql(keys, "format"), LockSql(keys[-1:], "format")
-    session.execute(sql.build_quiet_wait(250))
+    run(session, build_wait_for_turn(keys, 250, has_ticket=False))
+    run(session, build_wait_for_keys(keys, 250))
     session.execute(sql.unlock_text, sql.unlock_args)
     with psycopg.connect(dsn, autocommit=True) as holder:
         holder.execute(last.try_text, (holder.info.backend_pid, *last.unlock_args))
         with pytest.raises(psycopg.errors.LockNotAvailable):
             session.execute(sql.wait_text, sql.wait_args(5))
         assert len(advisory_rows()) == 1
-        session.execute(sql.build_quiet_wait(5))
-        assert rows(session, QUIET_CHECK) == []
+        assert run(session, build_wait_for_turn(keys, 5, has_ticket=False))
+        assert not run(session, build_wait_for_keys(keys, 5))
+        assert len(advisory_rows()) == 2  # its ticket
+        assert rows(session, LEAVE)[0][0] is True
         assert len(advisory_rows()) == 1
         holder.execute(last.unlock_text, last.unlock_args)
     assert rows(session, "SHOW lock_timeout") == [("0",)]
@@ -246,5 +277,8 @@ def test_a_hostile_search_path_changes_nothing(
         assert rows(session, sql.try_text, (session.info.backend_pid, *sql.unlock_args))[0][0] is True
         assert len(advisory_rows()) == len(keys)
         assert rows(session, sql.unlock_text, sql.unlock_args)[0][0] is True
-    assert rows(session, QUIET_CHECK) == []
+        assert run(session, build_wait_for_turn(keys, 250, has_ticket=False))
+        assert run(session, build_wait_for_keys(keys, 250))
+        assert len(advisory_rows()) == len(keys)
+        assert rows(session, sql.unlock_text, sql.unlock_args)[0][0] is True
     admin.execute("DROP SCHEMA evil CASCADE")

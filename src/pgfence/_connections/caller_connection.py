@@ -12,7 +12,6 @@ from pgfence._connections.connect import judge
 from pgfence._connections.connection import ConnectionGoneError, LockConnection
 from pgfence._process.lifecycle import PROCESS
 from pgfence._sql import server
-from pgfence._sql.advisory import QUIET_CHECK
 from pgfence._sql.errors import translate_connect_error
 from pgfence.errors import TransactionStateError
 
@@ -197,8 +196,8 @@ class CallerConnection(LockConnection):
     async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Row | None:
         return await self._use_autocommit(lambda: self.driver.fetch(text, args))
 
-    async def run_script(self, engine: Engine, wait: str) -> bool:
-        return await self._use_autocommit(lambda: self.driver.execute_script(f"{wait}; {QUIET_CHECK}"))
+    async def _send_script(self, engine: Engine, script: tuple[str, ...]) -> bool:
+        return await self._use_autocommit(lambda: self.driver.execute_script("; ".join(script)))
 
     async def _use_autocommit(self, ask: Callable[[], Awaitable[R]]) -> R:
         """Send a statement in autocommit, and leave the mode as it was."""

@@ -19,7 +19,6 @@ from pgfence._holds.wait_plan import slice_for
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.monitor import HAS_HANGUP, MONITOR, SocketId, identify_socket
 from pgfence._sql import server
-from pgfence._sql.advisory import QUIET_CHECK
 from pgfence._sql.encoding import text_error
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate_of
 from pgfence._sql.token import RETRIES, ROW_WAIT, STRANGE_BACKEND, TokenSql
@@ -242,7 +241,7 @@ class LockConnection(ABC):
 
     async def try_lock(self, engine: Engine, sql: LockSql, limit: float) -> bool:
         if isinstance(sql, TokenSql):
-            return await self.lock_with_token(engine, sql, 0)
+            return bool(await self.lock_with_token(engine, sql, 0))
         args = (self.pid, *sql.unlock_args)
         if self.direct and not has_listeners(engine):  # the short way: each layer costs, and this is the common case
             self.limit, self.statement_started = limit, time.monotonic()
@@ -256,13 +255,24 @@ class LockConnection(ABC):
             raise wrong_backend_error(engine)
         return bool(granted)
 
-    async def lock_with_token(self, engine: Engine, sql: TokenSql, milliseconds: int) -> bool:
-        """Take a lock whose grant brings a token, which is kept in `token`; 0 milliseconds do not wait."""
+    async def lock_with_token(
+        self, engine: Engine, sql: TokenSql, milliseconds: int, *, unless_queued: bool = False
+    ) -> bool | None:
+        """Take a lock whose grant brings a token, which is kept in `token`; 0 milliseconds do not wait.
+
+        None: others have tickets, and it was to be taken unless they do.
+        """
         began, limit = time.monotonic(), milliseconds / 1000 + ROW_WAIT + WAIT_GRACE
-        args, token = sql.lock_args(self.pid, milliseconds), None
+        text, args = sql.lock_text, sql.lock_args(self.pid, milliseconds)
+        if unless_queued:
+            text, args = sql.lock_unless_queued, (*args, sql.base)
+        token = None
         for failures in range(RETRIES + 1):
             try:
-                token = await self.fetch_value(engine, sql.lock_text, args, limit=limit)
+                row = await self.fetch_row(engine, text, args, limit=limit)
+                if row is None:
+                    return None
+                token = row[0]
                 break
             except Exception as error:
                 state = sqlstate_of(error)
@@ -279,31 +289,21 @@ class LockConnection(ABC):
             await self.carrier.sleep(left)  # a lease of this name blocks it, and nothing in the server waits for that
         return token is not None
 
-    async def wait_lock(self, engine: Engine, sql: LockSql, milliseconds: int, *, quiet: bool) -> bool:
-        if isinstance(sql, TokenSql):
-            return await self.lock_with_token(engine, sql, milliseconds)
-        limit = milliseconds * len(sql.keys) / 1000 + WAIT_GRACE
-        if not quiet:
-            try:
-                await self.fetch_value(engine, sql.wait_text, sql.wait_args(milliseconds), limit=limit, prepare=False)
-            except Exception as error:
-                if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
-                    return False
-                raise
-            return True
+    async def run_script(self, engine: Engine, script: tuple[str, ...], *, limit: float) -> bool:
+        """Run statements as one and return whether the last one returned a row."""
         self.begin(limit)
         try:
-            return await self.run_script(engine, sql.build_quiet_wait(milliseconds))
+            return await self._send_script(engine, script)
         finally:
             self.statement_started = 0.0
 
-    async def run_script(self, engine: Engine, wait: str) -> bool:
+    async def _send_script(self, engine: Engine, script: tuple[str, ...]) -> bool:
         if not has_listeners(engine):
-            return await self.driver.execute_script(f"{wait}; {QUIET_CHECK}")
+            return await self.driver.execute_script("; ".join(script))
 
         def run(connection: Connection) -> bool:
-            connection.exec_driver_sql(wait)
-            return connection.exec_driver_sql(QUIET_CHECK).first() is not None
+            rows = [connection.exec_driver_sql(text) for text in script]
+            return rows[-1].first() is not None
 
         return await self._run(engine, run)
 

@@ -46,21 +46,19 @@ class Wait:
     """One step of a wait: a slice in the server, or a pause after which to try again."""
 
     seconds: float
-    milliseconds: int
     polls: bool
-    quiet: bool
-    """Whether an earlier slice has written its one line into the server's log already."""
+    queued: bool
+    """Whether it waits in the order of the tickets: every slice but the first."""
 
 
 class WaitPlan:
     """How one contender waits at the server: slices or polls until its deadline, and when it has something to tell."""
 
-    __slots__ = ("_began", "_deadline", "_keys", "_slice", "_told", "_waits")
+    __slots__ = ("_began", "_deadline", "_slice", "_told", "_waits")
 
-    def __init__(self, deadline: Deadline, length: float, keys: int, now: float) -> None:
+    def __init__(self, deadline: Deadline, length: float, now: float) -> None:
         self._deadline = deadline
         self._slice = length
-        self._keys = keys
         self._began = now
         self._waits = 0
         self._told = 0
@@ -71,11 +69,11 @@ class WaitPlan:
         if left <= 0:
             return None
         if not self._slice:
-            return Wait(pause(left), 0, polls=True, quiet=True)
+            return Wait(pause(left), polls=True, queued=False)
         self._waits += 1
-        quiet = self._waits > 1
-        length = min(self._slice, left) if quiet else choose_first_slice(self._slice, left)
-        return Wait(length, to_milliseconds(length, self._keys), polls=False, quiet=quiet)
+        queued = self._waits > 1
+        length = min(self._slice, left) if queued else choose_first_slice(self._slice, left)
+        return Wait(length, polls=False, queued=queued)
 
     def take_due_log(self, now: float) -> tuple[int, float] | None:
         """Return a logging level and the age of the wait, once after the first step and once after 30 s."""

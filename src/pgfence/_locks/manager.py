@@ -18,6 +18,7 @@ from pgfence._locks.errors import build_in_transaction_error, translate_lock_err
 from pgfence._locks.looks import look_on, look_quietly
 from pgfence._locks.outages import build_gone_error
 from pgfence._locks.own_holds import find_holds_on, find_self_deadlock
+from pgfence._locks.server_wait import ServerWait
 from pgfence._process import threads
 from pgfence._process.callbacks import log
 from pgfence._process.clock import Deadline, clock
@@ -236,20 +237,22 @@ class LockManager:
             found = await look_on(self.pool, session, sql)
             if error := find_self_deadlock(call.owner, call.names, own, found, session.facts.started):
                 raise error
-        plan = WaitPlan(Deadline(call.ends_at, call.timeout), session.slice, len(sql.keys), clock())
+        plan = WaitPlan(Deadline(call.ends_at, call.timeout), session.slice, clock())
+        wait = ServerWait(self.engine, session, sql)
         while (step := plan.next(clock())) is not None:
             expect_uncancelled(call.cancel)
             if step.polls:
                 await self.carrier.sleep(step.seconds)
-                granted = await session.try_lock(self.engine, sql, call.budget)
+                granted: bool | None = await session.try_lock(self.engine, sql, call.budget)
             else:
-                granted = await session.wait_lock(self.engine, sql, step.milliseconds, quiet=step.quiet)
+                granted = await wait.run_step(step, call)
             if granted:
                 return True
             call.note_held()
-            if (due := plan.take_due_log(clock())) is not None and log.isEnabledFor(due[0]):
+            if granted is not None and (due := plan.take_due_log(clock())) and log.isEnabledFor(due[0]):
                 call.log_wait(*due, holders := await look_on(self.pool, session, sql))
                 call.note_held(holders)
+        await wait.leave()
         return False
 
     def _record(self, call: LockAcquisition, session: LockConnection) -> SessionHold:

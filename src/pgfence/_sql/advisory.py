@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pgfence._sql import activity
 from pgfence._sql.errors import ErrorContext
 from pgfence._sql.key_arrays import KEYS, build_try, call_on_nth, call_on_row, encode_keys
+from pgfence._sql.ticket_queue import HAS_TICKETS, find_queue
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -26,10 +27,12 @@ _TRY_ONE = (
     " THEN pg_catalog.pg_try_advisory_lock(CAST({2} AS bigint)) END"
 )
 # The wait is for the transaction's lock, bounded by lock_timeout; the session's lock comes after it and cannot wait any more.
-# So SQLSTATE 55P03 proves that nothing is held, which pg_advisory_lock alone under a lock_timeout does not.
+# So SQLSTATE 55P03 proves that nothing is held, which pg_advisory_lock alone under a lock_timeout does not. Its timeout is an ERROR
+# line in the server's log, so only the first slice of a wait is this statement, and only while nobody has a ticket.
 _WAIT_ONE = (
     "SELECT pg_catalog.set_config('lock_timeout', {1}, true),"
     " pg_catalog.pg_advisory_xact_lock(CAST({2} AS bigint)), pg_catalog.pg_advisory_lock(CAST({3} AS bigint))"
+    f" WHERE NOT {HAS_TICKETS.format('{4}')}"  # looked at before anything is locked: a condition without columns
 )
 _UNLOCK_ONE = "SELECT pg_catalog.pg_advisory_unlock(CAST({1} AS bigint))"
 
@@ -46,8 +49,9 @@ _TRY_MANY = (
 # All locks of the transaction before the first one of the session: taken key by key, a timeout would leave some of them held.
 # The counts make one phase depend on the other; a CTE that nobody reads is never run.
 _WAIT_MANY = (
-    "WITH s AS MATERIALIZED (SELECT pg_catalog.set_config('lock_timeout', {1}, true) AS set),"
-    " k AS MATERIALIZED (" + KEYS.format("{2}", "{3}") + " ORDER BY i),"
+    "WITH s AS MATERIALIZED (SELECT pg_catalog.set_config('lock_timeout', {1}, true) AS set"
+    f" WHERE NOT {HAS_TICKETS.format('{2}')}),"
+    " k AS MATERIALIZED (" + KEYS.format("{3}", "{4}") + " ORDER BY i),"
     f" x AS MATERIALIZED (SELECT {call_on_row('pg_advisory_xact_lock')} FROM s, k WHERE s.set IS NOT NULL),"
     " n AS MATERIALIZED (SELECT pg_catalog.count(*) AS taken FROM x)"
     # One row: a driver that reads only the first would leave the rest of the locks untaken.
@@ -56,18 +60,6 @@ _WAIT_MANY = (
 _UNLOCK_MANY = (
     f"SELECT pg_catalog.bool_and({call_on_row('pg_advisory_unlock')}) FROM (" + KEYS.format("{1}", "{2}") + ") AS k"
 )
-
-_GRANTED = "pgfence.granted"
-# For every slice of a wait but the first, because a timeout outside a block is an ERROR line in the server's log. The flag is
-# cleared outside the inner block: rolling that back would otherwise restore the flag of an earlier wait.
-_QUIET_WAIT = (
-    "DO $$BEGIN PERFORM pg_catalog.set_config('{flag}', '', false);"
-    " BEGIN PERFORM pg_catalog.set_config('lock_timeout', '{ms}', true); {waits} {takes}"
-    " PERFORM pg_catalog.set_config('{flag}', 't', false);"
-    " EXCEPTION WHEN lock_not_available THEN NULL; END; END$$"
-)
-QUIET_CHECK = f"SELECT 1 WHERE pg_catalog.current_setting('{_GRANTED}', true) OPERATOR(pg_catalog.=) 't'"
-"""One row if the quiet wait before it on this session was granted, else none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,18 @@ _TEXTS: dict[ParamStyle, LockTexts] = {"format": _build_texts("format"), "numeri
 class LockSql:
     """The statements for one set of keys, sorted and each once, in the style of one driver."""
 
-    __slots__ = ("_one", "_texts", "_values", "keys", "places", "style", "try_text", "unlock_args", "unlock_text")
+    __slots__ = (
+        "_base",
+        "_one",
+        "_texts",
+        "_values",
+        "keys",
+        "places",
+        "style",
+        "try_text",
+        "unlock_args",
+        "unlock_text",
+    )
 
     context = ErrorContext(
         deadlock="PostgreSQL ended this wait as the victim of a deadlock: try again",
@@ -107,6 +110,7 @@ class LockSql:
         self.places: tuple[Hashable, ...] = tuple(k.value if k.space == "bigint" else (k.value,) for k in keys)
         """The keys again, as plain values: cheap to look up."""
         self._texts = _TEXTS[style]
+        self._base: int | None = None
         self._one = len(keys) == 1 and keys[0].space == "bigint"
         self._values: tuple[object, ...]
         if self._one:
@@ -131,29 +135,20 @@ class LockSql:
 
     @property
     def wait_text(self) -> str:
-        """Returns when all are held, or fails with 55P03 and none is."""
+        """Waits in the server's own queue: returns when all are held, or fails with 55P03 and none is.
+
+        No row, or 0: waiters of other processes have tickets, nothing was locked.
+        """
         return self._texts.wait_one if self._one else self._texts.wait_many
 
     def wait_args(self, milliseconds: int) -> tuple[object, ...]:
         if self._one:
-            return (str(milliseconds), *self._values, *self._values)
-        return (str(milliseconds), *self._values)
+            return (str(milliseconds), *self._values, *self._values, self.base)
+        return (str(milliseconds), self.base, *self._values)
 
-    def build_quiet_wait(self, milliseconds: int) -> str:
-        """As the wait, but logs nothing and never fails for a timeout: ask with QUIET_CHECK.
-
-        A DO block takes no parameters: the keys stand in it as int64 literals, and nothing else does.
-        """
-        numbers = [_quote_key(key) for key in self.keys]
-        return _QUIET_WAIT.format(
-            flag=_GRANTED,
-            ms=int(milliseconds),
-            waits=" ".join(f"PERFORM pg_catalog.pg_advisory_xact_lock({n});" for n in numbers),
-            takes=" ".join(f"PERFORM pg_catalog.pg_advisory_lock({n});" for n in numbers),
-        )
-
-
-def _quote_key(key: LockKey) -> str:
-    if key.space == "bigint":
-        return f"'{int(key.value)}'::bigint"
-    return "'{}'::integer, '{}'::integer".format(*key.halves)
+    @property
+    def base(self) -> int:
+        """Where the tickets of its queue begin."""
+        if self._base is None:
+            self._base = find_queue(self.keys)
+        return self._base

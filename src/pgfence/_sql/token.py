@@ -19,8 +19,9 @@ from pgfence._sql.advisory import LockSql
 from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.lease import lease_sql
-from pgfence._sql.params import call
+from pgfence._sql.params import call, mark
 from pgfence._sql.storage import LEASES
+from pgfence._sql.ticket_queue import HAS_TICKETS
 from pgfence.errors import TransactionStateError
 from pgfence.keys import unqualify_name
 
@@ -43,7 +44,7 @@ RETRIES = 10
 class TokenSql(LockSql):
     """The statements for one key whose lock brings a token."""
 
-    __slots__ = ("lock_text", "name", "place")
+    __slots__ = ("lock_text", "lock_unless_queued", "name", "place")
     context = ErrorContext(
         LEASES,
         on_primary="A token is a row that is written: turn default_transaction_read_only off",
@@ -59,6 +60,8 @@ class TokenSql(LockSql):
         self.place = place
         asked = call(place, style, "lock_with_token_v2", "integer, bigint, text, integer, text, integer")
         self.lock_text = f"SELECT {asked}"
+        self.lock_unless_queued = f"{self.lock_text} WHERE NOT {HAS_TICKETS.format(mark(style, 7))}"
+        """As `lock_text`, with the base of the queue as one more parameter; no row: others have tickets."""
 
     @property
     def row(self) -> tuple[TableNames, str]:

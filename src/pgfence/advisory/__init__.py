@@ -5,7 +5,8 @@ server is the authority; it frees the lock when it sees the session end, whateve
 that end: within milliseconds where the socket is closed, within 20 s where the network is cut, before the server gives up.
 
 What is not promised: that a paused or cut-off holder has stopped writing (do its database work on `connect()`, whose
-connection dies with the lock, or fence it); an order between processes (inside one, first come first served); that a circle
+connection dies with the lock, or fence it); a strict order between processes (inside one, first come first served; among several
+only waits of more than half a second have an order); that a cycle
 between two separate locks of two processes is noticed: take both in one lock with many names, which always asks in one order.
 A lock is per database and per server: a standby or another database knows nothing of it, and a failover ends it.
 

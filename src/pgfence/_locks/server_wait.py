@@ -1,0 +1,82 @@
+"""The wait of one contender at the server: a slice in the server's own queue, then slices in the order of the tickets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence._connections.connection import RELEASE_BUDGET, WAIT_GRACE
+from pgfence._holds.wait_plan import to_milliseconds
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
+from pgfence._sql.ticket_queue import LEAVE, build_wait_for_keys, build_wait_for_turn
+from pgfence._sql.token import TokenSql
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from pgfence._connections.connection import LockConnection
+    from pgfence._holds.wait_plan import Wait
+    from pgfence._locks.acquisition import Acquisition
+    from pgfence._sql.advisory import LockSql
+
+
+class ServerWait:
+    """The wait of one contender on its session. After an error of it nothing is known: the session is closed."""
+
+    __slots__ = ("engine", "has_ticket", "has_turn", "session", "sql")
+
+    def __init__(self, engine: Engine, session: LockConnection, sql: LockSql) -> None:
+        self.engine = engine
+        self.session = session
+        self.sql = sql
+        self.has_ticket = False
+        self.has_turn = False
+
+    async def run_step(self, step: Wait, call: Acquisition[LockSql]) -> bool | None:
+        """Wait for one slice and return whether the lock was granted; None: this one needs a ticket, at once.
+
+        Nothing is asked before it has that, because others would take theirs in that time.
+        """
+        if not step.queued:
+            return await self.wait_without_ticket(step.seconds)
+        if self.has_turn or await self.wait_for_turn(step.seconds):
+            return await self.wait_in_turn(min(step.seconds, call.left))
+        return False
+
+    async def wait_without_ticket(self, length: float) -> bool | None:
+        """Wait for some seconds in the server's own queue; None: others have tickets, so this one needs one, too."""
+        session, sql, milliseconds = self.session, self.sql, to_milliseconds(length, len(self.sql.keys))
+        if isinstance(sql, TokenSql):
+            return await session.lock_with_token(self.engine, sql, milliseconds, unless_queued=True)
+        try:
+            args, limit = sql.wait_args(milliseconds), length + WAIT_GRACE
+            row = await session.fetch_row(self.engine, sql.wait_text, args, limit=limit, prepare=False)
+        except Exception as error:
+            if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
+                return False
+            raise
+        return True if row is not None and row[0] else None
+
+    async def wait_for_turn(self, length: float) -> bool:
+        """Wait for some seconds until no ticket is in front of its own, which it takes at the first call."""
+        statements = build_wait_for_turn(self.sql.keys, to_milliseconds(length), has_ticket=self.has_ticket)
+        self.has_turn = await self.session.run_script(self.engine, statements, limit=length + WAIT_GRACE)
+        self.has_ticket = True
+        return self.has_turn
+
+    async def wait_in_turn(self, length: float) -> bool:
+        """Wait for some seconds as the one whose turn it is. The ticket is given back with the grant, or by `leave`."""
+        session, sql, milliseconds = self.session, self.sql, to_milliseconds(length, len(self.sql.keys))
+        if not isinstance(sql, TokenSql):
+            statements = build_wait_for_keys(sql.keys, milliseconds)
+            return await session.run_script(self.engine, statements, limit=length + WAIT_GRACE)
+        granted = bool(await session.lock_with_token(self.engine, sql, milliseconds))
+        if granted:
+            await self.leave()
+        return granted
+
+    async def leave(self) -> None:
+        """Give the ticket back."""
+        if not self.has_ticket:
+            return
+        if await self.session.fetch_value(self.engine, LEAVE, (), limit=RELEASE_BUDGET) is False:
+            self.session.close_after_use = True  # it was no longer there: whatever took it away may have taken more

@@ -1,0 +1,168 @@
+"""The order in which waiters of different processes are served: a queue made of advisory locks. Texts only.
+
+A waiter that waits in the server for a slice only, and comes back, joins the end of the server's queue, where newcomers overtake
+it. So it takes a ticket: a session lock on the next number of a queue that belongs to the key. It waits for the ticket in front of
+its own, for which nobody else waits, and for the key itself once no ticket is in front. The end of a slice then costs no place.
+
+    base + 0 ... base + 2**20 - 1   the tickets; after the last number comes the first
+    base + 2**20                    the counter: locked while a ticket is taken
+
+They are keys of the bigint space. `base` is a hash of the lock's key without the last 21 bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from pgfence._sql.activity import build_arguments
+from pgfence.keys import SEPARATOR
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgfence.keys import LockKey
+
+_BITS = 20
+_COUNTER = 2**_BITS
+_MASK = _COUNTER - 1
+_HALF = _COUNTER // 2
+"""Tickets that are out at one time lie within half of the circle, so that of any two it is known which is older."""
+
+TICKET = "pgfence.ticket"
+"""The setting that holds the ticket of a session, a key; empty: it has none. `none`: there was none to be had."""
+AHEAD = "pgfence.ahead"
+"""The setting that holds the ticket in front of it; empty: it is its turn."""
+_MINE = f"NULLIF(NULLIF(pg_catalog.current_setting('{TICKET}', true), ''), 'none')::bigint"
+_AHEAD = f"NULLIF(pg_catalog.current_setting('{AHEAD}', true), '')::bigint"
+
+
+def find_queue(keys: Sequence[LockKey]) -> int:
+    """Return the base of the queue of a lock: the first 8 bytes of a SHA-256 over its keys, without their last 21 bits.
+
+    Locks queue together only if they have the same keys. In one queue for two sets of keys, the first in it would keep back
+    waiters whose own keys are free.
+    """
+    names = [f"raw:{key.value}" if key.space == "bigint" else "pair:{}:{}".format(*key.halves) for key in keys]
+    digest = hashlib.sha256(SEPARATOR.join(["", *names, "queue"]).encode()).digest()
+    shift = _BITS + 1
+    return (int.from_bytes(digest[:8], "big", signed=True) >> shift) << shift
+
+
+_VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"
+
+# A waiter that looks through the ticket in front of it shares it; only its owner holds it exclusively.
+_HELD_HERE = (
+    "l.locktype = 'advisory' AND l.granted AND l.mode = 'ExclusiveLock' AND l.objsubid = 1"
+    " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
+)
+_TICKETS = f"pg_catalog.pg_locks AS l WHERE {_HELD_HERE} AND {_VALUE} BETWEEN base AND base + {_MASK}"
+HAS_TICKETS = f"EXISTS (SELECT FROM (SELECT CAST({{0}} AS bigint) AS base) AS q, {_TICKETS})"
+"""Whether tickets of the queue with this base are out."""
+LEAVE = (
+    f"SELECT pg_catalog.pg_advisory_unlock({_MINE}), pg_catalog.set_config('{TICKET}', '', false),"
+    f" pg_catalog.set_config('{AHEAD}', '', false)"
+)
+"""Gives the ticket of a session back; false: it was not there. Null: the session has none."""
+
+# The counter's lock goes with the inner block, which is rolled back; the ticket, a session lock, stays.
+_TAKE_TICKET = f"""DO $$DECLARE base CONSTANT bigint := {{base}}; ticket bigint; ahead bigint;
+BEGIN
+ BEGIN
+  PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock(base + {_COUNTER});
+  SELECT base + ((pg_catalog.max((t.n - t.r + {_HALF}) & {_MASK}) + t.r - {_HALF}) & {_MASK}) INTO ahead
+   FROM (SELECT x.n, pg_catalog.min(x.n) OVER () AS r FROM (SELECT {_VALUE} - base AS n FROM {_TICKETS}) AS x) AS t
+   GROUP BY t.r;
+  ticket := base + ((COALESCE(ahead - base, {_MASK}) + 1) & {_MASK});
+  IF NOT pg_catalog.pg_try_advisory_lock(ticket) THEN ticket := NULL; ahead := NULL; END IF;
+  RAISE EXCEPTION USING ERRCODE = 'PF000';
+ EXCEPTION WHEN SQLSTATE 'PF000' OR lock_not_available THEN NULL;
+ END;
+ PERFORM pg_catalog.set_config('{TICKET}', COALESCE(ticket::text, 'none'), false),
+  pg_catalog.set_config('{AHEAD}', COALESCE(ahead::text, ''), false);
+END$$"""
+
+# This runs twice a second for each waiter, so it is short. The end of it passes over a ticket whose owner stands still: the lock is
+# free, and the owner waits for nothing. The locks that this question takes end with the block.
+_WAIT_FOR_TURN = f"""DO $$DECLARE k bigint;
+BEGIN
+ PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock_shared({_AHEAD});
+ PERFORM pg_catalog.set_config('{AHEAD}', COALESCE((SELECT (t.base + ((t.ticket - t.base - pg_catalog.min(t.d)) & {_MASK}))::text
+  FROM (SELECT q.base, q.ticket, (q.ticket - {_VALUE}) & {_MASK} AS d
+   FROM (SELECT {{base}} AS base, {_MINE} AS ticket) AS q, {_TICKETS}) AS t
+  WHERE t.d BETWEEN 1 AND {_HALF - 1} GROUP BY t.base, t.ticket), ''), false);
+EXCEPTION WHEN lock_not_available THEN
+ {{tries}}
+ IF (SELECT NOT EXISTS (SELECT FROM pg_catalog.pg_locks AS w WHERE w.pid = l.pid AND NOT w.granted)
+     FROM pg_catalog.pg_locks AS l WHERE {_HELD_HERE} AND {_VALUE} = {_AHEAD}) THEN
+  PERFORM pg_catalog.set_config('{AHEAD}', '', false);
+ END IF;
+END$$"""
+_IS_TURN = f"SELECT 1 WHERE pg_catalog.current_setting('{AHEAD}', true) OPERATOR(pg_catalog.=) ''"
+
+# What follows the wait for one key stands in the same statement, so that it is planned before the wait.
+_WAIT_FOR_KEYS = f"""DO $$DECLARE keys bigint[]; pairs bigint[]; k bigint;
+BEGIN
+ {{before}}
+ PERFORM {{locks}}, pg_catalog.pg_advisory_unlock({_MINE}),
+  pg_catalog.set_config('{AHEAD}', '', false), pg_catalog.set_config('{TICKET}', '', false);
+EXCEPTION WHEN lock_not_available THEN NULL;
+END$$"""
+_IS_GRANTED = f"SELECT 1 WHERE pg_catalog.current_setting('{TICKET}', true) OPERATOR(pg_catalog.=) ''"
+
+_SET_TIMEOUT = "pg_catalog.set_config('lock_timeout', '{ms}', true)"
+_LOCK_ONE = f"{_SET_TIMEOUT}, pg_catalog.pg_advisory_xact_lock({{key}}), pg_catalog.pg_advisory_lock({{key}})"
+_EACH = (
+    "FOREACH k IN ARRAY {keys} LOOP {do}(k){then}; END LOOP;"
+    " FOREACH k IN ARRAY {pairs} LOOP {do}((k >> 32)::integer, ((k << 32) >> 32)::integer){then}; END LOOP;"
+)
+_TRY_EACH = {"do": "IF NOT pg_catalog.pg_try_advisory_xact_lock", "then": " THEN RETURN; END IF"}
+_WAIT_EACH = {"do": "PERFORM pg_catalog.pg_advisory_xact_lock", "then": ""}
+_LOCK_EACH = (
+    "(SELECT pg_catalog.count(pg_catalog.pg_advisory_lock(u.v)) FROM pg_catalog.unnest(keys) AS u(v)),"
+    " (SELECT pg_catalog.count(pg_catalog.pg_advisory_lock((u.v >> 32)::integer, ((u.v << 32) >> 32)::integer))"
+    " FROM pg_catalog.unnest(pairs) AS u(v))"
+)
+
+
+def build_wait_for_turn(keys: Sequence[LockKey], milliseconds: int, *, has_ticket: bool) -> tuple[str, ...]:
+    """Return the statements that take a ticket, unless there is one, and wait for the turn; the last returns a row when it is.
+
+    A DO block takes no parameters: the numbers stand in it as int64 literals, and nothing else does.
+    """
+    numbers = {"base": f"'{find_queue(keys)}'::bigint", "ms": int(milliseconds)}
+    if (key := _quote_single(keys)) is not None:
+        tries = f"IF NOT pg_catalog.pg_try_advisory_xact_lock({key}) THEN RETURN; END IF;"
+    else:
+        tries = _EACH.format(**_quote_arrays(keys), **_TRY_EACH)
+    wait = _WAIT_FOR_TURN.format(**numbers, tries=tries)
+    return (wait, _IS_TURN) if has_ticket else (_TAKE_TICKET.format(**numbers), wait, _IS_TURN)
+
+
+def build_wait_for_keys(keys: Sequence[LockKey], milliseconds: int) -> tuple[str, ...]:
+    """Return the statements that take all of the keys or none, and give the ticket back with them; the last returns a row then.
+
+    Args:
+        keys: sorted.
+        milliseconds: for each of them.
+    """
+    ms = int(milliseconds)
+    if (key := _quote_single(keys)) is not None:
+        before, locks = "", _LOCK_ONE.format(ms=ms, key=key)
+    else:
+        arrays = "keys := {keys}; pairs := {pairs};".format(**_quote_arrays(keys))
+        waits = _EACH.format(keys="keys", pairs="pairs", **_WAIT_EACH)
+        before, locks = f"{arrays} PERFORM {_SET_TIMEOUT.format(ms=ms)}; {waits}", _LOCK_EACH
+    return _WAIT_FOR_KEYS.format(before=before, locks=locks), _IS_GRANTED
+
+
+def _quote_single(keys: Sequence[LockKey]) -> str | None:
+    """Return the one key there is, as the argument of a lock function; None: there are several, or it is a pair."""
+    return f"'{int(keys[0].value)}'::bigint" if len(keys) == 1 and keys[0].space == "bigint" else None
+
+
+def _quote_arrays(keys: Sequence[LockKey]) -> dict[str, str]:
+    """Return the keys as two arrays: the numbers, and the pairs."""
+    whole, pairs = build_arguments(keys)
+    numbers = {"keys": whole, "pairs": pairs}
+    return {name: "'{" + ",".join(map(str, map(int, some))) + "}'::bigint[]" for name, some in numbers.items()}

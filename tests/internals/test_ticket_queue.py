@@ -1,0 +1,154 @@
+"""The tickets of a queue: their numbers go around, one whose owner stands still is passed over, and none is no error."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from pgfence._sql.ticket_queue import LEAVE, build_wait_for_keys, build_wait_for_turn, find_queue
+from pgfence.keys import LockKey
+from support.locking import background, elsewhere, give, has_ticket, labelled, lock, take
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.worlds import World
+
+LAST = 2**20 - 1
+KEYS = (LockKey.raw(4_711),)
+BASE = find_queue(KEYS)
+
+
+@pytest.fixture
+def held(dsn: str) -> Iterator[psycopg.Connection[Any]]:
+    """A session that holds the key."""
+    with elsewhere(dsn, KEYS[0]) as holder:
+        yield holder
+
+
+class Waiter:
+    """A raw session that runs the statements of a wait, one slice of 5 ms after the other."""
+
+    def __init__(self, dsn: str) -> None:
+        self.connection = psycopg.connect(dsn, autocommit=True)
+        self.has_ticket = False
+
+    def run(self, statements: tuple[str, ...]) -> bool:
+        cursor = self.connection.execute("; ".join(statements))
+        while cursor.nextset():
+            pass
+        return cursor.fetchone() is not None
+
+    def wait_for_turn(self, milliseconds: int = 5) -> bool:
+        statements = build_wait_for_turn(KEYS, milliseconds, has_ticket=self.has_ticket)
+        self.has_ticket = True
+        return self.run(statements)
+
+    def setting(self, name: str) -> str:
+        return self.connection.execute(f"SELECT current_setting('pgfence.{name}', true)").fetchone()[0]
+
+    def numbers(self) -> tuple[int | None, int | None]:
+        """Its own ticket and the one in front of it, counted from the base of the queue."""
+        mine, ahead = (self.setting(name) for name in ("ticket", "ahead"))
+        return (int(mine) - BASE if mine else None), (int(ahead) - BASE if ahead else None)
+
+
+@pytest.fixture
+def waiters(dsn: str) -> Iterator[list[Waiter]]:
+    some = [Waiter(dsn) for _ in range(3)]
+    yield some
+    for waiter in some:
+        waiter.connection.close()
+
+
+@pytest.mark.parametrize("oldest", [0, 1, LAST - 1, LAST, 2**19])
+def test_the_numbers_go_around(oldest: int, dsn: str, held: psycopg.Connection[Any], waiters: list[Waiter]) -> None:
+    """After the last number comes the first, and the order stays."""
+    first, second, third = waiters
+    with elsewhere(dsn, LockKey.raw(BASE + oldest)) as before:
+        assert not first.wait_for_turn()
+        assert not second.wait_for_turn()
+        assert not third.wait_for_turn()
+        assert first.numbers() == ((oldest + 1) & LAST, oldest)
+        assert second.numbers() == ((oldest + 2) & LAST, (oldest + 1) & LAST)
+        # Whoever is gone is looked through, from either end.
+        second.connection.close()
+        assert not third.wait_for_turn()
+        assert third.numbers() == ((oldest + 3) & LAST, (oldest + 1) & LAST)
+        give(before, LockKey.raw(BASE + oldest))
+        assert first.wait_for_turn()
+        assert not third.wait_for_turn()
+
+
+def test_a_queue_without_tickets_begins_with_the_first(held: psycopg.Connection[Any], waiters: list[Waiter]) -> None:
+    """It is the turn of whoever takes that, and the lock is granted with it when it is free; the ticket ends then."""
+    (waiter, *_) = waiters
+    assert waiter.wait_for_turn()
+    assert waiter.numbers() == (0, None)
+    assert not waiter.run(build_wait_for_keys(KEYS, 5))
+    give(held, KEYS[0])
+    assert waiter.run(build_wait_for_keys(KEYS, 5))
+    assert waiter.numbers() == (None, None)
+    assert waiter.connection.execute(LEAVE).fetchone() == (None, "", "")
+
+
+def test_a_number_that_somebody_has_is_no_error(
+    dsn: str, held: psycopg.Connection[Any], waiters: list[Waiter], advisory_rows: Any
+) -> None:
+    """A key of an application in the place of the ticket: the waiter goes on without one."""
+    (waiter, *_) = waiters
+    with elsewhere(dsn) as other:
+        other.execute(f"SELECT pg_advisory_lock_shared('{BASE}'::bigint)")
+        assert waiter.wait_for_turn()
+        assert waiter.setting("ticket") == "none"
+        give(held, KEYS[0])
+        assert waiter.run(build_wait_for_keys(KEYS, 5))
+        assert waiter.setting("ticket") == ""
+
+
+def test_a_lost_ticket_is_noticed(held: psycopg.Connection[Any], waiters: list[Waiter]) -> None:
+    """Giving back what is not there is false: the session is not fit for another wait."""
+    (waiter, *_) = waiters
+    assert waiter.wait_for_turn()
+    waiter.connection.execute("SELECT pg_advisory_unlock_all()")
+    assert waiter.connection.execute(LEAVE).fetchone()[0] is False
+
+
+@pytest.mark.twins
+async def test_an_owner_that_stands_still_is_passed_over(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A ticket in front whose session waits for nothing, as that of a stopped process: who is behind it gets a lock that is free."""
+    other, ticket = world.other(), LockKey.raw(find_queue((LockKey.of(name),)))
+    with elsewhere(dsn, name) as holder, elsewhere(dsn, ticket) as stopped:
+        async with background(other.call(lock(world, labelled(world, name), name).acquire, timeout=60)) as task:
+            await eventually(has_ticket(admin, name, name))
+            give(holder, name)
+            held = await task
+        assert give(stopped, ticket)
+    await other.call(held.release)
+
+
+@pytest.mark.twins
+async def test_an_owner_that_waits_is_not_passed_over(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A ticket in front whose session waits keeps its place, though the lock is free at that moment."""
+    other, ticket = world.other(), LockKey.raw(find_queue((LockKey.of(name),)))
+    with elsewhere(dsn, name, f"{name}:else") as holder, elsewhere(dsn, ticket) as ahead:
+        wait = asyncio.create_task(asyncio.to_thread(take, ahead, f"{name}:else"))
+        async with background(other.call(lock(world, labelled(world, name), name).acquire, timeout=60)) as task:
+            await eventually(has_ticket(admin, name, name))
+            give(holder, name)
+            begun: set[Any] = set()
+            query = "SELECT xact_start FROM pg_stat_activity WHERE application_name = %s AND wait_event_type = 'Lock'"
+            await eventually(lambda: begun.update(admin.execute(query, [name]).fetchall()) or len(begun) > 3)
+            assert not task.done()
+            give(holder, f"{name}:else")
+            await wait
+            give(ahead, ticket)
+            await other.call((await task).release)
