@@ -117,7 +117,10 @@ class Flush:
 
     def way_of(self, mapper: Mapper[object]) -> Way | None:
         """Return how rows of a mapper are written together; None: each by a statement of its own."""
-        return self._ways.get(mapper.base_mapper, self._other_way) if getattr(mapper, "batches", False) else None
+        if not getattr(mapper, "batches", False):
+            return None
+        found: Way | None = self._ways.get(mapper.base_mapper)
+        return self._other_way if found is None else found
 
     def _compare(self, context: UOWTransaction) -> None:
         changed, deleted = collect_written(context, lambda state: self.way_of(state.mapper) == "locked")
@@ -226,8 +229,11 @@ def _choose_ways(flush: Flush, context: UOWTransaction) -> dict[Mapper[object], 
             counts[state.mapper.base_mapper] = counts.get(state.mapper.base_mapper, 0) + 1
     # The versions that a trigger makes are read by one more statement if the rows are written together.
     several = [mapper for mapper, count in counts.items() if count > (1 if mapper.version_id_generator else 2)]
-    found = {mapper: _choose_way(flush, context, mapper) for mapper in several}
-    return {mapper: way for mapper, way in found.items() if way is not None}
+    ways: dict[Mapper[object], Way] = {}
+    for mapper in several:
+        if (way := _choose_way(flush, context, mapper)) is not None:
+            ways[mapper] = way
+    return ways
 
 
 def _choose_way(flush: Flush, context: UOWTransaction, mapper: Mapper[object]) -> Way | None:

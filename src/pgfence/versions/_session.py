@@ -93,7 +93,7 @@ class VersionedSession(Session):
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
         super().__init__(bind=bind, **session_options)
         self.bulk = bulk
-        self.conflict_check = conflict_check
+        self.conflict_check: Literal["auto", "row", "batch"] = conflict_check
 
     def flush(self, objects: Sequence[Any] | None = None) -> None:
         """Flush, and name the rows that somebody else has written. autoflush and commit come here as well.
