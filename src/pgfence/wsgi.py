@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._api.contexts import attach
 from pgfence._api.inputs import DAY
-from pgfence._holds.carriers import run_sync
 from pgfence._http import answers
 from pgfence._http.answers import ProblemResponse
 from pgfence._http.exchange import Exchange, RequestMarker, claim_key
 from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, choose_phrase
 from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, Rules, find_length, parse_length
+from pgfence._process.coroutines import run_sync
 from pgfence.effects._claim import Reply
 from pgfence.effects._ends import describe_error
 from pgfence.errors import PgfenceError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgfence._holds.carriers import run_sync
+from pgfence._process.coroutines import run_sync
 from pgfence.config import configure
 from pgfence.effects._claim import EffectKey, Reply, StoredResult
 from pgfence.effects._manager import EffectManager

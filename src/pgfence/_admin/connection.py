@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from pgfence._holds.carriers import Coro
+    from pgfence._process.coroutines import Coro
     from pgfence.errors import PgfenceError
 
     Translate: TypeAlias = Callable[[Engine, Exception], PgfenceError | None]

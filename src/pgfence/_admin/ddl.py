@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-    from pgfence._holds.carriers import Coro
+    from pgfence._process.coroutines import Coro
     from pgfence.errors import PgfenceError
 
 _CONTEXT = ErrorContext(on_primary="Create and drop on the primary", owner=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from pgfence._holds.carriers import Coro
+    from pgfence._process.coroutines import Coro
 
 LARGEST_BATCH = 100_000
 _NO_SESSION = ("08", "28", "3D", "533", "57P")

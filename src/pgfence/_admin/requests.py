@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from pgfence._holds.carriers import Coro
+    from pgfence._process.coroutines import Coro
     from pgfence._sql.errors import ErrorContext
     from pgfence._sql.evict import Found
     from pgfence._sql.storage import TableNames

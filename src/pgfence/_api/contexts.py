@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import TYPE_CHECKING, Generic, Never, TypeVar
 
-from pgfence._holds.carriers import run_sync
+from pgfence._process.coroutines import run_sync
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

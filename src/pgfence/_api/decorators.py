@@ -17,8 +17,8 @@ from pgfence.errors import LockTimeoutError, UnreachableError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from pgfence._holds.carriers import Coro
     from pgfence._process.clock import Seconds
+    from pgfence._process.coroutines import Coro
     from pgfence.keys import Name
 
 P = ParamSpec("P")

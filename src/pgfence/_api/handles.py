@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast, overload
 from sqlalchemy import Connection
 
 from pgfence._api.contexts import attach
-from pgfence._holds.carriers import THREADS, find_task_contender, keep_task, run_on_loop, run_sync
+from pgfence._holds.carriers import THREADS, find_task_contender, keep_task, run_on_loop
 from pgfence._holds.hold import format_names
 from pgfence._process.callbacks import call_logged, log
 from pgfence._process.clock import seconds
+from pgfence._process.coroutines import run_sync
 from pgfence._process.monitor import MONITOR
 from pgfence.errors import LockLostError, LockNotHeldError
 

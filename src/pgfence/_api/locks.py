@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pgfence._api.decorators import AsyncWrap, AsyncWrapSkip, Busy, Unreachable, Wrap, WrapSkip
-    from pgfence._holds.carriers import Coro
     from pgfence._holds.queue import Contender
     from pgfence._process.clock import Seconds
+    from pgfence._process.coroutines import Coro
     from pgfence.keys import Name
     from pgfence.types import Holder, OnLoss
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from pgfence._connections.caller_connection import CallerConnection
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, LockConnection
-from pgfence._holds.carriers import THREADS, run_sync
+from pgfence._holds.carriers import THREADS
+from pgfence._process.coroutines import run_sync
 from pgfence._process.monitor import MONITOR
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ import threading
 import traceback
 from typing import TYPE_CHECKING
 
-from pgfence._holds.carriers import keep_task, run_sync
+from pgfence._holds.carriers import keep_task
 from pgfence._process import threads
+from pgfence._process.coroutines import run_sync
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.monitor import MONITOR
 

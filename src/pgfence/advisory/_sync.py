@@ -12,10 +12,10 @@ from pgfence._api.contexts import SafeContext
 from pgfence._api.handles import Held, forget_user_connection, register_user_connection
 from pgfence._api.inputs import resolve_engine
 from pgfence._api.locks import H, LockBase
-from pgfence._holds.carriers import run_sync
 from pgfence._holds.hold import Hold
 from pgfence._locks.looks import look
 from pgfence._locks.manager import get_manager
+from pgfence._process.coroutines import run_sync
 from pgfence._process.lifecycle import PROCESS
 from pgfence.advisory._named import LockNames, expect_no_session, lock_engine, look_on_connection
 from pgfence.config import config_of

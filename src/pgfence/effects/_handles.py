@@ -17,7 +17,7 @@ from pgfence._api.inputs import (
     reject_generator,
     unwrap_session,
 )
-from pgfence._holds.carriers import run_sync
+from pgfence._process.coroutines import run_sync
 from pgfence._sql.effects import finish_inside
 from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.idempotency import NEEDED

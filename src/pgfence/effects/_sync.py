@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pgfence._api.inputs import EngineSource
-from pgfence._holds.carriers import run_sync
+from pgfence._process.coroutines import run_sync
 from pgfence.effects._claim import StoredResult
 from pgfence.effects._handles import Attempt, check_plain_function, check_value
 from pgfence.effects._request import EffectOptions, T

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from pgfence._api.inputs import AsyncWork, SyncWork
-    from pgfence._holds.carriers import Coro
+    from pgfence._process.coroutines import Coro
 
 
 @overload

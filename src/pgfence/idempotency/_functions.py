@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import QueryableAttribute
 
     from pgfence._api.inputs import AnyAsyncSession, SyncSession
-    from pgfence._holds.carriers import Coro
     from pgfence._process.clock import Seconds
+    from pgfence._process.coroutines import Coro
 
 T = TypeVar("T")
 

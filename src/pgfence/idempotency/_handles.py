@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar, cast
 from pgfence._api.contexts import attach
 from pgfence._api.inputs import reject_coroutine, unwrap_session
 from pgfence._api.misuse import Guided
-from pgfence._holds.carriers import run_sync
+from pgfence._process.coroutines import run_sync
 from pgfence._values.errors import is_among
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency import _claim

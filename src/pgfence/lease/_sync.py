@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pgfence._api.inputs import EngineSource
 from pgfence._api.locks import LockBase
-from pgfence._holds.carriers import run_sync
+from pgfence._process.coroutines import run_sync
 from pgfence.fence.handles import HeldLease
 from pgfence.lease._engines import SYNC_ENGINES
 from pgfence.lease._request import LeaseOptions, adopt

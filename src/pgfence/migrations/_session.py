@@ -14,9 +14,9 @@ from sqlalchemy import event
 
 from pgfence._connections.connect import open_sqlalchemy_connection
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
-from pgfence._holds.carriers import run_sync
 from pgfence._locks.manager import get_manager
 from pgfence._process.clock import between, clock
+from pgfence._process.coroutines import run_sync
 from pgfence._sql import activity, migration_lock, server
 from pgfence._sql.addresses import describe_server
 from pgfence._sql.advisory import LockSql
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from pgfence._connections.connection import LockConnection
-    from pgfence._holds.carriers import Coro
     from pgfence._locks.manager import SessionHold
+    from pgfence._process.coroutines import Coro
     from pgfence.keys import LockKey
     from pgfence.types import Holder
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pgfence._api.decorators import AsyncWrap, AsyncWrapSkip, Busy, Unreachable
-    from pgfence._holds.carriers import Coro
     from pgfence._process.clock import Seconds
+    from pgfence._process.coroutines import Coro
     from pgfence.errors import LockTimeoutError
     from pgfence.types import Holder
 

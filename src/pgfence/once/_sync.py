@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, ParamSpec, overload
 
 from pgfence._api.inputs import EngineSource
 from pgfence._api.locks import LockBase
-from pgfence._holds.carriers import run_sync
+from pgfence._process.coroutines import run_sync
 from pgfence.lease._engines import SYNC_ENGINES
 from pgfence.once._handles import Slot
 from pgfence.once._request import OnceOptions, R, list_rounds

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
     from sqlalchemy.orm import sessionmaker as sync_sessionmaker
 
-    from pgfence._holds.carriers import Coro
     from pgfence._process.clock import Seconds
+    from pgfence._process.coroutines import Coro
 
     S = TypeVar("S", bound=Session)
     AS = TypeVar("AS", bound=AsyncSession)

@@ -13,7 +13,8 @@ from pgfence._connections.connect import open_connection
 from pgfence._connections.connection_async import AsyncLockConnection
 from pgfence._connections.connection_sync import SyncLockConnection
 from pgfence._connections.drivers import choose_driver_connection
-from pgfence._holds.carriers import run_in_greenlet, run_sync
+from pgfence._holds.carriers import run_in_greenlet
+from pgfence._process.coroutines import run_sync
 from pgfence._process.lifecycle import PROCESS
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from pgfence._connections.connection import LockConnection
     from pgfence._connections.drivers import Heard
-    from pgfence._holds.carriers import Coro
+    from pgfence._process.coroutines import Coro
     from pgfence.config import Config
 
 R = TypeVar("R")
