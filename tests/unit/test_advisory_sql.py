@@ -246,6 +246,26 @@ def test_a_try_asks_for_no_key_behind_a_refused_one(
         assert len(advisory_rows()) == 1
 
 
+def test_no_text_reads_the_list_of_keys_once_for_each_key(session: psycopg.Connection[Any]) -> None:
+    """For 300 keys no step of a plan looks at more than twice as many rows, all its loops together."""
+    keys = SETS["hundreds"]
+    sql = LockSql(keys, "format")
+    asked = encode_keys(keys, "format")
+    for text, args in (
+        (sql.try_text, (session.info.backend_pid, *sql.unlock_args)),
+        (sql.unlock_text, sql.unlock_args),
+        (sql.wait_text, sql.wait_args(250)),
+        (sql.unlock_text, sql.unlock_args),
+        (transaction._request_many("format", False, False), asked),
+    ):
+        ((plan,),) = rows(session, f"EXPLAIN (ANALYZE, FORMAT json) {text}", args)
+        steps = [plan[0]["Plan"]]
+        for step in steps:
+            steps += step.get("Plans", ())
+            removed = sum(count for key, count in step.items() if key.startswith("Rows Removed"))
+            assert (step["Actual Rows"] + removed) * step["Actual Loops"] <= 2 * len(keys), step
+
+
 @pytest.mark.parametrize("size", [17, 300])
 def test_a_transactions_request_asks_for_no_key_behind_a_refused_one(
     dsn: str, size: int, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
