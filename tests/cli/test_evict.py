@@ -35,7 +35,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, dsn: str) -> None:
 
 
 class Terminal(io.StringIO):
-    """A standard input at which somebody sits."""
+    """A standard input that is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -146,7 +146,7 @@ def test_a_name_that_nobody_has(name: str, capfd: pytest.CaptureFixture[str]) ->
 def test_a_released_lease_is_fenced_off(
     name: str, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody holds it, yet its last token is refused from now on, and that is said."""
+    """Evicting a free lease still raises its token, so its last holder is rejected from now on."""
     token = lease(admin, name)
     admin.execute("SELECT pgfence_release_lease_v1(%s, %s, %s)", [name, LEASE, token])
     assert main(["evict", name, *WHY, "--yes"]) == 0
@@ -250,7 +250,7 @@ def test_an_application_that_configured_something_else_is_a_misuse(
     ],
 )
 def test_misuse_is_64_and_one_line(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    """A missing reason, an unusable name and the like are told on stderr."""
+    """A missing reason, an unusable name and similar mistakes are reported on stderr."""
     assert main(words) == 64
     assert capfd.readouterr().err
 
@@ -269,7 +269,7 @@ def test_missing_tables_and_rights_are_refused(
 
 
 def test_no_server_is_69(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """A server that does not answer is never "nobody has that name"; the message holds no password."""
+    """A server that does not answer is never reported as a free name; the message has no password."""
     words = ["evict", name, *WHY, "--yes", "--dsn", "postgresql://nobody:secret@127.0.0.1:1/nothing"]
     assert main(words) == 69
     assert "secret" not in capfd.readouterr().err

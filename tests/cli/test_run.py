@@ -50,7 +50,7 @@ def test_the_command_sees_its_lock_and_its_input(cli: Cli, name: str) -> None:
 
 
 def test_the_command_does_not_inherit_the_connection(cli: Cli, name: str) -> None:
-    """The command has no socket of ours, also where a standard stream was closed and a socket could take its number."""
+    """The command has none of pgfence's sockets, even if a standard stream was closed and a socket could take its number."""
     if not Path("/proc/self/fd").exists():
         pytest.skip("needs /proc")
     closing = ["sh", "-c", 'exec "$@" 2>&- <&-', "sh"]
@@ -108,7 +108,7 @@ def test_a_command_that_cannot_be_started(
 def test_busy_has_a_code_and_names_the_holder(
     cli: Cli, dsn: str, name: str, options: tuple[str, ...], code: int
 ) -> None:
-    """C040: whoever comes second is told by whom the lock is held, and the command does not run."""
+    """C040: the message names the holder, and the command does not run."""
     with holding(dsn, name) as pid:
         done = cli.run(*options, name, "--", "echo", "ran")
     assert (done.returncode, done.stdout) == (code, "")
@@ -156,7 +156,7 @@ def test_a_wait_that_is_too_short_is_busy(cli: Cli, dsn: str, name: str) -> None
 def test_a_signal_ends_the_wait(
     cli: Cli, dsn: str, name: str, admin: psycopg.Connection[Any], signum: signal.Signals
 ) -> None:
-    """While it waits a signal ends it with 128 + N; nobody waits on, and the command does not run."""
+    """A signal during the wait exits with 128 + N; the wait ends, and the command does not run."""
     key = LockKey.of(name).value % 2**64
 
     def waits() -> bool:
@@ -228,7 +228,7 @@ def test_a_deaf_command_is_killed_after_the_grace(
 def test_the_command_may_outlive_its_lock(
     cli: Cli, name: str, admin: psycopg.Connection[Any], backend: Callable[[], int | None]
 ) -> None:
-    """`--on-lost warn` says what it means, the command goes on, and its code is passed on."""
+    """With `--on-lost warn` the command continues after a warning, and its exit code is passed on."""
     with cli.started("--on-lost", "warn", name, "--", "sh", "-c", "echo ready; read x; exit 4") as process:
         assert first_line(process) == "ready"
         terminate(admin, backend())
@@ -287,7 +287,7 @@ def test_verbose_tells_each_step(cli: Cli, name: str) -> None:
 
 
 def test_a_closed_output_pipe_does_no_harm(cli: Cli, dsn: str, name: str) -> None:
-    """When nobody reads our stderr any more, the command still runs to its end."""
+    """When stderr has no reader any more, the command still runs to its end."""
     reader, writer = os.pipe()
     os.close(reader)
     words = [sys.executable, "-m", "pgfence", "run", "-v", name, "--", "sh", "-c", "exit 3"]

@@ -28,7 +28,7 @@ def free_after(admin: psycopg.Connection[Any], name: str) -> float:
 
 
 def test_the_command_runs_with_a_token_that_grows(cli: Cli, name: str) -> None:
-    """PGFENCE_TOKEN is the fencing token of this run, larger at each; others are busy meanwhile."""
+    """PGFENCE_TOKEN is the fencing token of the run and grows with each; other callers are busy during it."""
     tokens = []
     for _ in range(2):
         with cli.started("--lease", name, "--", "sh", "-c", "echo $PGFENCE_TOKEN; read x; exit 4") as process:
@@ -51,7 +51,7 @@ def test_a_short_job_keeps_its_name_for_the_minimum(cli: Cli, name: str, admin: 
 
 
 def test_a_crash_within_the_minimum_refuses_others_too(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C088: killed within the minimum, the name stays taken until the TTL is over, which is no shorter."""
+    """C088: after a kill within the minimum the name stays taken until the TTL is over, which is no shorter."""
     with cli.started(
         "--lease", "--ttl", "60", "--min-hold", "50", name, "--", "sh", "-c", "echo ready; read x"
     ) as process:
@@ -115,7 +115,7 @@ def test_a_paused_run_learns_on_waking_that_it_lost(cli: Cli, name: str) -> None
 
 
 def test_a_lease_needs_no_session_lock(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
-    """While it is held there is no advisory lock: it lives in a row, and goes through any pooler."""
+    """No advisory lock is held: a lease is a row, and works through any pooler."""
     with cli.started("--pooler", "transaction", "--lease", name, "--", "sh", "-c", "echo ready; read x") as process:
         assert first_line(process) == "ready"
         # Of this database: other workers of the test run lock in theirs.
@@ -126,7 +126,7 @@ def test_a_lease_needs_no_session_lock(cli: Cli, name: str, admin: psycopg.Conne
 
 
 def test_the_tables_may_be_elsewhere(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
-    """--schema and --prefix lead to what `pgfence install` was told to make; without them the error names the command."""
+    """--schema and --prefix select the installation; without them the error names the command."""
     where = "--schema", "elsewhere", "--prefix", "my_"
     words = [sys.executable, "-m", "pgfence", "install", *where]
     subprocess.run(words, cwd=cli.folder, env=cli.environment, check=True, timeout=50, capture_output=True)

@@ -1,4 +1,4 @@
-"""`pgfence run --once-per` as processes on a real server: one run per slot, whoever comes first."""
+"""`pgfence run --once-per` as processes on a real server: one run per slot."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_slot_done_by_a_clock_that_was_ahead_is_no_ordinary_done(
 
 
 def test_a_slot_that_is_done_is_named_in_the_report(cli: Cli, name: str) -> None:
-    """`--json` says which slot is done, as the command that ran it was told."""
+    """`--json` reports the slot that is done, as the command that ran it received it."""
     ran = cli.run("--once-per", YEARLY, name, "--", "sh", "-c", "echo $PGFENCE_SLOT")
     done = cli.run("--json", "--once-per", YEARLY, name, "--", "true")
     report = json.loads(done.stderr)
@@ -115,7 +115,7 @@ def test_a_slot_that_is_done_is_named_in_the_report(cli: Cli, name: str) -> None
 def test_a_host_with_old_zone_rules_does_not_run_the_day_twice(
     cli: Cli, name: str, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """65 on the host that differs from the server, whoever comes first; the hosts that agree run the job once."""
+    """The host whose rules differ from the server's exits with 65; the others run the job once."""
     old, new, change = tmp_path / "old", tmp_path / "new", datetime(2026, 1, 1, tzinfo=UTC)
     for folder, ahead in ((old, timedelta(hours=-5)), (new, timedelta(hours=-6))):
         write_zone(folder, "America/Mexico_City", ahead, change, ahead)
@@ -130,7 +130,7 @@ def test_a_host_with_old_zone_rules_does_not_run_the_day_twice(
 
 
 def test_while_the_first_still_runs_the_others_are_busy(cli: Cli, name: str) -> None:
-    """The second is told by whom the slot is held, and a wait ends when the first is done."""
+    """The second caller's message names the holder, and its wait ends when the first is done."""
     with cli.started("--once-per", YEARLY, name, "--", "sh", "-c", "echo ready; read x") as process:
         assert first_line(process) == "ready"
         busy = cli.run("--json", "--once-per", YEARLY, name, "--", "true")
@@ -146,7 +146,7 @@ def test_while_the_first_still_runs_the_others_are_busy(cli: Cli, name: str) -> 
 
 
 def test_a_command_that_failed_leaves_the_slot_to_another_attempt(cli: Cli, name: str) -> None:
-    """Any code but 0: the slot is free at once, the next attempt is told that it is not the first, with a larger token."""
+    """After any code but 0 the slot is free at once; the next attempt is marked as resumed and has a larger token."""
     show = "echo $PGFENCE_RESUMED $PGFENCE_TOKEN; exit "
     first = cli.run("--once-per", YEARLY, name, "--", "sh", "-c", f"{show} 3")
     second = cli.run("--once-per", YEARLY, name, "--", "sh", "-c", f"{show} 0")
@@ -164,7 +164,7 @@ def test_a_command_that_could_not_be_started_leaves_the_slot_free(cli: Cli, name
 
 
 def test_a_host_that_died_half_way_is_resumed_after_its_ttl(cli: Cli, name: str) -> None:
-    """C045: after SIGKILL the slot is free one TTL later, and whoever resumes it is told so."""
+    """C045: after SIGKILL the slot is free one TTL later, and the next attempt is marked as resumed."""
     words = ("--once-per", YEARLY, "--ttl", "2", name, "--", "sh", "-c")
     with cli.started(*words, "echo ready; read x") as process:
         assert first_line(process) == "ready"

@@ -1,4 +1,4 @@
-"""Which server `pgfence run` talks to, and what becomes of the command when there is none."""
+"""Which server `pgfence run` connects to, and what happens to the command without one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def unused_port() -> int:
 def test_without_a_server_the_user_decides(
     cli: Cli, name: str, options: tuple[str, ...], code: int, ran: bool, said: str
 ) -> None:
-    """No server is neither free nor busy; only the user may choose to run, and is told the risk."""
+    """An unreachable server is neither free nor busy; the command runs only by option, with a warning."""
     url = f"postgresql://ann:s3cret@127.0.0.1:{unused_port()}/d"
     done = cli.run(*options, name, "--", "sh", "-c", "echo ran; exit 7", DATABASE_URL=url)
     assert (done.returncode, done.stdout) == (code, "ran\n" if ran else "")
@@ -44,7 +44,7 @@ def test_without_a_server_the_user_decides(
 
 
 def test_a_refused_login_is_unreachable_too(cli: Cli, dsn: str, name: str) -> None:
-    """A driver gives no code for a login that was refused, so it counts as no server; the reason is told, no password."""
+    """A rejected login counts as unreachable; the message has the reason and no password."""
     done = cli.run(name, "--", "echo", "ran", DATABASE_URL=f"{dsn.rpartition('/')[0]}/no_such_database")
     assert (done.returncode, done.stdout) == (69, "")
     assert "no_such_database" in done.stderr
@@ -122,7 +122,7 @@ def test_without_a_url_libpq_finds_the_server(cli: Cli, dsn: str, name: str) -> 
 
 
 def test_a_missing_server_setting_is_explained(cli: Cli, name: str) -> None:
-    """In an empty environment, as a crontab's, a default server that does not answer is told from one that was named."""
+    """In an empty environment, such as a crontab's, the message says that no server was named."""
     del cli.environment["DATABASE_URL"]
     done = cli.run(name, "--", "echo", "ran", PGCONNECT_TIMEOUT="5", PGUSER="ann", PGPASSWORD="s3cret")
     assert (done.returncode, done.stdout) == (69, "")

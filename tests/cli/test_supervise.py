@@ -74,7 +74,7 @@ def python(code: str) -> list[str]:
 def supervised(
     *command: str, grace: float = 10, answer: str = "stop", prefix: tuple[str, ...] = ()
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
-    """Run PROGRAM; yield it and the function that takes its lock away."""
+    """Run PROGRAM; yield it and the function that makes it lose its lock."""
     reader, writer = os.pipe()
     words = [*prefix, sys.executable, "-c", PROGRAM, str(grace), answer, str(reader), *command]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -135,7 +135,7 @@ def test_the_command_has_our_standard_streams_and_its_environment() -> None:
 
 
 def test_the_command_inherits_what_was_open_at_our_start() -> None:
-    """What the caller passes is open in the command; nothing of ours, such as the pipes of the guard, is."""
+    """Descriptors of the caller are open in the command; those of pgfence, such as the guard's pipes, are not."""
     if not Path("/proc/self/fd").exists():
         pytest.skip("needs /proc")
     with supervised("sh", "-c", "ls /proc/$$/fd") as (process, _):
@@ -181,7 +181,7 @@ def test_a_signal_that_was_ignored_before_stays_ignored() -> None:
 
 
 def test_a_signal_interrupts_what_comes_before_the_command() -> None:
-    """While there is no command a signal raises in the interruptible block, and nothing is run after one outside of it."""
+    """Before the command starts a signal raises in the interruptible block; after one outside of it nothing runs."""
     with Supervisor(grace=1) as supervisor:
         with pytest.raises(Interrupted) as caught, supervisor.allow_interrupts():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -285,7 +285,7 @@ def test_on_sigterm_remaining_processes_are_killed_after_the_grace() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a reaper other than PID 1")
 def test_a_lost_lock_ends_what_has_left_the_group() -> None:
-    """Daemons that the command has started end too, with its environment or without; they and nobody else."""
+    """Daemons that the command has started end too, with its environment or without; other processes stay."""
     daemon = " ".join(f'"{word}"' for word in python(DEAF))
     both = f"(setsid {daemon} &); (setsid env -i setsid {daemon} &)"
     with supervised("sh", "-c", f"{both}; cat", grace=0.3) as (process, lose):
@@ -300,7 +300,7 @@ def test_a_lost_lock_ends_what_has_left_the_group() -> None:
 
 
 def test_a_normal_end_does_not_wait_for_a_background_process() -> None:
-    """Whoever puts a process into the background on purpose is not held up by it."""
+    """A process that the command has left in the background does not delay the end."""
     with supervised("sh", "-c", "sleep 30 >/dev/null 2>&1 & echo $!; exit 5") as (process, _):
         pid = int(line(process))
         assert process.wait(20) == 5
@@ -337,7 +337,7 @@ def test_killed_ourselves_the_guard_ends_the_whole_group() -> None:
 
 
 def test_no_guard_stays_behind() -> None:
-    """When the command has ended, nothing of ours runs on."""
+    """When the command has ended, no process of pgfence is left."""
     assert run("true")[0] == 0
     assert guards() == []
 

@@ -97,7 +97,7 @@ async def stale_write(
 
 
 async def waiting(admin: psycopg.Connection[Any], eventually: Any, table: str) -> None:
-    """Wait until somebody waits for a lock in the gate or in the table."""
+    """Wait until a session waits for a lock in the gate or in the table."""
     asked = (
         "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
         " AND (query LIKE '%%enter_gate%%' OR query LIKE %s)"
@@ -202,7 +202,7 @@ async def test_a_new_holder_that_rolls_back_leaves_the_old_token_valid(
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Do all at the same time; the first error ends the others before it goes on."""
+    """Run all at the same time; the first error ends the others before it propagates."""
     async with asyncio.TaskGroup() as group:
         for work in works:
             group.create_task(work)
@@ -265,7 +265,7 @@ async def test_new_holders_at_one_gate_do_not_deadlock(world: World, name: str) 
 
 
 async def test_gates_named_in_any_order_are_entered_in_one(world: World, name: str) -> None:
-    """Four writers, three resources in random order, tokens that grow: there is no deadlock."""
+    """Four writers, three resources in random order, growing tokens: there is no deadlock."""
     engine = world.engine(pool_size=4)
 
     async def writer(seed: int) -> None:

@@ -42,7 +42,7 @@ A_UUID = UUID("8f1f9f0e-3f0e-4b57-9d57-0f6f5a1d6b1a")
 
 
 def page(mixin: Any = Versioned, table: str = "", **options: Any) -> Any:
-    """Make a versioned class with a table name of its own."""
+    """Make a versioned class with a separate table."""
 
     class Base(DeclarativeBase):
         pass
@@ -57,7 +57,7 @@ def page(mixin: Any = Versioned, table: str = "", **options: Any) -> Any:
 
 
 def texts() -> tuple[Any, Any]:
-    """Make a versioned class and a subclass in a table of its own, loaded together by outer joins."""
+    """Make a versioned class and a subclass with a separate table, loaded together by outer joins."""
 
     class Base(DeclarativeBase):
         pass
@@ -116,7 +116,7 @@ class Desk:
         return await self.world.call(load_for_version, session, *args, **options)
 
     async def do(self, work: Callable[[Any], Any]) -> Any:
-        """Do some work in a session of its own, and commit it."""
+        """Do some work in a separate session, and commit it."""
 
         def body(session: Any) -> Any:
             answer = work(session)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.twins
 
 
 async def test_an_engine_or_a_factory_is_pointed_to_begin(world: World, name: str) -> None:
-    """A lock needs a transaction to belong to; what could open one is told where that is done."""
+    """A lock needs a transaction; for an engine or a factory the error names `begin`."""
     for source in (world.engine(), factory(world, world.engine())):
         with pytest.raises(TypeError, match=r"TransactionLock\.begin\(\) opens"):
             world.pick(TransactionLock, AsyncTransactionLock)(source, name)
@@ -73,7 +73,7 @@ async def test_a_lock_shows_its_names(world: World, name: str) -> None:
 
 @pytest.mark.every_driver
 async def test_a_standby_is_refused(world: World, name: str, standby: Any) -> None:
-    """C046: a lock on a standby excludes nobody; one name or several, first or later, nothing is taken there."""
+    """C046: a lock on a standby excludes no other session; with one name or several, nothing is taken there."""
     engine = world.engine(dsn=standby.dsn)
     async with session(world, engine) as work:
         for _ in range(2):
@@ -86,7 +86,7 @@ async def test_a_standby_is_refused(world: World, name: str, standby: Any) -> No
 
 
 def test_another_dialect_is_named() -> None:
-    """SQLite in somebody's tests is an error that says so, not a lock that holds nothing."""
+    """SQLite raises an error that names it, instead of a lock that holds nothing."""
     with (
         create_engine("sqlite://", poolclass=NullPool).connect() as work,
         pytest.raises(UnsupportedServerError, match="sqlite"),
@@ -185,7 +185,7 @@ async def test_options_of_the_connection_change_nothing(world: World, name: str,
 
 @pytest.mark.every_driver
 async def test_an_aborted_transaction_stays_the_callers_affair(world: World, name: str) -> None:
-    """In a transaction that PostgreSQL has aborted, asking fails as every statement does, and is no grant."""
+    """In an aborted transaction the request fails like every statement, and grants nothing."""
     async with session(world, world.engine()) as work:
         with pytest.raises(DBAPIError):
             await run(world, work, "SELECT 1 / 0")

@@ -171,7 +171,7 @@ HOSTILE = {"statement_timeout": "300ms", "lock_timeout": "200ms"}
 async def test_the_limit_asked_for_rules_over_the_sites_own(
     world: World, name: str, names: int, advisory_rows: Any, eventually: Any
 ) -> None:
-    """C039: under short limits of the site a wait goes on to its own deadline, and they hold for the user again afterwards."""
+    """C039: a wait lasts to its own deadline despite shorter limits of the site, which apply again afterwards."""
     engine = limited(world, HOSTILE)
     wanted = [f"{name}:{n}" for n in range(names)]
     waiter = world.other()
@@ -260,7 +260,7 @@ async def test_settings_of_the_transaction_survive_every_outcome(
 async def test_a_deadlock_with_a_row_lock_raises_deadlock_error(
     world: World, name: str, journal: str, admin: psycopg.Connection[Any], advisory_rows: Any, eventually: Any
 ) -> None:
-    """Lock on one side, row on the other: the server finds the circle, one is told and aborted, the other goes on."""
+    """A lock on one side, a row on the other: the server aborts one transaction, and the other continues."""
     engine, mine, theirs = world.engine(), world.other(), world.other()
     admin.execute(f"INSERT INTO {journal} VALUES (0)")
     async with connection(world, engine, mine) as work, connection(world, engine, theirs) as other:
@@ -303,7 +303,7 @@ async def test_a_lost_connection_is_the_callers_own_error(
 
 
 async def test_a_killed_holder_is_forgotten(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """After a lost connection the transaction is another one: the same lock is asked for again, not believed in."""
+    """After a lost connection the new transaction requests the same lock again."""
     engine = world.engine()
     async with session(world, engine) as work:
         await world.call(lock(work, name).acquire)

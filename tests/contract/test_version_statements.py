@@ -112,7 +112,7 @@ def executing(*given: Any, **options: Any) -> Callable[[Session], None]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_reader_notices_a_statement(world: World, form: Callable[[Any], Any], kind: str) -> None:
-    """C064: whatever form an UPDATE has, who has read the row before it cannot save over it; other rows keep their version."""
+    """C064: after an UPDATE of any form a session that has read the row cannot save over it; other rows keep their version."""
     engine = world.engine()
     cls = await page(world, engine, kind)
     before = await read(world, engine, cls)

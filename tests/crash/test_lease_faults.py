@@ -206,7 +206,7 @@ def names(name: str) -> list[str]:
 
 
 async def holding(admin: psycopg.Connection[Any], name: str, not_pid: int = 0) -> tuple[int, int]:
-    """Return process and token of whoever holds a lease at this moment."""
+    """Return process and token of the present holder of a lease."""
 
     def look() -> Any:
         row = admin.execute(_HOLDER, [name]).fetchone()
@@ -306,7 +306,7 @@ def careless_server() -> Iterator[OwnServer]:
 async def test_a_server_that_crashes_forgets_no_token(
     world: World, names: list[str], script: Callable[..., Script], careless_server: OwnServer, tmp_path: Path
 ) -> None:
-    """C080: immediate stops of a server with synchronous_commit=off: tokens go on above all that were told."""
+    """C080: immediate stops with synchronous_commit=off: tokens grow beyond all that were returned."""
     with prepared(careless_server.dsn):
         crew = Crew(world, script, careless_server.dsn, tmp_path / "notes", names)
         try:
@@ -344,7 +344,7 @@ async def test_cut_and_swallowed_connections_leave_no_holder_trusting(
 async def test_a_stopped_process_is_out_after_its_ttl(
     world: World, name: str, script: Callable[..., Script], dsn: str, tables: None, admin: psycopg.Connection[Any]
 ) -> None:
-    """C045: a holder of a 2 s lease is stopped; somebody else has it soon after that, not before, and the holder learns it on waking."""
+    """C045: the 2 s lease of a stopped process goes to another one soon after its TTL; on waking it reads lost."""
     code = """
 from pgfence.lease import AsyncLease
 async def main():

@@ -35,7 +35,7 @@ def forgetful() -> Iterator[OwnServer]:
 
 @pytest.fixture
 def reach(forgetful: OwnServer, name: str) -> Iterator[Callable[[], Caller]]:
-    """A function that returns a caller of this test's name, connected anew."""
+    """A function that returns a new caller of this test's name."""
     callers: list[Caller] = []
 
     def connected() -> Caller:
@@ -108,7 +108,7 @@ def test_an_eviction_is_not_forgotten_in_a_crash(reach: Callable[[], Caller], fo
 
 
 def test_what_a_holder_trusts_is_not_forgotten_in_a_crash(reach: Callable[[], Caller], forgetful: OwnServer) -> None:
-    """C082: a renewal and an adoption that were answered count after it: else somebody else could get in before their end."""
+    """C082: a confirmed renewal or adoption survives a crash, so no other caller is granted before its end."""
     one, new = reach(), str(uuid4())
     one.acquire(5)
     one.connection.execute("CHECKPOINT")
@@ -122,7 +122,7 @@ def test_what_a_holder_trusts_is_not_forgotten_in_a_crash(reach: Callable[[], Ca
 
 
 def test_a_release_may_be_forgotten_and_nothing_breaks(reach: Callable[[], Caller], forgetful: OwnServer) -> None:
-    """C080: a crash brings the lease back until it expires, with its token; whoever comes then has a larger one."""
+    """C080: a crash may restore a released lease until it expires, with its token; the next grant has a larger one."""
     one = reach()
     one.acquire()
     assert one.release() == "released"

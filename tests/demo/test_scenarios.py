@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture
 def stage(dsn: str) -> Iterator[Engine]:
-    """An engine for a database of its own with the demo's schema and pgfence's tables in it."""
+    """An engine for a separate database with the demo's schema and pgfence's tables."""
     with database(dsn, "scene") as own:
         engine = create_engine_for(own)
         with engine.begin() as connection:
@@ -73,7 +73,7 @@ def test_the_slots_are_judged_by_their_runs(ran: int, runs: int, verdict: Verdic
 
 
 def test_a_balance_that_differs_from_its_journal_is_found(stage: Engine) -> None:
-    """What is judged is read from the tables: one that somebody else has changed is off, one as it was booked is not."""
+    """The tables are read: a balance that was changed without an entry is off, one as it was booked is not."""
     contention.ContentionBase.metadata.create_all(stage)
     with stage.begin() as connection:
         connection.execute(insert(contention.VersionedAccount), [{"id": 0, "balance": 7}, {"id": 1, "balance": 7}])
@@ -93,7 +93,7 @@ def test_a_balance_that_differs_from_its_journal_is_found(stage: Engine) -> None
 def test_contention_is_judged_by_the_journal_and_by_its_conflicts(
     transfers: int, in_vain: int, off: int, verdict: Verdict
 ) -> None:
-    """Every balance is as booked, every guard let somebody through, and there was a conflict to be guarded against."""
+    """Every balance is as booked, every guard let transfers through, and there was a conflict to guard against."""
     measured = contention.Measured(transfers, transfers + in_vain, 2)
     cells = {
         (accounts, guard): measured for accounts in (contention.MANY, contention.FEW) for guard in contention.GUARDS
@@ -118,12 +118,12 @@ def storm(**other: int) -> retries.Storm:
     ],
 )
 def test_retries_are_judged_by_what_was_paid(plain: dict[str, int], keyed: dict[str, int], verdict: Verdict) -> None:
-    """With keys each payment once and one receipt for all who asked; without them one twice, or there was no danger."""
+    """With keys each payment is made once with one receipt; without them at least one is made twice."""
     assert retries._judge(storm(**{"made": 300, "twice": 100} | plain), storm(**keyed)) is verdict
 
 
 def test_what_was_paid_is_counted_in_the_table(stage: Engine) -> None:
-    """A payment that was made twice, and a client that was told of another one, are seen; the other storm's rows are not."""
+    """A payment made twice and a client with another receipt are counted; rows of the other run are not."""
     retries.RetriesBase.metadata.create_all(stage)
     rows = [{"number": number, "keyed": True} for number in (1, 2, 2)] + [{"number": 1, "keyed": False}]
     with stage.begin() as connection:
@@ -134,7 +134,7 @@ def test_what_was_paid_is_counted_in_the_table(stage: Engine) -> None:
 
 
 def test_a_client_loses_its_patience_with_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not ask for ever: nobody may be there any more who would end its process."""
+    """It stops retrying, because the process that would end it may be gone."""
     engine = create_engine("postgresql+psycopg://nobody@127.0.0.1:1/nothing")
     monkeypatch.setattr(retries, "_PATIENCE", 3)
     monkeypatch.setattr(retries._Client, "sessions", sessionmaker(engine), raising=False)

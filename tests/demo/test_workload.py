@@ -28,7 +28,7 @@ def test_a_percentile_is_a_wait_that_was_measured(count: int, percent: float, ra
 
 
 def test_without_waits_there_is_no_percentile() -> None:
-    """None, and not 0: nobody waited."""
+    """The percentile is None, not 0."""
     assert FINE.wait(50) is None
 
 
@@ -43,7 +43,7 @@ def test_without_waits_there_is_no_percentile() -> None:
     ],
 )
 def test_a_guarded_workload_may_lose_no_money_and_no_worker(figures: Figures, verdict: Verdict) -> None:
-    """One cent, no transfer at all or one lock that went to nobody is a failure."""
+    """One cent lost, no transfer at all, or one lock that no process took over is a failure."""
     assert keeps_every_cent(figures) is verdict
 
 
@@ -54,7 +54,7 @@ def test_the_control_has_to_lose_something() -> None:
 
 
 def test_every_act_has_a_name_of_its_own_and_one_is_the_control() -> None:
-    """Processes are told the name of an act."""
+    """Acts have different names, by which processes get their orders."""
     assert len({act.name for act in ACTS}) == len({act.title for act in ACTS}) == len(ACTS)
     assert [act.name for act in ACTS if act.check is loses_money] == ["unguarded"]
 
@@ -71,8 +71,8 @@ def test_a_pair_is_two_accounts_of_the_act_and_some_are_busy() -> None:
     assert all(set(accounts.pair_of(till, chance)) <= set(till) for _ in range(100))
 
 
-class Crew:
-    """Remembers whom it was told to kill."""
+class FakePool:
+    """Records which workers it was asked to kill."""
 
     def __init__(self) -> None:
         self.killed: list[Any] = []
@@ -84,7 +84,7 @@ class Crew:
 @pytest.fixture
 def faults() -> Faults:
     """One SIGKILL, due at once."""
-    return Faults([Fault.KILL], Crew(), None, start=clock() - 2, seconds=1)  # type: ignore[arg-type]
+    return Faults([Fault.KILL], FakePool(), None, start=clock() - 2, seconds=1)  # type: ignore[arg-type]
 
 
 def killed(faults: Faults) -> list[Any]:
@@ -93,7 +93,7 @@ def killed(faults: Faults) -> list[Any]:
 
 
 def test_a_fault_hits_a_holder_when_another_process_waits(faults: Faults) -> None:
-    """Without a waiter there would be nobody to take over."""
+    """Without a waiter no process could take over."""
     faults.note("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
     faults.note("two", {"asks": "y"})  # type: ignore[arg-type]
     faults.note("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ async def test_the_url_is_ready_for_asyncpg() -> None:
 
 
 def test_two_servers_at_once_do_not_collide() -> None:
-    """Two servers of one process have ports, folders and data of their own."""
+    """Two servers of one process have separate ports, folders and data."""
     with embedded.server(fsync=False) as one, embedded.server(fsync=False) as two:
         assert ask(one, "SHOW port") != ask(two, "SHOW port")
         assert ask(one, "SHOW data_directory") != ask(two, "SHOW data_directory")
@@ -158,7 +158,7 @@ def test_settings_reach_the_server() -> None:
     ],
 )
 def test_settings_that_are_none_are_refused(settings: dict[str, str], error: type[Exception]) -> None:
-    """A name that is none, one that the launcher sets itself, and a value that is no text raise before anything starts."""
+    """An invalid name, a setting that the launcher sets itself, and a value that is not text raise before the start."""
     with pytest.raises(error), embedded.server(settings=settings):
         pass
 
@@ -238,7 +238,7 @@ def test_the_thread_that_starts_a_server_may_end() -> None:
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_server(own_server: OwnServer) -> None:
-    """The server is in a session of its own: the terminal's SIGINT is for us, who still need it to clean up."""
+    """The server is in a separate session: the terminal's SIGINT reaches only this process, which needs it to clean up."""
     assert os.getsid(own_server.pid) == own_server.pid
 
 

@@ -38,7 +38,7 @@ def shop(request: pytest.FixtureRequest, dsn: str, tmp_path_factory: pytest.Temp
 
 
 class Client:
-    """Whoever pays."""
+    """A client that pays."""
 
     def __init__(self, shop: Shop, admin: psycopg.Connection[Any], http: httpx2.Client) -> None:
         self.shop, self.admin, self.http = shop, admin, http
@@ -47,7 +47,7 @@ class Client:
         return self.http.post("/pay", content=note, headers={"idempotency-key": f'"{key}"', **more})
 
     def until_paid(self, key: str, note: str) -> httpx2.Response:
-        """Pay, and ask again while somebody is at work."""
+        """Pay, and retry while another request is in progress."""
         answers: list[httpx2.Response] = []
         blocking(lambda: answers.append(self.pay(key, note)) or answers[-1].status_code != 409, 20)
         return answers[-1]
@@ -64,7 +64,7 @@ class Client:
             yield f"slow {secrets.token_hex(6)}"
 
     def reached(self, note: str) -> int:
-        """Return which process is at work at a payment."""
+        """Return which process handles a payment."""
         pids: list[int] = blocking(lambda: self.pids(note), 20)
         return pids[-1]
 
@@ -76,7 +76,7 @@ def key() -> str:
 
 
 def test_of_many_clients_one_pays_and_all_have_its_answer(shop: Client, key: str) -> None:
-    """C095: twelve at the same time, over connections of their own, to more than one process; with a pool of one in each."""
+    """C095: twelve concurrent clients on separate connections, several processes, a pool of one in each."""
     with ThreadPoolExecutor(CLIENTS) as pool:
         with shop.slow() as note:
             first = [pool.submit(shop.pay, key, note) for _ in range(CLIENTS)]
@@ -92,7 +92,7 @@ def test_of_many_clients_one_pays_and_all_have_its_answer(shop: Client, key: str
 
 
 def test_a_client_that_breaks_its_connection_finds_its_answer(shop: Client, key: str) -> None:
-    """It is gone while the payment is made; the payment goes on, and is not made again."""
+    """The client disconnects during the payment; the payment completes, and a retry does not repeat it."""
     request = "POST /pay HTTP/1.1\r\nHost: shop\r\nIdempotency-Key: {key}\r\nContent-Length: {length}\r\n\r\n{note}"
     with shop.slow() as note:
         with shop.shop.connected() as connection:
