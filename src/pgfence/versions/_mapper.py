@@ -77,15 +77,17 @@ class SentUpdate(Update):
         execution_options: CoreExecuteOptionsParameter,
     ) -> Any:
         flush = NOW.get() if self.way == "counted" else None
+        rows: list[Row] = []
         if flush is not None:
-            _add_versions(flush, self.rows_of(distilled_params), distilled_params, str(self.version._label))
+            rows = self.rows_of(distilled_params)
+            _add_versions(flush, rows, distilled_params, str(self.version._label))
         result = super()._execute_on_connection(connection, distilled_params, execution_options)
         if len(distilled_params) == 1:
             self._record_written(distilled_params[0], result)
         elif flush is not None:
             self._record_counted(flush, distilled_params, result)
         if flush is not None:
-            flush.note_compared(self.rows_of(distilled_params))
+            flush.note_compared(rows)
         return result
 
     def _record_counted(self, flush: Flush, parameters: Sequence[Parameters], result: CursorResult[Any]) -> None:
