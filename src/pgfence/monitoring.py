@@ -36,7 +36,7 @@ def evict(
 def evict(
     engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None = None, dry_run: bool = False
 ) -> object:
-    """End whoever holds a lease or a session lock, fence it off, and write that down, all in one transaction.
+    """End the holder of a lease or a session lock, fence it off, and record that, all in one transaction.
 
     The token goes up in the name's row and in its gate, the lease ends, and a row with reason and actor is written to the
     audit. Writers of the old token that are inside the gate are waited for, at most 2 s; after that no write of the old
@@ -60,12 +60,12 @@ def evict(
 
     Raises:
         ValueError: the name, the reason or the actor cannot be used.
-        TypeError: one of them is no str, or the engine is none.
+        TypeError: one of them is not a str, or the engine is not an engine.
         LockTimeoutError: a transaction that writes under the old token is still open; `holders` has the candidates. Nothing
             was done.
         SchemaError: the tables are missing, or this role may not do it. Nothing was done.
         StandbyError: this server takes no writes. Nothing was done.
-        UnreachableError: there was no answer; if the connection was lost on the way, look before you try again.
+        UnreachableError: the server did not answer. If the connection was lost on the way, look before you retry.
     """
     request = build_eviction_request(engine, name, reason=reason, actor=actor)
     work = statements.look if dry_run else statements.evict
@@ -83,11 +83,11 @@ def stuck_keys(engine: Engine, *, older_than: Seconds = 0, prefix: str = "") -> 
 def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix: str = "") -> object:
     """Return the idempotency keys whose effect was begun and not finished, the oldest first.
 
-    Those are keys of effect mode whose attempt is at work or was lost. A key that was freed after a known failure is none, and
-    neither is one in the transaction of a caller, which nobody else sees before it has a result.
+    Those are keys of effect mode whose attempt is running or was lost. A key that was freed after a known failure is not
+    listed, and neither is one in a caller's transaction, which no other session sees before it has a result.
 
-    Promised: no lock is taken, and nothing that is stored under a key leaves the server: no result, no payload, of its steps
-    only the names. The table is read from end to end, one row after the other.
+    Guarantees: no lock is taken, and nothing that is stored under a key leaves the server: no result, no payload, of its steps
+    only the names. The table is read from end to end.
 
     `prefix` is about scopes: the same filter is `--scope` on the command line, where `--prefix` is that of the tables.
 
@@ -100,7 +100,7 @@ def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix:
         ValueError: older_than is negative, or the prefix cannot be used.
         TypeError: one of them is of another type.
         SchemaError: the tables are missing or older than version 2, or this role may not read them.
-        UnreachableError: there was no answer.
+        UnreachableError: the server did not answer.
     """
     query = build_stuck_key_query(engine, older_than=older_than, prefix=prefix)
     return perform(engine, lambda connection, wanted: list(map(to_stuck_key, keys.look(connection, wanted))), query)
@@ -113,16 +113,16 @@ def free_key(
 @overload
 def free_key(engine: Engine, scope: str, key: str, *, reason: str, actor: str | None = None) -> StuckKey | None: ...
 def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None = None) -> object:
-    """Let the next caller of an idempotency key begin at once, though an attempt was lost or is at work; write that down.
+    """Let the next caller of an idempotency key begin at once, though an attempt was lost or is running, and record that.
 
     In one transaction the claim of the attempt ends and a row with reason and actor is written to the audit. The next caller
-    is the next attempt, with the steps that are done so far. An attempt that is at work all the same is told at its next
-    renewal or step: AttemptLostError; what it stores after this is refused.
+    is the next attempt, with the steps that are done so far. An attempt that is still running gets AttemptLostError at its
+    next renewal or step; what it stores after this is rejected.
 
-    The scope comes first, as in `pgfence keys free`; the two the other way round are a key that is unknown, and None.
+    The scope comes first, as in `pgfence keys free`; in the other order they are an unknown key, and the result is None.
 
-    Not promised: that the attempt has stopped, or what it has done outside. Look there first: whoever comes next repeats the
-    step that was not finished, under the same derived key.
+    Limitations: the attempt may still be running, and may have had effects outside the database. Look there first: the next
+    caller repeats the step that was not finished, under the same derived key.
 
     Args:
         engine: an Engine, or an AsyncEngine: then await it.
@@ -136,11 +136,11 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
 
     Raises:
         ValueError: scope, key, reason or actor cannot be used.
-        TypeError: one of them is no str.
+        TypeError: one of them is not a str.
         LockTimeoutError: a transaction that is about to store the result is open. Nothing was done.
         SchemaError: the tables are missing or older than version 2, or this role may not do it. Nothing was done.
         StandbyError: this server takes no writes. Nothing was done.
-        UnreachableError: there was no answer; if the connection was lost on the way, look before you try again.
+        UnreachableError: the server did not answer. If the connection was lost on the way, look before you retry.
     """
     request = build_free_key_request(engine, scope, key, reason=reason, actor=actor)
 
@@ -156,14 +156,16 @@ def purge(engine: AsyncEngine, *, batch: int = 1000) -> Coroutine[Any, Any, int]
 @overload
 def purge(engine: Engine, *, batch: int = 1000) -> int: ...
 def purge(engine: Engine | AsyncEngine, *, batch: int = 1000) -> object:
-    """Take the idempotency keys away whose time is over, in small transactions, and return how many they were.
+    """Delete expired idempotency keys in small transactions, and return how many were deleted.
 
-    An expired key is new to whoever asks for it, purged or not; purging is for the size of the table. Promised: a key whose
-    time is not over stays, and so does one whose attempt is at work, whatever its time; nobody waits for the purge longer than
-    one batch takes; any number of processes may purge at the same time. All namespaces of the table are purged.
+    An expired key is new to the next caller, purged or not; purging keeps the table small. All namespaces of the table are
+    purged.
 
-    Not promised: that all are gone afterwards. Keys that expire meanwhile, or that somebody has locked, are left to the next
-    purge. The space is used again once autovacuum has been there; the table's files do not shrink.
+    Guarantees: a key that has not expired stays, and so does one whose attempt is running. No other transaction waits for the
+    purge longer than one batch takes. Any number of processes may purge at the same time.
+
+    Limitations: keys that expire during the purge, or that another transaction has locked, are left to the next purge.
+    Autovacuum makes the space available for reuse; the table's files do not shrink.
 
     Args:
         engine: an Engine, or an AsyncEngine: then await it.
@@ -171,10 +173,10 @@ def purge(engine: Engine | AsyncEngine, *, batch: int = 1000) -> object:
 
     Raises:
         ValueError: batch is out of range.
-        TypeError: it is no int, or the engine is none.
+        TypeError: it is not an int, or the engine is not an engine.
         SchemaError: the tables are missing or older than version 2, or this role may not do it: SELECT, UPDATE and DELETE.
         StandbyError: this server takes no writes.
-        UnreachableError: there was no answer, or the connection was lost. What was purged before stays so.
+        UnreachableError: the server did not answer, or the connection was lost. What was purged before stays deleted.
         sqlalchemy.exc.DBAPIError: the server ended a statement, by the role's `lock_timeout` for one; likewise.
     """
     check_int(batch, "batch", LARGEST_BATCH)
