@@ -77,7 +77,7 @@ def test_the_numbers_go_around(oldest: int, dsn: str, held: psycopg.Connection[A
         assert second.numbers() == ((oldest + 2) & LAST, (oldest + 1) & LAST)
         # Whoever is gone is looked through, from either end.
         second.connection.close()
-        assert not third.wait_for_turn()
+        assert not third.wait_for_turn(60_000)  # until the server has seen the session end
         assert third.numbers() == ((oldest + 3) & LAST, (oldest + 1) & LAST)
         give(before, LockKey.raw(BASE + oldest))
         assert first.wait_for_turn()
