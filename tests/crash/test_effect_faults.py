@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import schema
-from pgfence._leases import manager, releases, statements
+from pgfence._leases import manager, statements
 from pgfence.effects import IdempotentEffect, _running
 from pgfence.errors import IdempotencyInProgressError, UnreachableError
 from support.effects import Gate, Shop
@@ -94,7 +94,7 @@ asyncio.run(main())
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seconds for a server that does not answer cut to one."""
-    for module in (manager, releases, statements):
+    for module in (manager, statements):
         monkeypatch.setattr(module, "RELEASE_BUDGET", 1.0)
     monkeypatch.setattr(_running, "LONGEST_PATIENCE", 1.0)
 

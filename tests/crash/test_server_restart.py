@@ -179,9 +179,8 @@ def contended(world: World, kind: str, engine: Any, name: str, ttl: float = 60) 
 
 def contended_for(one: Any) -> bool:
     """Say whether the server has responded to a waiter of this process that its lease is held."""
-    engine = getattr(one._engine, "sync_engine", one._engine)
-    domains = [each for each in ManagerRegistry.of(engine).values() if isinstance(each, LeaseManager)]
-    return any(each._seen._until for each in domains)
+    managers = ManagerRegistry.of(one._engine.find()).values()
+    return any(each._seen._until for each in managers if isinstance(each, LeaseManager))
 
 
 def guarded(world: World, one: Any, note: Callable[[], object]) -> Any:
