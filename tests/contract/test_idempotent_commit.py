@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+from sqlalchemy.orm import Session as SyncSession
 from sqlalchemy.orm import registry
 
+from pgfence import TransactionLock
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency import idempotent
 from support.keyed import Desk, Receipt
@@ -269,6 +271,40 @@ async def test_an_aborted_transaction_is_not_committed(desk: Desk) -> None:
     await run_sync(desk, work)
     assert desk.effects() == 0
     assert not await stored(desk, "k")
+
+
+@pipelined
+@pytest.mark.parametrize("then", ["ROLLBACK TO SAVEPOINT a", "ROLLBACK"])
+async def test_an_aborted_transaction_can_be_rolled_back_in_plain_text(desk: Desk, then: str) -> None:
+    """The result that waits is not sent into it: the ROLLBACK works, and nothing of the key is stored."""
+
+    def work(session: Session) -> None:
+        session.execute(text("SAVEPOINT a"))
+        pay(desk, session, "k")
+        with pytest.raises(DBAPIError):
+            session.connection().exec_driver_sql("INSERT INTO no_such_table VALUES (1)")
+        session.execute(text(then))
+        session.rollback()
+
+    await run_sync(desk, work)
+    assert not await stored(desk, "k")
+
+
+@pytest.mark.parametrize("world", ["psycopg"], indirect=True)
+async def test_a_detached_connection_takes_locks_and_keys(world: World, desk: Desk, name: str) -> None:
+    """It belongs to no pool any more, and its transaction begins and ends with our statements as any other."""
+
+    def work(_session: Session) -> None:
+        connection = world.engine().connect()
+        connection.detach()
+        with SyncSession(connection) as session:
+            TransactionLock(session, name).acquire()
+            pay(desk, session, "k")
+            session.commit()
+        connection.close()
+
+    await run_sync(desk, work)
+    assert await stored(desk, "k")
 
 
 @pipelined

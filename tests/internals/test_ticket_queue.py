@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -10,7 +11,7 @@ import pytest
 
 from pgfence._sql.ticket_queue import LEAVE, build_wait_for_keys, build_wait_for_turn, find_queue
 from pgfence.keys import LockKey
-from support.locking import background, elsewhere, give, has_ticket, labelled, lock, take
+from support.locking import background, elsewhere, give, has_ticket, labelled, lock, take, waits
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -66,21 +67,27 @@ def waiters(dsn: str) -> Iterator[list[Waiter]]:
 
 
 @pytest.mark.parametrize("oldest", [0, 1, LAST - 1, LAST, 2**19])
-def test_the_numbers_go_around(oldest: int, dsn: str, held: psycopg.Connection[Any], waiters: list[Waiter]) -> None:
+def test_the_numbers_go_around(
+    oldest: int, dsn: str, admin: psycopg.Connection[Any], held: psycopg.Connection[Any], waiters: list[Waiter]
+) -> None:
     """After the last number comes the first, and the order stays."""
     first, second, third = waiters
-    with elsewhere(dsn, LockKey.raw(BASE + oldest)) as before:
+    with elsewhere(dsn, LockKey.raw(BASE + oldest)) as before, ThreadPoolExecutor() as pool:
         assert not first.wait_for_turn()
         assert not second.wait_for_turn()
         assert not third.wait_for_turn()
         assert first.numbers() == ((oldest + 1) & LAST, oldest)
         assert second.numbers() == ((oldest + 2) & LAST, (oldest + 1) & LAST)
+        assert third.numbers() == ((oldest + 3) & LAST, (oldest + 2) & LAST)
         # Whoever is gone is looked through, from either end.
+        wait = pool.submit(first.wait_for_turn, 60_000)
+        while not waits(admin, LockKey.raw(BASE + oldest))():
+            assert not wait.done()
         second.connection.close()
         assert not third.wait_for_turn(60_000)  # until the server has seen the session end
         assert third.numbers() == ((oldest + 3) & LAST, (oldest + 1) & LAST)
         give(before, LockKey.raw(BASE + oldest))
-        assert first.wait_for_turn()
+        assert wait.result()
         assert not third.wait_for_turn()
 
 
@@ -122,11 +129,12 @@ def test_a_lost_ticket_is_noticed(held: psycopg.Connection[Any], waiters: list[W
 async def test_an_owner_that_stands_still_is_passed_over(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A ticket in front whose session waits for nothing, as that of a stopped process: who is behind it gets a lock that is free."""
+    """A ticket in front whose session waits for nothing, as that of a stopped process: who is behind it waits for the lock itself."""
     other, ticket = world.other(), LockKey.raw(find_queue((LockKey.of(name),)))
     with elsewhere(dsn, name) as holder, elsewhere(dsn, ticket) as stopped:
         async with background(other.call(lock(world, labelled(world, name), name).acquire, timeout=60)) as task:
             await eventually(has_ticket(admin, name, name))
+            await eventually(waits(admin, name))  # the lock is held all the time
             give(holder, name)
             held = await task
         assert give(stopped, ticket)
@@ -146,7 +154,7 @@ async def test_an_owner_that_waits_is_not_passed_over(
             give(holder, name)
             begun: set[Any] = set()
             query = "SELECT xact_start FROM pg_stat_activity WHERE application_name = %s AND wait_event_type = 'Lock'"
-            await eventually(lambda: begun.update(admin.execute(query, [name]).fetchall()) or len(begun) > 3)
+            await eventually(lambda: begun.update(admin.execute(query, [name]).fetchall()) or len(begun) > 5)
             assert not task.done()
             give(holder, f"{name}:else")
             await wait

@@ -75,7 +75,10 @@ def texts() -> list[str]:
     blocks = [
         text
         for keys in SETS.values()
-        for text in (*build_wait_for_turn(keys, 250, has_ticket=False), *build_wait_for_keys(keys, 250))
+        for text in (
+            *build_wait_for_turn(keys, 250, has_ticket=False, looks=True),
+            *build_wait_for_keys(keys, 250),
+        )
     ]
     return [*found, *blocks, HAS_TICKETS.format("1"), LEAVE]
 
@@ -114,7 +117,7 @@ def test_values_are_bound_as_the_driver_marks_them(keys: Any, style: ParamStyle)
 def test_only_integers_stand_in_the_block(keys: list[LockKey], limit: int) -> None:
     """Rule 17: a DO block takes no parameters; what stands in it are int64 literals of ours, quoted, and nothing else."""
     numbers = r"'-?\d{1,19}'::bigint|'\{(-?\d{1,19},?)*\}'::bigint\[\]|'\d+'(?=, true)"
-    for build in (lambda *args: build_wait_for_turn(*args, has_ticket=False), build_wait_for_keys):
+    for build in (lambda *args: build_wait_for_turn(*args, has_ticket=False, looks=True), build_wait_for_keys):
         first, second = (
             [re.sub(numbers, "?", text) for text in build(some, n)]
             for some, n in ((resolve([*keys, LockKey.raw(1), LockKey.raw(2)], ""), limit), (SETS["many"], 1))

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import LockSql
 
 
+LOOK_EVERY = 4
+"""After so many slices a waiter looks whether the owner of the ticket in front stands still."""
+
+
 class ServerWait:
     """The wait of one contender on its session. After an error of it nothing is known: the session is closed."""
 
-    __slots__ = ("engine", "has_ticket", "has_turn", "session", "sql")
+    __slots__ = ("engine", "has_ticket", "has_turn", "session", "slices", "sql")
 
     def __init__(self, engine: Engine, session: LockConnection, sql: LockSql) -> None:
         self.engine = engine
@@ -30,6 +34,7 @@ class ServerWait:
         self.sql = sql
         self.has_ticket = False
         self.has_turn = False
+        self.slices = 0
 
     async def run_step(self, step: Wait, call: Acquisition[LockSql]) -> bool | None:
         """Wait for one slice and return whether the lock was granted; None: this one needs a ticket, at once.
@@ -58,7 +63,13 @@ class ServerWait:
 
     async def wait_for_turn(self, length: float) -> bool:
         """Wait for some seconds until no ticket is in front of its own, which it takes at the first call."""
-        statements = build_wait_for_turn(self.sql.keys, to_milliseconds(length), has_ticket=self.has_ticket)
+        self.slices += 1
+        statements = build_wait_for_turn(
+            self.sql.keys,
+            to_milliseconds(length),
+            has_ticket=self.has_ticket,
+            looks=self.slices % LOOK_EVERY == 0,
+        )
         self.has_turn = await self.session.run_script(self.engine, statements, limit=length + WAIT_GRACE)
         self.has_ticket = True
         return self.has_turn

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
     from sqlalchemy.engine.interfaces import Dialect
+    from sqlalchemy.pool import PoolProxiedConnection
 
     from pgfence._sql.params import RawConnection
 
@@ -81,7 +82,7 @@ def _may_pipeline(connection: Connection, status: int) -> bool:
     """
     if connection.dialect.driver != "psycopg":
         return False
-    driver: RawConnection = connection.connection.driver_connection
+    driver = find_driver(connection.dialect, connection.connection)
     if driver.pgconn.transaction_status != status or driver.autocommit or driver.pgconn.pipeline_status:
         return False
     library = _load(connection.dialect.is_async)
@@ -91,9 +92,17 @@ def _may_pipeline(connection: Connection, status: int) -> bool:
     return type(execute) is FunctionType and execute.__globals__["__name__"] == library.module
 
 
+def find_driver(dialect: Dialect, pooled: PoolProxiedConnection) -> RawConnection:
+    """Return the driver's connection, also of one that was detached from its pool, whose `driver_connection` is None."""
+    assert pooled.dbapi_connection is not None
+    return dialect.get_driver_connection(pooled.dbapi_connection)
+
+
 def begin_and_execute(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
     """Begin the server's transaction with a statement, and return the one value of its row. Only after `may_begin`."""
-    return _execute(connection.dialect, connection.connection.driver_connection, text, values, begins=True)
+    return _execute(
+        connection.dialect, find_driver(connection.dialect, connection.connection), text, values, begins=True
+    )
 
 
 def execute_and_commit(dialect: Dialect, driver: RawConnection, text: str, values: tuple[object, ...]) -> None:

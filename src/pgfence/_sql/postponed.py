@@ -85,13 +85,16 @@ def send_postponed(connection: Connection) -> None:
     statement = _take(connection.info) if connection.in_transaction() else None
     if statement is None:
         return
+    driver = pipeline.find_driver(connection.dialect, connection.connection)
+    if not pipeline.is_in_transaction(driver):
+        return  # aborted: what comes next ends it, in whole or back to a savepoint, and without its effect it cannot commit
     adapted: Any = connection.connection.dbapi_connection
     try:
         cursor = adapted.cursor()
         cursor.execute(statement.text, statement.values)
         cursor.close()
     except BaseException as error:
-        if told := statement.translate(error, connection.connection.driver_connection):
+        if told := statement.translate(error, driver):
             raise told from error
         connection._handle_dbapi_exception(error, statement.text, statement.values, None, None)
 
@@ -105,7 +108,7 @@ def _take(info: dict[Any, Any]) -> Postponed | None:
 
 def _commit(dialect: Dialect, commit: Callable[[Any], None], pooled: Any) -> None:
     statement = _take(pooled.info)
-    driver = pooled.driver_connection
+    driver = pipeline.find_driver(dialect, pooled)
     # An aborted transaction is rolled back by its COMMIT, as the server does it.
     if statement is None or not pipeline.is_in_transaction(driver):
         commit(pooled)

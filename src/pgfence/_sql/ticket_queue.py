@@ -82,21 +82,20 @@ BEGIN
   pg_catalog.set_config('{AHEAD}', COALESCE(ahead::text, ''), false);
 END$$"""
 
-# This runs twice a second for each waiter, so it is short. The end of it passes over a ticket whose owner stands still: the lock is
-# free, and the owner waits for nothing. The locks that this question takes end with the block.
-_WAIT_FOR_TURN = f"""DO $$DECLARE k bigint;
-BEGIN
- PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock_shared({_AHEAD});
- PERFORM pg_catalog.set_config('{AHEAD}', COALESCE((SELECT (t.base + ((t.ticket - t.base - pg_catalog.min(t.d)) & {_MASK}))::text
+# The nearest ticket in front whose owner waits. An owner that waits for nothing stands still, as a stopped process does, and is
+# passed over; one that is caught between two slices loses one place.
+_MOVE_UP = f"""PERFORM pg_catalog.set_config('{AHEAD}', COALESCE((
+  SELECT (t.base + ((t.ticket - t.base - pg_catalog.min(t.d)) & {_MASK}))::text
   FROM (SELECT q.base, q.ticket, (q.ticket - {_VALUE}) & {_MASK} AS d
-   FROM (SELECT {{base}} AS base, {_MINE} AS ticket) AS q, {_TICKETS}) AS t
-  WHERE t.d BETWEEN 1 AND {_HALF - 1} GROUP BY t.base, t.ticket), ''), false);
-EXCEPTION WHEN lock_not_available THEN
- {{tries}}
- IF (SELECT NOT EXISTS (SELECT FROM pg_catalog.pg_locks AS w WHERE w.pid = l.pid AND NOT w.granted)
-     FROM pg_catalog.pg_locks AS l WHERE {_HELD_HERE} AND {_VALUE} = {_AHEAD}) THEN
-  PERFORM pg_catalog.set_config('{AHEAD}', '', false);
- END IF;
+   FROM (SELECT {{base}} AS base, {_MINE} AS ticket) AS q, {_TICKETS}
+    AND EXISTS (SELECT FROM pg_catalog.pg_locks AS w WHERE w.pid = l.pid AND NOT w.granted)) AS t
+  WHERE t.d BETWEEN 1 AND {_HALF - 1} GROUP BY t.base, t.ticket), ''), false);"""
+
+# This runs twice a second for each waiter, so it is short: whether the owner in front stands still is asked only now and then.
+_WAIT_FOR_TURN = f"""DO $$BEGIN
+ PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock_shared({_AHEAD});
+ {_MOVE_UP}
+EXCEPTION WHEN lock_not_available THEN {{look}}
 END$$"""
 _IS_TURN = f"SELECT 1 WHERE pg_catalog.current_setting('{AHEAD}', true) OPERATOR(pg_catalog.=) ''"
 
@@ -116,7 +115,6 @@ _EACH = (
     "FOREACH k IN ARRAY {keys} LOOP {do}(k){then}; END LOOP;"
     " FOREACH k IN ARRAY {pairs} LOOP {do}((k >> 32)::integer, ((k << 32) >> 32)::integer){then}; END LOOP;"
 )
-_TRY_EACH = {"do": "IF NOT pg_catalog.pg_try_advisory_xact_lock", "then": " THEN RETURN; END IF"}
 _WAIT_EACH = {"do": "PERFORM pg_catalog.pg_advisory_xact_lock", "then": ""}
 _LOCK_EACH = (
     "(SELECT pg_catalog.count(pg_catalog.pg_advisory_lock(u.v)) FROM pg_catalog.unnest(keys) AS u(v)),"
@@ -125,17 +123,21 @@ _LOCK_EACH = (
 )
 
 
-def build_wait_for_turn(keys: Sequence[LockKey], milliseconds: int, *, has_ticket: bool) -> tuple[str, ...]:
+def build_wait_for_turn(
+    keys: Sequence[LockKey], milliseconds: int, *, has_ticket: bool, looks: bool = False
+) -> tuple[str, ...]:
     """Return the statements that take a ticket, unless there is one, and wait for the turn; the last returns a row when it is.
 
     A DO block takes no parameters: the numbers stand in it as int64 literals, and nothing else does.
+
+    Args:
+        keys: sorted.
+        milliseconds: how long.
+        has_ticket: whether the session has one.
+        looks: whether a ticket in front is passed over at the end if its owner stands still.
     """
     numbers = {"base": f"'{find_queue(keys)}'::bigint", "ms": int(milliseconds)}
-    if (key := _quote_single(keys)) is not None:
-        tries = f"IF NOT pg_catalog.pg_try_advisory_xact_lock({key}) THEN RETURN; END IF;"
-    else:
-        tries = _EACH.format(**_quote_arrays(keys), **_TRY_EACH)
-    wait = _WAIT_FOR_TURN.format(**numbers, tries=tries)
+    wait = _WAIT_FOR_TURN.format(**numbers, look=_MOVE_UP.format(**numbers) if looks else "NULL;")
     return (wait, _IS_TURN) if has_ticket else (_TAKE_TICKET.format(**numbers), wait, _IS_TURN)
 
 
