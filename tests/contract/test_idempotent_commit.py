@@ -327,6 +327,31 @@ async def test_an_error_of_the_commit_itself_stores_no_result(desk: Desk) -> Non
 
 
 @pipelined
+async def test_an_error_of_a_deferred_trigger_stays_what_it_is(desk: Desk) -> None:
+    """A trigger of the user that divides by zero at COMMIT is no lost claim."""
+    table = desk.table.name
+    desk.admin.execute(
+        f"CREATE FUNCTION {table}_fails() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN PERFORM 1 / 0; RETURN NULL; END$$".encode()
+    )
+    desk.admin.execute(
+        f"CREATE CONSTRAINT TRIGGER fails AFTER INSERT ON {table} DEFERRABLE INITIALLY DEFERRED"
+        f" FOR EACH ROW EXECUTE FUNCTION {table}_fails()".encode()
+    )
+
+    def work(session: Session) -> None:
+        pay(desk, session, "k")
+        with pytest.raises(DBAPIError, match="division by zero"):
+            session.commit()
+        session.rollback()
+
+    try:
+        await run_sync(desk, work)
+        assert not await stored(desk, "k")
+    finally:
+        desk.admin.execute(f"DROP FUNCTION {table}_fails() CASCADE".encode())
+
+
+@pipelined
 async def test_a_connection_lost_before_the_commit_stores_nothing(desk: Desk) -> None:
     """The session ends right before COMMIT: an error of the connection, and another connection for the next transaction."""
     pids: list[int] = []

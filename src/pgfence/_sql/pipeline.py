@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from sqlalchemy import Connection
     from sqlalchemy.engine.interfaces import Dialect
@@ -39,6 +39,8 @@ class _Library(NamedTuple):
     connection: type[Any]
     cursor: Any
     pipeline: Any
+    send: Callable[[Any], DriverSteps]
+    error: type[Exception]
     module: str
     """Where the methods of its cursors are defined."""
 
@@ -50,6 +52,7 @@ def _load(is_async: bool) -> _Library | None:
 
     if not psycopg.Pipeline.is_supported():
         return None
+    from psycopg.generators import send
 
     class Pipeline(psycopg.Pipeline):
         """Hands the messages to libpq, and leaves it to the end to send them in one packet."""
@@ -60,8 +63,10 @@ def _load(is_async: bool) -> _Library | None:
             yield from ()
 
     if is_async:
-        return _Library(psycopg.AsyncConnection, psycopg.AsyncCursor, Pipeline, "psycopg.cursor_async")
-    return _Library(psycopg.Connection, psycopg.Cursor, Pipeline, "psycopg.cursor")
+        return _Library(
+            psycopg.AsyncConnection, psycopg.AsyncCursor, Pipeline, send, psycopg.Error, "psycopg.cursor_async"
+        )
+    return _Library(psycopg.Connection, psycopg.Cursor, Pipeline, send, psycopg.Error, "psycopg.cursor")
 
 
 def may_begin(connection: Connection) -> bool:
@@ -115,11 +120,16 @@ def is_in_transaction(driver: RawConnection) -> bool:
     return bool(driver.pgconn.transaction_status == _IN_TRANSACTION)
 
 
+def has_ended(driver: RawConnection) -> bool:
+    """Return whether the server is in no transaction any more, as after a COMMIT that failed."""
+    return bool(driver.pgconn.transaction_status == _IDLE)
+
+
 def _execute(dialect: Dialect, driver: RawConnection, text: str, values: tuple[object, ...], *, begins: bool) -> Any:
     library = _load(dialect.is_async)
     assert library is not None
     cursor = driver.cursor()
-    steps = _execute_together(driver, cursor, library.pipeline(driver), text, values, begins=begins)
+    steps = _execute_together(library, driver, cursor, text, values, begins=begins)
     if dialect.is_async:
         from sqlalchemy.util import await_only
 
@@ -149,13 +159,10 @@ def _end(driver: RawConnection, steps: DriverSteps) -> None:
 
 
 def _execute_together(
-    driver: RawConnection, cursor: Any, pipeline: Any, text: str, values: tuple[object, ...], *, begins: bool
+    library: _Library, driver: RawConnection, cursor: Any, text: str, values: tuple[object, ...], *, begins: bool
 ) -> DriverSteps:
     """Send BEGIN and a statement, or a statement and COMMIT, then wait for both. Raises the first error."""
-    import psycopg
-    from psycopg.generators import send
-
-    wire = driver.pgconn
+    wire, pipeline = driver.pgconn, library.pipeline(driver)
     failure: Exception | None = None
     wire.enter_pipeline_mode()
     driver._pipeline = pipeline
@@ -174,7 +181,7 @@ def _execute_together(
         # After an error too: a server that has rejected a statement skips all messages up to this one.
         pipeline.result_queue.append(None)
         wire.pipeline_sync()
-        yield from send(wire)
+        yield from library.send(wire)
         yield from pipeline._fetch_gen(flush=False)
     except Exception as error:
         failure = failure or error
@@ -182,7 +189,7 @@ def _execute_together(
         driver._pipeline = None
         if wire.status == _CONNECTED:
             # It fails where responses are outstanding.
-            with suppress(psycopg.Error):
+            with suppress(library.error):
                 wire.exit_pipeline_mode()
     if failure is not None:
         raise failure

@@ -116,10 +116,12 @@ def _commit(dialect: Dialect, commit: Callable[[Any], None], pooled: Any) -> Non
     try:
         pipeline.execute_and_commit(dialect, driver, statement.text, statement.values)
     except Exception as error:
+        by_commit = not driver.closed and pipeline.has_ended(driver)
         if not driver.closed:
             # As after any COMMIT that failed, no transaction is left: SQLAlchemy would not send a ROLLBACK.
             dialect.do_rollback(pooled)
-        if told := statement.translate(error, driver):
+        # An error of COMMIT comes from the user's deferred triggers and constraints, whatever number they divide by.
+        if not by_commit and (told := statement.translate(error, driver)):
             raise told from error
         raise
 
