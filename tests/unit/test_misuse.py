@@ -187,6 +187,7 @@ def test_the_wrong_twin_is_named() -> None:
         (lambda: pgfence.Lease(ASYNC_ENGINE, "a", ttl=5), "Async twin"),
         (lambda: pgfence.AsyncLease(ENGINE, "a", ttl=5), "sync twin"),
         (lambda: pgfence.IdempotentEffect(ASYNC_ENGINE, "k", scope="a"), "Async twin"),
+        (lambda: pgfence.Lease(create_engine("postgresql+asyncpg://nowhere/"), "a", ttl=5), "create_async_engine"),
     ):
         with pytest.raises(TypeError, match=fitting):
             make()

@@ -163,6 +163,11 @@ def resolve_async_engine(source: AsyncEngineSource, what: str, twin: str = "the 
 
 
 def _wrong_engine_error(returned: object, what: str, wanted: str, twin: str) -> TypeError:
+    if isinstance(returned, Engine) and returned.dialect.is_async:
+        return TypeError(
+            f"{what} needs {wanted}, not one over the async driver {returned.dialect.driver}: make it with"
+            f" create_async_engine() and use {twin}, or choose a sync driver"
+        )
     if hasattr(returned, "dialect"):
         return TypeError(f"{what} needs {wanted}, not {type(returned).__name__}: use {twin}")
     return TypeError(
