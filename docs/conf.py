@@ -14,6 +14,7 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "sphinx_design",
 ]
 exclude_patterns = ["_build"]
 # `x` in a docstring is code.
