@@ -165,7 +165,7 @@ async def test_a_search_path_that_leads_nowhere_says_what_to_do(world: World, pl
     async with connection(world, world.engine()) as open_connection:
         await given(open_connection.execute(text("SET LOCAL search_path = nowhere")))
         with pytest.raises(
-            SchemaError, match=r"^search path 'nowhere' names .* in database .*configure\(engine, schema="
+            SchemaError, match=r"^no schema of search path 'nowhere' exists in database .*configure\(engine, schema="
         ):
             await given(schema.create_all(open_connection))
 
@@ -273,7 +273,7 @@ async def test_tables_that_differ_are_not_altered(
     await given(schema.create_all(engine))
     lease = sql.SQL(place.name("lease"))  # type: ignore[arg-type]
     admin.execute(sql.SQL("ALTER TABLE {} ALTER renewed_at TYPE timestamp").format(lease))
-    with pytest.raises(SchemaError, match=r"renewed_at is timestamp without time zone .*another time"):
+    with pytest.raises(SchemaError, match=r"renewed_at is timestamp without time zone .*in its own zone"):
         await given(schema.create_all(engine))
 
 

@@ -1,4 +1,4 @@
-"""Where our tables and functions are: schema and prefix, as quoted names."""
+"""Name pgfence's tables and functions: schema and prefix, quoted for use in statements."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ KEYS = 2
 LEASES = 3
 """The version that leases, token locks and slots need."""
 GATE_TRIGGER = 4
-"""The version that has a trigger on the table of gates."""
+"""The first version with a trigger on the gate table."""
 
-# A function that looks for rows does so with `enable_seqscan = off`: a session plans it once, maybe while its table is tiny, and
-# would go on reading the whole of it until the table is analyzed again.
+# Functions that look up rows set `enable_seqscan = off`: a session caches a function's plan. A plan made while the table
+# was tiny would otherwise scan the whole table until the next ANALYZE.
 FILES = {
     1: ("gate", "lease", "token", "slot"),
     2: ("idempotency", "effects"),
@@ -34,7 +34,7 @@ FILES = {
 }
 _CREATED = re.compile(r"^CREATE FUNCTION @(\w+)@", re.MULTILINE)
 WHERE = "SELECT pg_catalog.current_database(), pg_catalog.current_setting('search_path')"
-"""Its row is for `errors.missing_tables_error`."""
+"""The query whose row `errors.missing_tables_error` takes."""
 
 
 def quote(identifier: str) -> str:
@@ -42,13 +42,13 @@ def quote(identifier: str) -> str:
 
 
 def quote_literal(value: str) -> str:
-    """Return a text as a constant in a statement, whatever standard_conforming_strings says."""
+    """Return a string as an SQL literal that is valid for either setting of standard_conforming_strings."""
     inner = value.replace("'", "''")
     return f"E'{inner.replace(chr(92), chr(92) * 2)}'" if "\\" in inner else f"'{inner}'"
 
 
 def block(body: str) -> str:
-    """Return a statement that runs a body, whatever names are in it."""
+    """Return a DO statement that runs a body, with a dollar-quote tag that the body does not contain."""
     tag = "pgfence"
     while f"${tag}$" in body:
         tag += "_"
@@ -56,28 +56,28 @@ def block(body: str) -> str:
 
 
 class TableNames(NamedTuple):
-    """One set of tables and functions."""
+    """The schema and prefix of one installation of tables and functions."""
 
     schema: str | None = None
     prefix: str = "pgfence_"
 
     def name(self, what: str) -> str:
-        """Return the quoted name of a table or function, ready to stand in a statement."""
+        """Return the quoted, schema-qualified name of a table or function."""
         name = quote(self.prefix + what)
         return name if self.schema is None else f"{quote(self.schema)}.{name}"
 
     def contradicts(self, other: TableNames) -> bool:
-        """Return whether these are certainly two sets of tables. One without a schema may be any that the search path finds."""
+        """Return whether these are certainly different tables. Without a schema, the search path may find any of them."""
         schemas = {self.schema, other.schema} - {None}
         return self.prefix != other.prefix or len(schemas) > 1
 
     @property
     def channel(self) -> str:
-        """Where releases are told of (LISTEN, NOTIFY)."""
+        """The LISTEN/NOTIFY channel that announces releases."""
         return self.prefix + "released"
 
     def describe(self, database: str | None = None, search_path: str | None = None, schema: str | None = None) -> str:
-        """Return where this is, in words, as far as it is known."""
+        """Return a description of the location for error messages, with the parts that are known."""
         schema = self.schema or schema
         there = "" if schema is None else f"schema {schema!r}"
         if self.schema is None:
@@ -87,21 +87,21 @@ class TableNames(NamedTuple):
 
     @property
     def evictions(self) -> str:
-        """The channel of evictions. The payload is the name; schemas with the same prefix share the channel."""
+        """The channel that announces evictions. The payload is the name; schemas with the same prefix share the channel."""
         return self.prefix + "evicted"
 
     @property
     def command(self) -> str:
-        """What makes the tables."""
+        """The shell command that creates the tables."""
         schema = "" if self.schema is None else f" --schema {shlex.quote(self.schema)}"
         prefix = "" if self.prefix == "pgfence_" else f" --prefix {shlex.quote(self.prefix)}"
         return f"pgfence install{schema}{prefix}"
 
 
 def table_names_of(thing: HasDialect) -> TableNames:
-    """Return the place for an Engine, AsyncEngine, Connection or AsyncConnection.
+    """Return the table names for an Engine, AsyncEngine, Connection or AsyncConnection.
 
-    It is what was configured, and a `schema_translate_map` on top of it, so that each tenant's schema may have its own.
+    A `schema_translate_map` applies to the configured schema, so that each tenant's schema can have its own tables.
     """
     config = config_of(thing)
     return _place(translate_schema(thing, config.schema), config.prefix)
@@ -113,8 +113,8 @@ def _place(schema: str | None, prefix: str) -> TableNames:
 
 
 def translate_schema(thing: HasDialect, schema: str | None) -> str | None:
-    """Return what a schema is called in statements of this Engine or Connection, sync or async."""
-    # An AsyncConnection has options of its own on top of its engine's.
+    """Apply the `schema_translate_map` of an Engine or Connection, sync or async, to a schema name."""
+    # An AsyncConnection can have execution options in addition to those of its engine.
     real: Any = getattr(thing, "sync_connection", None) or getattr(thing, "sync_engine", thing)
     options: Mapping[str, Any] = real.get_execution_options()
     found: str | None = (options.get("schema_translate_map") or {}).get(schema, schema)
@@ -125,7 +125,7 @@ def translate_schema(thing: HasDialect, schema: str | None) -> str | None:
 def read_functions(place: TableNames, version: int = VERSION) -> dict[str, str]:
     """Return the statements that create the functions of a version, by name without the prefix, in order.
 
-    A later version may replace the body of a function of an earlier one: then the later body counts.
+    If a later version replaces the body of a function, the later body is returned.
     """
     return {
         function: text

@@ -1,4 +1,4 @@
-"""The statements that create and drop all tables and functions, and the check that they are as they were created."""
+"""Create, upgrade, check and drop pgfence's tables and functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOCK = LockKey.of("schema", namespace="pgfence")
 _PLAIN: Mapping[str, bool | None] = {"no_parameters": True, "stream_results": False, "yield_per": None}
 
 LOSES = "fencing tokens would start again at 1, and idempotency keys and finished slots would be forgotten"
-"""What dropping the tables does."""
+"""The consequences of dropping the tables, for error messages."""
 
 _HOLDS = {
     "lease": "fencing tokens, so that they start again at 1",
@@ -48,14 +48,14 @@ _HOLDS = {
 }
 
 _HALF_FULL = ("lease", "gate", "slot")
-"""Their rows are updated again and again: room on the same page keeps those updates out of the index."""
+"""Tables whose rows are updated often: free space on each page allows HOT updates, which need no new index entry."""
 
 
 @cache
 def build_creation(place: TableNames, version: int = VERSION) -> tuple[str, ...]:
-    """Return the statements that make what is missing of tables and functions up to a version, in order.
+    """Return the statements that create missing tables and functions up to a version, in order.
 
-    Run twice they change nothing, and an older version becomes this one.
+    Running them again changes nothing. An older version is upgraded.
     """
     tables = define(MetaData(), place, version)
     return (
@@ -65,14 +65,14 @@ def build_creation(place: TableNames, version: int = VERSION) -> tuple[str, ...]
         *(f"ALTER TABLE {place.name(name)} SET (fillfactor = 50)" for name in _HALF_FULL),
         *(_create_function(place, name, version) for name in read_functions(place, version)),
         *(() if version < KEYS else (_create_trigger(place),)),
-        # Near the end, because these tables are locked from here to the commit.
+        # Near the end, because ALTER TABLE locks these tables until the transaction commits.
         *alter_tables([*add_gate_trigger(place, version), *add_columns(place, list_added_columns(version))]),
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
 
 
 def _create_function(place: TableNames, function: str, version: int) -> str:
-    """Return the statement that creates a function; a body that a later version replaces does not go over that one."""
+    """Return the statement that creates a function, unless a newer version's body is already installed."""
     body = read_functions(place, version)[function]
     if body == read_functions(place)[function]:
         return _replace_function(body)
@@ -85,7 +85,8 @@ def _replace_function(body: str) -> str:
 
 
 def _run_unless(there: str, made: str, end: str = "END") -> str:
-    # Looked for first: to make a schema takes a right, and index and trigger lock their table before they find it there.
+    # Test for existence first: IF NOT EXISTS would still require the right to create a schema, and would still lock
+    # the table of an index or trigger that exists.
     return block(f"BEGIN\n    IF NOT ({there}) THEN\n        {made};\n    END IF;\n{end}")
 
 
@@ -102,7 +103,7 @@ def _create_index(place: TableNames, index: Index) -> str:
 
 
 def _create_trigger(place: TableNames) -> str:
-    """Return what keeps a transaction from committing while a key that it claimed has no result."""
+    """Return the statement for the trigger that rejects COMMIT while a key claimed in the transaction has no result."""
     table, name = place.name("idempotency_key"), place.prefix + "unfinished_key"
     return _run_unless(
         has_trigger(place, "idempotency_key", "unfinished_key"),
@@ -114,7 +115,7 @@ def _create_trigger(place: TableNames) -> str:
 
 
 def build_script(place: TableNames) -> str:
-    """Return `build_creation` as a text for psql, in one transaction."""
+    """Return the statements of `build_creation` as a script for psql, in one transaction."""
     return "".join(f"{statement};\n\n" for statement in ("BEGIN", *build_creation(place), "COMMIT"))
 
 
@@ -129,7 +130,7 @@ def build_removal(place: TableNames) -> tuple[str, ...]:
 
 
 def build_downgrade(place: TableNames, version: int) -> tuple[str, ...]:
-    """Return the statements that drop what came after a version, with what is in it, in order."""
+    """Return the statements that drop everything newer than a version, including its data, in order."""
     kept, older = list_column_types(version), read_functions(place, version)
     tables = [name for name in list_column_types() if name not in kept]
     columns = {name: [each for each in list_column_types()[name] if each not in kept[name]] for name in kept}
@@ -137,7 +138,7 @@ def build_downgrade(place: TableNames, version: int) -> tuple[str, ...]:
         *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in tables),
         *(_replace_function(body) for name, body in older.items() if body != read_functions(place)[name]),
         *alter_tables([*drop_gate_trigger(place, version), *drop_columns(place, columns)]),
-        # After the trigger that calls one of them.
+        # After the triggers: a function cannot be dropped while a trigger depends on it.
         *(f"DROP FUNCTION IF EXISTS {name}" for name in list_functions(place, version)),
         f"DELETE FROM {place.name('schema_version')} WHERE version > {version}",
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
@@ -146,16 +147,16 @@ def build_downgrade(place: TableNames, version: int) -> tuple[str, ...]:
 
 @cache
 def list_functions(place: TableNames, above: int = 0) -> tuple[str, ...]:
-    """Return the quoted names of our functions; with `above` only of those that came after that version."""
+    """Return the quoted names of pgfence's functions; with `above`, only those added after that version."""
     older = read_functions(place, above)
     return tuple(place.name(name) for name in read_functions(place) if name not in older)
 
 
 @cache
 def build_check(place: TableNames, version: int = 1) -> str:
-    """Return the statement that asks whether all of a version is there.
+    """Return the query that checks whether all tables and columns of a version exist.
 
-    Its one row is for `judge`, an error of it for `translate_error`. Without a version, what leases need.
+    Pass its row to `judge`, and an error it raises to `translate_error`. Without a version, it checks what leases need.
     """
     wanted = ", ".join(
         f"({quote_literal(table)}, {quote_literal(place.name(table))}, {quote_literal(column)}, {quote_literal(kind)})"
@@ -175,7 +176,7 @@ def build_check(place: TableNames, version: int = 1) -> str:
 
 
 def _schema_of(place: TableNames) -> str:
-    """Return the expression for the schema in which an installation is found."""
+    """Return the SQL expression for the schema that contains the installation; NULL if there is none."""
     return (
         "(SELECT n.nspname::text FROM pg_catalog.pg_class AS c"
         " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
@@ -184,13 +185,13 @@ def _schema_of(place: TableNames) -> str:
 
 
 def judge(row: Row, place: TableNames, version: int = 1) -> SchemaError | None:
-    """Return what the row of `build_check` says against using this place; None if nothing does."""
+    """Return the error that the row of `build_check` stands for, or None if the tables can be used."""
     found, wrong, *there = row
     where = place.describe(*there)
     if found is None or found < version:
         return SchemaError(
-            f"pgfence's tables {where} have version {found or 0} and this release needs {version}: run `{place.command}`, or"
-            " pgfence.schema.create_all(engine)",
+            f"pgfence's tables {where} have version {found or 0} and this release needs {version}: run `{place.command}` or"
+            " call pgfence.schema.create_all(engine)",
             found=found,
             needed=version,
             command=place.command,
@@ -199,7 +200,7 @@ def judge(row: Row, place: TableNames, version: int = 1) -> SchemaError | None:
 
 
 def _difference_error(wrong: str, where: str, place: TableNames, found: int, version: int) -> SchemaError:
-    """Return the error of tables that lack something, or differ, and whether `pgfence install` repairs that."""
+    """Return the error for tables that are incomplete or altered. The message says whether `pgfence install` repairs them."""
     parts = [re.fullmatch(r"(\w+)(?:\.(\w+))? is (.+)", part) for part in wrong.split(", ")]
     tables = [part[1] for part in parts if part and part[2] is None]
     columns = [part for part in parts if part and part[2] is not None and not _is_added(part, version)]
@@ -207,17 +208,21 @@ def _difference_error(wrong: str, where: str, place: TableNames, found: int, ver
         rows = [f"{table}, which holds {_HOLDS[table]}" for table in tables if table in _HOLDS]
         lost = f". A table that is created again is empty: {'; '.join(rows)}" if rows else ""
         return SchemaError(
-            f"pgfence's tables {where} are incomplete: {wrong}. `{place.command}`, or pgfence.schema.create_all(engine),"
-            f" creates what is missing{lost}",
+            f"pgfence's tables {where} are incomplete: {wrong}. Running `{place.command}` or calling"
+            f" pgfence.schema.create_all(engine) creates what is missing{lost}",
             found=found,
             needed=version,
             command=place.command,
         )
     alter = "; ".join(_restore_column(place, part[1], part[2], part[3], version) for part in columns)
-    naive = " (a time without a zone is another time in every session)" if "without time zone" in wrong else ""
+    naive = (
+        " (without a time zone, each session would interpret it in its own zone)"
+        if "without time zone" in wrong
+        else ""
+    )
     return SchemaError(
-        f"pgfence's tables {where} differ from what pgfence created: {wrong}{naive}. `pgfence install` does not alter them;"
-        f" as their owner, run: {alter}. Do not drop them instead: {LOSES}",
+        f"pgfence's tables {where} differ from what pgfence created: {wrong}{naive}. `pgfence install` does not alter"
+        f" existing columns. As the owner of the tables, run: {alter}. Do not drop them instead: {LOSES}",
         found=found,
         needed=version,
         command=alter,
@@ -225,7 +230,7 @@ def _difference_error(wrong: str, where: str, place: TableNames, found: int, ver
 
 
 def _is_added(part: re.Match[str], version: int) -> bool:
-    """Say whether a missing column is one that an upgrade adds."""
+    """Return whether a missing column is one that an upgrade adds."""
     added = {column.partition(" ")[0] for column in list_added_columns(version).get(part[1], ())}
     return part[3] == "missing" and part[2] in added
 
@@ -237,16 +242,16 @@ def _restore_column(place: TableNames, table: str, column: str, found: str, vers
 
 
 def verify(connection: Connection, place: TableNames, version: int = VERSION) -> SchemaError | None:
-    """Ask the server whether tables and version are those that this release makes, or older ones. One round trip.
+    """Check the installed tables and their version in one round trip, and return the error if they cannot be used.
 
     Raises:
-        sqlalchemy.exc.DBAPIError: it could not be read at all; see `errors.translate_error`.
+        sqlalchemy.exc.DBAPIError: the tables could not be read; see `errors.translate_error`.
     """
     return judge(execute_plain(connection, build_check(place, version)).one(), place, version)
 
 
 def is_installed(connection: Connection, place: TableNames, version: int = VERSION) -> bool:
-    """Return whether tables and functions of a version are there, without an error in the caller's transaction."""
+    """Return whether tables and functions of a version exist. A missing one does not abort the caller's transaction."""
     newer = list_functions(place, version)
     names = ", ".join(quote_literal(name) for name in list_functions(place) if name not in newer)
     there = execute_plain(
@@ -258,9 +263,9 @@ def is_installed(connection: Connection, place: TableNames, version: int = VERSI
 
 
 def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
-    """Return the place with its schema: where the search path finds an installation, else where it would make one.
+    """Return the names with an explicit schema: that of the installation on the search path, or else the current schema.
 
-    What the functions call is written with that schema, so that a writer with another search path meets the same gate.
+    Triggers call functions by this schema, so that writers with a different search path use the same gate.
     """
     if place.schema is not None:
         return place
@@ -270,7 +275,7 @@ def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
     if schema is None:
         row: tuple[str | None, ...] = tuple(execute_plain(connection, WHERE).one())
         raise SchemaError(
-            f"search path {row[1]!r} names no schema that exists in database {row[0]!r}: name one with"
+            f"no schema of search path {row[1]!r} exists in database {row[0]!r}. Set one with"
             " pgfence.configure(engine, schema=...)",
             needed=VERSION,
             command=f"{place.command} --schema <schema>",
@@ -279,14 +284,14 @@ def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
 
 
 def create(connection: Connection, place: TableNames, version: int = VERSION) -> None:
-    """Make what is missing, or raise an older version. Whoever calls it at the same time waits until this transaction ends."""
+    """Create what is missing, or upgrade an older version. Concurrent callers wait until this transaction ends."""
     execute_plain(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     if not is_installed(connection, place, version):
         _execute(connection, place, build_creation(place, version), version)
 
 
 def lower(connection: Connection, place: TableNames, version: int) -> None:
-    """Go back to an older version, likewise."""
+    """Downgrade to an older version. Concurrent callers wait until this transaction ends."""
     execute_plain(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     _execute(connection, place, build_downgrade(place, version), version)
 
@@ -299,13 +304,13 @@ def _execute(connection: Connection, place: TableNames, statements: Sequence[str
 
 
 def drop(connection: Connection, place: TableNames) -> None:
-    """Drop what is there."""
+    """Drop the tables and functions that exist."""
     execute_plain(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     for statement in build_removal(place):
         execute_plain(connection, statement)
 
 
 def execute_plain(connection: Connection, statement: str) -> CursorResult[*tuple[Any, ...]]:
-    """Execute a text as it stands: no sign in it is a parameter."""
+    """Execute a statement verbatim: percent signs and colons are not parameter markers."""
     with translate_text_errors(connection, statement):
         return connection.exec_driver_sql(statement, execution_options=_PLAIN)
