@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +16,9 @@ import pgfence
 from support import pages
 from support.rows import every_row
 from support.servers import database
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -64,6 +69,25 @@ def test_each_command_of_the_readme_is_one_line() -> None:
     for what in ("demo", "test"):
         marked = re.findall(rf"<!-- fresh: {what} -->\n+```\w*\n(.*?)```", readme, re.DOTALL)
         assert [command.count("\n") for command in marked] == [1], what
+
+
+def properties(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            names = {ast.unparse(decorator) for decorator in node.decorator_list}
+            if names & {"property", "cached_property"}:
+                yield node
+
+
+def test_no_docstring_of_a_property_begins_like_a_type() -> None:
+    """Sphinx renders the docstring "word: text" of a property as text of the type "word", so no property has one."""
+    found = []
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for node in properties(ast.parse(file.read_text(encoding="utf-8"))):
+            first = (ast.get_docstring(node) or "").split("\n", 1)[0]
+            if re.search(r":(\s|$)", re.sub(r"`[^`]*`", "", first)):
+                found.append(f"{called(file)}: {node.name}: {first}")
+    assert found == []
 
 
 def files_by_case() -> dict[str, list[str]]:

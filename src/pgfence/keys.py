@@ -150,7 +150,7 @@ class LockKey:
 
     @property
     def value(self) -> int:
-        """The signed 64-bit number; of a pair: `classid << 32 | objid`."""
+        """The signed 64-bit number. For a pair it is `classid << 32 | objid`."""
         return self._value
 
     @property
@@ -165,7 +165,7 @@ class LockKey:
 
     @property
     def sql(self) -> ColumnElement[int]:
-        """The same key as a SQL expression, computed by the server from the name; of a pair: the 64-bit value."""
+        """The same key as a SQL expression that the server computes from the name. For a pair it is the 64-bit value."""
         if self._hashed is None:
             return cast(literal(self._value, BigInteger), BigInteger)
         # Here, since it brings the dialect of every driver along: more than half of what importing pgfence would cost.
@@ -177,14 +177,14 @@ class LockKey:
 
     @property
     def label(self) -> str:
-        """What messages call it: the name, or the number as SQL writes it."""
+        """The name, or the number in SQL notation, as shown in messages."""
         if self._name is not None:
             return self._name
         return f"key {self._value}" if self._space == "bigint" else f"key {self.halves}"
 
     @property
     def halves(self) -> tuple[int, int]:
-        """The value as two signed int4: of a pair, what it was made of."""
+        """The value as two signed int4 numbers, the arguments of `pair` for a pair."""
         low = self._value & 0xFFFFFFFF
         return self._value >> 32, low - (1 << 32) if low >> 31 else low
 

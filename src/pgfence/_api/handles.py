@@ -78,17 +78,17 @@ class _Handle:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names it was asked for by; of a ready key: its name, or its number."""
+        """The names the lock was requested by. A `LockKey` without a name is shown by its number."""
         return self._hold.names
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
-        """The keys it holds: sorted, each once."""
+        """The keys that are held, sorted and without duplicates."""
         return self._hold.keys
 
     @property
     def state(self) -> State:
-        """What this process knows: held, unknown, lost or released. No I/O."""
+        """The state as far as this process knows ("held", "unknown", "lost" or "released"), without I/O."""
         return self._hold.state
 
     @property
@@ -98,9 +98,10 @@ class _Handle:
 
     @property
     def loss_reason(self) -> LossReason | None:
-        """Why it was lost: "killed" (the server ended the session), "cut off" (the server stopped responding), or "returned".
+        """The reason for the loss, or None if the lock is not lost.
 
-        "returned": the lock was made with a Connection that was closed.
+        "killed" means that the server ended the session, "cut off" that the server stopped responding, and "returned" that
+        the lock was created with a Connection that has been closed.
         """
         return self._hold.loss_reason
 

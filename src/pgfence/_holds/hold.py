@@ -98,7 +98,7 @@ class BaseHold:
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
-        """The advisory keys it stands on: none, unless it is an advisory lock."""
+        """The keys of an advisory lock; empty for everything else."""
         return ()
 
     @property
@@ -113,7 +113,7 @@ class BaseHold:
 
     @property
     def ours(self) -> bool:
-        """Whether this process took it: a forked child holds nothing."""
+        """Whether this process acquired it. A forked child holds nothing."""
         return self.pid == PROCESS.pid
 
     @property

@@ -126,7 +126,7 @@ class LockSql:
 
     @property
     def row(self) -> tuple[TableNames, str] | None:
-        """The row of the lease table that they use: none."""
+        """The row of the lease table that these keys use, here always None."""
         return None
 
     def holders(self, connection: Connection) -> list[Holder]:
@@ -135,7 +135,7 @@ class LockSql:
 
     @property
     def wait_text(self) -> str:
-        """Waits in the server's own queue: returns when all are held, or fails with 55P03 and none is.
+        """A statement that waits in the server's own queue until all are held, or fails with 55P03 and holds none.
 
         No row, or 0: waiters of other processes have tickets, nothing was locked.
         """

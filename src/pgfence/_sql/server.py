@@ -108,7 +108,7 @@ class ServerInfo:
 
     @property
     def statement_timeout(self) -> float:
-        """What ends our statements, in seconds; 0: nothing."""
+        """The time after which the server ends our statements, in seconds, or 0 for no limit."""
         return 0.0 if self.set_up else int(self.settings.get("statement_timeout", "0")) / 1000
 
     @classmethod

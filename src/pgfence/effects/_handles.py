@@ -58,7 +58,7 @@ class _Attempt:
         self.in_progress: dict[str, object] = {}
         """The steps that run, each with a mark of the thread or task that does it."""
         self.unsaved: dict[str, str] = {}
-        """What was done and is not known to be saved: steps, with what is to be saved, and "" for the whole."""
+        """Results by step that may not be saved yet. The key "" stands for the whole attempt."""
 
     def __repr__(self) -> str:
         wanted = self._running.wanted

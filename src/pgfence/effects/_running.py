@@ -103,7 +103,7 @@ class RunningAttempt:
 
     @property
     def number(self) -> int:
-        """Which attempt it is: 1 for the first. It grows with each, so what is stored with a lower one is older."""
+        """The number of this attempt, 1 for the first. It grows with each, so a result stored with a lower number is older."""
         assert self._grant.token is not None
         return self._grant.token
 

@@ -43,7 +43,7 @@ class Op(Generic[T]):
 
     @property
     def replayed(self) -> bool:
-        """Whether the work was done before: then `result` is what came of it, and the block has nothing to do."""
+        """Whether the work was done earlier. If so, `result` is the stored result, and the block has nothing to do."""
         self._read = True
         return self._claim.replayed
 

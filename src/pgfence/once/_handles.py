@@ -22,7 +22,7 @@ class _Slotted(_Leased):
 
     @property
     def slot(self) -> datetime:
-        """Which slot: its beginning, the same for every attempt and on every host. No I/O."""
+        """The beginning of the slot, the same for each attempt and on each host, without I/O."""
         slot = self._grant.slot
         assert slot is not None
         return slot

@@ -47,7 +47,7 @@ class HeartbeatConnection(ABC):
 
     @property
     def can_listen(self) -> bool:
-        """Whether LISTEN works: not behind a pooler that may change the server under it."""
+        """Whether LISTEN works, which it does not behind a pooler that may switch server sessions."""
         return self.session is not None and (not self.session.driver.pooled or self.config.pooler == "session")
 
     def configure(self, session: LockConnection) -> None:
