@@ -27,8 +27,9 @@ from pgfence import schema
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PROGRAMS = Path(__file__).parents[1] / "typing" / "uses"
-"""The programs that pages include."""
+_TESTS = Path(__file__).parents[1]
+PROGRAMS = [str(_TESTS.parent / "docs" / "examples"), str(_TESTS / "typing" / "uses")]
+"""The folders of the programs that pages include."""
 
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$|^<!-- run\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 _LOOSE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -61,7 +62,7 @@ def environment(dsn: str) -> dict[str, str]:
         "PGPORT": url.port or url.query.get("port"),
         "PGUSER": url.username,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*PROGRAMS, os.environ.get("PYTHONPATH", "")]),
     }
     return os.environ | {name: str(value) for name, value in known.items() if value}
 
@@ -69,7 +70,7 @@ def environment(dsn: str) -> dict[str, str]:
 def reader(dsn: str, code: str) -> str:
     """Return a script for `support.processes.Script` that can import the programs of pages; their server is that of `dsn`."""
     known = {name: value for name, value in environment(dsn).items() if name.startswith("PG")}
-    return f"os.environ.update({known!r})\nsys.path.insert(0, {str(PROGRAMS)!r})\n{code}"
+    return f"os.environ.update({known!r})\nsys.path[:0] = {PROGRAMS!r}\n{code}"
 
 
 def install(dsn: str) -> None:

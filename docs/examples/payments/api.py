@@ -21,7 +21,13 @@ from sqlalchemy import UniqueConstraint, create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from pgfence import Attempt, IdempotentEffect, TransactionLock, insert_once, schema
-from pgfence.fastapi import Idempotent, IdempotentCall, Locked, idempotency_key, install_error_handlers
+from pgfence.fastapi import (
+    Idempotent,
+    IdempotentCall,
+    Locked,
+    idempotency_key,
+    install_error_handlers,
+)
 
 PROVIDER = os.environ.get("PROVIDER", "http://127.0.0.1:8001")
 TTL = 30.0  # seconds after which the request of a dead process is continued by another one
@@ -104,7 +110,9 @@ OrderId = Annotated[int, Path(gt=0, lt=2**31)]
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-    with TransactionLock.begin(engine, "payments:tables") as connection:  # every process does this at its start
+    with TransactionLock.begin(
+        engine, "payments:tables"
+    ) as connection:  # every process does this at its start
         Base.metadata.create_all(connection)
         schema.create_all(connection)
     yield
@@ -118,7 +126,10 @@ install_error_handlers(app)
 @app.exception_handler(RequestValidationError)
 async def invalid(request: object, error: RequestValidationError) -> JSONResponse:
     # FastAPI's own answer repeats what it got, and fails where that is NaN or no text.
-    return JSONResponse({"detail": [{"loc": one["loc"], "msg": one["msg"]} for one in error.errors()]}, 422)
+    return JSONResponse(
+        {"detail": [{"loc": one["loc"], "msg": one["msg"]} for one in error.errors()]},
+        422,
+    )
 
 
 # ------------------------------------------------------------------ an effect outside of the database
@@ -127,8 +138,12 @@ async def invalid(request: object, error: RequestValidationError) -> JSONRespons
 @app.post("/orders", status_code=201)
 def place(body: NewOrder, customer: Customer, key: Key) -> OrderOut:
     def work(attempt: Attempt) -> OrderOut:
-        order, paid = attempt.step("order", lambda key: write(key, customer, body.amount))
-        charge = paid or attempt.step("charge", lambda key: ask_provider(f"{customer}:{key}", order, body.amount))
+        order, paid = attempt.step(
+            "order", lambda key: write(key, customer, body.amount)
+        )
+        charge = paid or attempt.step(
+            "charge", lambda key: ask_provider(f"{customer}:{key}", order, body.amount)
+        )
         return settle(attempt, order, charge)
 
     effect = IdempotentEffect(
@@ -146,9 +161,13 @@ def place(body: NewOrder, customer: Customer, key: Key) -> OrderOut:
     except Declined as error:
         raise HTTPException(402, str(error)) from error
     except Different as error:
-        raise HTTPException(422, "there is an order of this key, for another amount") from error
+        raise HTTPException(
+            422, "there is an order of this key, for another amount"
+        ) from error
     except Away as error:
-        raise HTTPException(503, "the payment provider is away", {"Retry-After": "1"}) from error
+        raise HTTPException(
+            503, "the payment provider is away", {"Retry-After": "1"}
+        ) from error
 
 
 def write(key: str, customer: int, amount: int) -> tuple[int, str | None]:
@@ -162,7 +181,11 @@ def write(key: str, customer: int, amount: int) -> tuple[int, str | None]:
 
 def ask_provider(key: str, order: int, amount: int) -> str:
     headers = {"Content-Type": "application/json", "Idempotency-Key": key}
-    asked = Request(f"{PROVIDER}/charges", json.dumps({"order": order, "amount": amount}).encode(), headers)
+    asked = Request(
+        f"{PROVIDER}/charges",
+        json.dumps({"order": order, "amount": amount}).encode(),
+        headers,
+    )
     try:
         with urlopen(asked, timeout=10) as answer:
             return Charge.model_validate_json(answer.read()).id
@@ -170,7 +193,11 @@ def ask_provider(key: str, order: int, amount: int) -> str:
         if error.code == 402:
             raise Declined("the card was declined") from error
         raise Away from error
-    except (OSError, http.client.HTTPException, ValueError) as error:  # a cut connection, a timeout, a proxy's page
+    except (
+        OSError,
+        http.client.HTTPException,
+        ValueError,
+    ) as error:  # a cut connection, a timeout, a proxy's page
         raise Away from error
 
 
@@ -211,7 +238,10 @@ def give_voucher(
 order_lock = Locked("order:{order_id}", session=get_session, timeout=2)
 
 
-@app.post("/orders/{order_id}/shipment", dependencies=[Depends(get_customer), Depends(order_lock, scope="function")])
+@app.post(
+    "/orders/{order_id}/shipment",
+    dependencies=[Depends(get_customer), Depends(order_lock, scope="function")],
+)
 def ship(order_id: OrderId, customer: Customer, session: SessionDep) -> bool:
     """Say whether this request is the one that ships the order."""
     order = session.get(Order, order_id)
