@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 OLD = 1346918401
 ENV = {
-    "sync": "from u07_alembic_env import online\nonline()\n",
-    "async": "import asyncio\nfrom u07_alembic_env import online_async\nasyncio.run(online_async())\n",
+    "sync": "from alembic_env import run_migrations_online\nrun_migrations_online()\n",
+    "async": "import asyncio\nfrom alembic_env import run_async_migrations\nasyncio.run(run_async_migrations())\n",
 }
 REVISION = """
 import sqlalchemy as sa

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 WORKER = """
 from sqlalchemy import text
 
-from app import Base, engine
+from celery_tasks import Base, app, engine, reopen_books
 from pgfence import schema
-from u03_celery import app, reopen_books
 
 Base.metadata.create_all(engine)
 schema.create_all(engine)
@@ -55,7 +54,7 @@ class Books(NamedTuple):
     admin: psycopg.Connection[Any]
 
     def send(self, task: str, *arguments: Any) -> Any:
-        return self.queue.send(f"u03_celery.{task}", *arguments)
+        return self.queue.send(f"celery_tasks.{task}", *arguments)
 
     def get(self, result: Any) -> Any:
         """Return what a task returned, or raise what it raised."""
@@ -83,7 +82,7 @@ class Books(NamedTuple):
 
 BY_HAND = """
 from pgfence import LockTimeoutError
-from u03_celery import close_books, reopen_books
+from celery_tasks import close_books, reopen_books
 
 print(close_books(12))
 try:

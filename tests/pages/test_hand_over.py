@@ -24,7 +24,7 @@ API = """
 import json
 
 from fastapi.testclient import TestClient
-from u15_hand_over import app
+from exports import app
 
 client = TestClient(app)
 print(json.dumps([client.post(f"/exports/{user}").status_code for user in (1, 1, 2)]))
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.timeout(120)  # workers are started, which takes long w
 ASYNC_WORKER = """
 import asyncio
 
-from u15_hand_over import engine, export_async
+from exports import engine, export_in_asyncio
 from pgfence import Lease
 
 ref = Lease(engine, "export:3", ttl=300).acquire().hand_over()
-asyncio.run(export_async(ref))
+asyncio.run(export_in_asyncio(ref))
 print(Lease(engine, "export:3", ttl=300).is_held())
 """
 
@@ -68,11 +68,11 @@ def held(engine: Engine, user: int) -> bool:
 
 def test_a_second_request_is_refused_until_the_worker_is_done(queue: Queue, engine: Engine) -> None:
     """The API's process is gone, its task waits: still held. A worker adopts the lease and gives it back."""
-    assert json.loads(queue.run(API)) == [200, 409, 200]
+    assert json.loads(queue.run(API)) == [202, 409, 202]
     assert held(engine, 1)
-    with queue.worker("u15_hand_over:queue"):
+    with queue.worker("exports:queue"):
         eventually(lambda: not held(engine, 1) and not held(engine, 2), deadline=50)
-        assert json.loads(queue.run(API))[0] == 200
+        assert json.loads(queue.run(API))[0] == 202
         eventually(lambda: not held(engine, 1), deadline=50)
 
 
@@ -80,8 +80,8 @@ def test_a_message_that_is_delivered_twice_is_adopted_once(queue: Queue, engine:
     """The second delivery fails with a typed error that says so, in another process as well."""
     lease = Lease(engine, "export:4", ttl=300).acquire()
     ref = lease.hand_over()
-    first, second = (queue.send("u15_hand_over.export", ref) for _ in range(2))
-    with queue.worker("u15_hand_over:queue"):
+    first, second = (queue.send("exports.export", ref) for _ in range(2))
+    with queue.worker("exports:queue"):
         eventually(lambda: first.ready() and second.ready(), deadline=50)
     assert sorted([first.state, second.state]) == ["FAILURE", "SUCCESS"]
     failed = first if first.failed() else second

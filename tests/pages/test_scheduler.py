@@ -22,13 +22,13 @@ import queue
 from datetime import datetime, timezone
 
 from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_EXECUTED
-from u04_apscheduler import by_hand, scheduler
+from scheduler import scheduler, send_once
 
 answers = queue.Queue()
 scheduler.add_listener(lambda event: answers.put(event.exception or event.retval), EVENT_JOB_EXECUTED | EVENT_JOB_ERROR)
 (job,) = scheduler.get_jobs()
 job.modify(next_run_time=datetime.now(timezone.utc))
-say(answers.get(timeout=20), by_hand())
+say(answers.get(timeout=20), send_once())
 scheduler.shutdown()
 """
 
@@ -37,10 +37,11 @@ from datetime import timedelta
 
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.interval import IntervalTrigger
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 
-from app import engine
 from pgfence import Once, Slot, current
+
+engine = create_engine("postgresql+psycopg://")
 
 def job():
     slot = current(Slot)

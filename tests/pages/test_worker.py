@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 WORKER = """
 import asyncio
 
-import u05_worker
-from app import Base, engine
+from sqlalchemy import create_engine
+
+import worker
 from pgfence import AsyncHeldLease, AsyncLease, LockLostError, StaleFencingTokenError, current
 
-Base.metadata.create_all(engine)
-u05_worker.AsyncLease = lambda engine, name, **options: AsyncLease(engine, name, **options | {"ttl": 1})
+worker.Base.metadata.create_all(create_engine("postgresql+psycopg://"))
+worker.AsyncLease = lambda engine, name, **options: AsyncLease(engine, name, **options | {"ttl": 1})
 """
 FIRST = (
     WORKER
     + """
-whole = u05_worker.chunks
+whole = worker.chunks
 lease = None
 
 async def until_it_hangs(after):
@@ -43,14 +44,14 @@ async def until_it_hangs(after):
         yield chunk
 
 async def work():
-    u05_worker.chunks = until_it_hangs
+    worker.chunks = until_it_hangs
     try:
-        await u05_worker.main("2026-04")
+        await worker.main("2026-04")
     except LockLostError as error:
         say("lost:", error.reason)
     park()
     try:
-        await u05_worker.in_my_own_transaction("2026-04", lease)
+        await worker.write_in_own_transaction("2026-04", lease)
     except StaleFencingTokenError as error:
         say("refused:", error.token, error.newest)
 
@@ -61,7 +62,7 @@ SECOND = (
     WORKER
     + """
 say("waits")
-asyncio.run(u05_worker.main("2026-04"))
+asyncio.run(worker.main("2026-04"))
 say("done")
 """
 )

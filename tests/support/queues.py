@@ -67,7 +67,7 @@ class Queue:
         """Run a prefork worker with two children, until the block ends.
 
         Args:
-            app: as in `celery --app`, e.g. "u03_celery:app".
+            app: as in `celery --app`, e.g. "celery_tasks:app".
         """
         options = ["--pool=prefork", "--concurrency=2", "--without-gossip", "--without-mingle", "--without-heartbeat"]
         command = [sys.executable, "-m", "celery", f"--app={app}", "worker", *options, "--loglevel=INFO"]
