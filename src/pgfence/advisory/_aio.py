@@ -1,4 +1,4 @@
-"""The async half."""
+"""`AsyncAdvisoryLock`: session-level advisory locks for asyncio."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
-    """A session-level advisory lock: exclusive, by name, on a connection of its own; the async twin of `AdvisoryLock`.
+    """Hold an exclusive, session-level advisory lock by name, on a dedicated connection: the async twin of `AdvisoryLock`.
 
     ::
 
@@ -46,17 +46,18 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             async for chunk in chunks():
                 await index(chunk)
 
-    Statements run on the calling task and its loop. A cancel in mid-statement closes that connection, and so harms this one
-    hold only. Tasks that want the same names stand in line, and one connection serves them. A task is a contender: a
-    second `acquire` by its own task raises SelfDeadlockError, a try returns None, and a child task waits.
+    Statements run on the calling task and its event loop. Cancelling a task while a statement runs closes that connection
+    and affects no other hold. Tasks that wait for the same names queue inside the process, and one connection serves them.
+    Each task acquires for itself: a second `acquire` by the task that holds the lock raises SelfDeadlockError, a second
+    `try_acquire` returns None, and a child task waits like any other.
 
-    Args, errors and limits are those of the sync twin, with AsyncEngine and AsyncConnection.
+    Guarantees, limitations, arguments and errors are those of `AdvisoryLock`, with AsyncEngine and AsyncConnection.
     """
 
     @overload
     @deprecated(
-        "a Session cannot keep a session lock: AsyncTransactionLock for work in its transaction, connect() for work on the"
-        " lock's own connection, the engine for everything else"
+        "a Session cannot keep a session lock: use AsyncTransactionLock for work in its transaction, connect() for work on the"
+        " lock's own connection, or the engine for everything else"
     )
     def __init__(
         self: AsyncAdvisoryLock[AsyncHeld],
@@ -101,10 +102,10 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
     async def try_acquire(self) -> AH | None:
         """Try once, without waiting. One round trip on a warm connection.
 
-        Returns None if it is held, also by this very task: a try cannot deadlock.
+        Returns None if the lock is held, even by this same task: trying cannot deadlock.
 
         Raises:
-            PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
+            PgfenceError: as for `acquire`; LockTimeoutError only if all connections for locks are in use.
         """
         manager, sql, on = self._place()
         return await manager.acquire(self._labels, sql, 0.0, self._handle, on=await _start(on))
@@ -113,19 +114,19 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         """Wait until the lock is held.
 
         Args:
-            timeout: seconds; None is the configured default (cut to 60 while this task holds another session lock),
-                `math.inf` waits without a limit, 0 does not wait. A wait lasts through an outage of the server, up to its
-                timeout; with None only once the server has responded that the lock is held.
+            timeout: seconds. None is the configured default (at most 60 s while this task holds another session lock),
+                `math.inf` waits indefinitely, 0 does not wait. A wait continues through a server outage until its
+                timeout; with None only if the server had already responded that the lock is held.
 
         Raises:
-            LockTimeoutError: it was not free in time; names the holder.
-            SelfDeadlockError: this task holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
-            UnreachableError: the server cannot be reached, or not any more at the end of the wait: the message says what it
-                last responded.
+            LockTimeoutError: the lock did not become free in time. The message and `holders` name the holder.
+            SelfDeadlockError: this task holds the lock, or waiting would deadlock within this process. Not with `timeout=0`.
+            UnreachableError: the server cannot be reached, or could no longer be reached at the end of the wait. The message
+                then contains its last response.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             CapacityError: the server's lock table is nearly full.
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
-            SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
+            SchemaError: with `token=True`, pgfence's tables are missing or too old, or this role may not use them.
         """
         manager, sql, on = self._place()
         handle = await manager.acquire(self._labels, sql, timeout, self._handle, on=await _start(on))
@@ -134,20 +135,20 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:
-        """Hold the lock on the very connection that does the work: a lost lock is a lost connection, so no stale write.
+        """Hold the lock on the connection that does the work. If the lock is lost, so is its connection: no stale write.
 
-        Yields an ordinary AsyncConnection outside the engine's pool; see the sync twin. A loss also cancels the block.
+        Yields an ordinary AsyncConnection outside the engine's pool, as the sync twin does. A loss also cancels the block.
 
         Args:
             timeout: as in `acquire`.
 
         Raises:
-            PgfenceError: on entering, as `acquire`.
+            PgfenceError: on entering, as for `acquire`.
             LockLostError: on leaving after a loss, unless the block itself raised something else.
-            TypeError: the lock was made with an AsyncConnection.
+            TypeError: the lock was created with an AsyncConnection.
         """
         if hasattr(self._engine, "sync_connection"):
-            raise TypeError("connect() opens a connection of its own: make the lock with an AsyncEngine")
+            raise TypeError("connect() opens a dedicated connection: create the lock with an AsyncEngine")
         return AsyncSafeContext(self._connect(timeout))
 
     @asynccontextmanager
@@ -172,10 +173,10 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
                     await hold.session.close_lent(inner)
 
     async def holders(self) -> list[Holder]:
-        """Return who holds any of the names at this moment, as the server sees it. Looking never takes a lock.
+        """Return the current holders of any of the names, as the server reports them. Takes no lock.
 
         Raises:
-            UnreachableError: there is no server.
+            UnreachableError: the server cannot be reached.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
         """
         manager, sql, on = self._place()
@@ -207,9 +208,9 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
 
 
 async def _start(connection: AsyncConnection | None) -> Connection | None:
-    """Return what is below an AsyncConnection, once it has begun."""
+    """Return the sync Connection beneath an AsyncConnection, which must have been started."""
     if connection is None:
         return None
     if connection.sync_connection is None:
-        await connection.get_raw_connection()  # it says that nothing has begun
+        await connection.get_raw_connection()  # raises SQLAlchemy's error for a connection that was not started
     return connection.sync_connection

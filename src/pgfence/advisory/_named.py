@@ -1,4 +1,4 @@
-"""What both twins know: where to lock, and on which names."""
+"""Names, engine and statements of an advisory lock, shared by the sync and async classes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ THREE_WAYS = (
 
 
 def expect_no_session(engine: object) -> None:
-    """Raise for a Session, in whatever form.
+    """Raise if the engine of a lock is a session of any kind.
 
     Raises:
-        TypeError: it is a session, a scoped session or a factory of sessions, sync or async.
+        TypeError: it is a session, a scoped session or a session factory, sync or async.
     """
     asynchronous = is_async_session(engine) or is_async_sessionmaker(engine)
     if asynchronous or hasattr(engine, "get_bind") or hasattr(engine, "registry") or is_sessionmaker(engine):
@@ -41,7 +41,7 @@ def expect_no_session(engine: object) -> None:
 
 
 class LockNames:
-    """What both twins know: where to lock, and on which names."""
+    """Names, engine and statements of an advisory lock."""
 
     _engine: Any
     _names: Sequence[Name]
@@ -49,16 +49,16 @@ class LockNames:
     _token: bool
     _labels: tuple[str, ...]
     _made: tuple[str, ParamStyle, TableNames | None, LockSql] | None = None
-    """The statements, and what they were made with: namespace, style, and where our tables are if they are needed."""
+    """The statements, with the namespace, style and tables (None without a token) that they were built for."""
     _found: tuple[LockManager, LockSql] | None = None
-    """The manager that was found last, and the statements for it, for an engine that is its own lock engine."""
+    """The last manager and its statements, if the engine is also its lock engine."""
 
     def __init__(self, engine: object, names: Sequence[Name], namespace: str | None, token: bool) -> None:
         self._engine = engine
         self._names = tuple(names)
         self._namespace = namespace
         self._token = token
-        # Their keys are made at the first use, once: the engine may have a namespace by then.
+        # The keys are computed at first use: the engine's namespace may be configured after this.
         check_names(self._names, namespace or "")
         if token:
             self._get_text(namespace or "")
@@ -70,7 +70,7 @@ class LockNames:
         return other
 
     def _in_terms_of(self, engine: HasDialect, config: Config, style: ParamStyle) -> LockSql:
-        """The statements for this engine's namespace, driver and tables, made once."""
+        """Return the statements for this engine's namespace, driver and tables; built once."""
         namespace = config.namespace if self._namespace is None else self._namespace
         place = table_names_of(engine) if self._token else None
         made = self._made
@@ -79,19 +79,19 @@ class LockNames:
             sql = LockSql(keys, style)
             if place is not None:
                 sql = TokenSql(keys[0], self._get_text(namespace), place, style)
-            # Assigned at once: another thread at its first use must not see a new namespace beside old keys.
+            # A single assignment: another thread must not combine the new namespace with the old keys.
             self._made = made = namespace, style, place, sql
         return made[3]
 
     def _get_text(self, namespace: str) -> str:
-        """Return the text under which the token stands.
+        """Return the name under which the token is stored.
 
         Raises:
             ValueError: there is not exactly one name, or it is too long.
-            TypeError: it is a ready key, which has no text.
+            TypeError: it is a LockKey, which has no text.
         """
         if len(self._names) != 1:
-            raise ValueError("token=True takes exactly one name: a token belongs to one resource")
+            raise ValueError("token=True takes exactly one name, because a token belongs to one resource")
         return qualify_name(self._names[0], namespace, "the name of a lock with a token")
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class LockNames:
 
 
 def look_on_connection(connection: Connection, keys: tuple[LockKey, ...]) -> list[Holder]:
-    """Look on the caller's own connection, and leave no transaction behind that was not there before."""
+    """Return the holders by the caller's own connection, without leaving a transaction open that was not open before."""
     began = not connection.in_transaction()
     try:
         return activity.find_holders(connection, keys)
@@ -116,6 +116,6 @@ def lock_engine(engine: Any, config: Config) -> Any:
         other = other()
     if hasattr(other, "sync_engine") != hasattr(engine, "sync_engine"):
         raise TypeError(
-            f"the lock_engine of this {type(engine).__name__} is of the other world: {type(other).__name__}"
+            f"the lock_engine of this {type(engine).__name__} must be of the same kind (sync or async), not {type(other).__name__}"
         )
     return other

@@ -1,4 +1,4 @@
-"""The sync half."""
+"""`AdvisoryLock`: session-level advisory locks for threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class AdvisoryLock(LockNames, LockBase[H]):
-    """A session-level advisory lock: exclusive, by name, on a connection of its own.
+    """Hold an exclusive, session-level advisory lock by name, on a dedicated connection.
 
     ::
 
@@ -47,33 +47,45 @@ class AdvisoryLock(LockNames, LockBase[H]):
                 held.check()
                 index(chunk)
 
-    Several names are one lock: taken all or none, in one global order, on one connection. While it waits it is a polite guest:
-    in slices of at most half a second, so that it holds back neither vacuum nor CREATE INDEX CONCURRENTLY. Threads that want
-    the same names stand in line inside the process, and one connection serves them.
+    Several names are one lock: either all of them are acquired or none, in one global order, on one connection. Waits in
+    slices of at most 0.5 s, so that it holds back neither VACUUM nor CREATE INDEX CONCURRENTLY. Threads that wait for the
+    same names queue inside the process, and one connection serves them.
 
-    Not promised: see the module. A lock is not re-entrant: a second `acquire` by its own thread raises SelfDeadlockError, a
-    try returns None.
+    Guarantees: at most one holder per key and database, among all clients that use PostgreSQL's advisory locks on that key.
+    The lock is held as long as its database session lives; the server releases it when the session ends. After a crash or
+    SIGKILL that takes milliseconds. The holder is notified of a loss: within milliseconds if the socket is closed, within
+    20 s if the network is cut, which is before the server gives up the session. An interrupt or cancellation at any point
+    closes the connection, and so releases the lock. `engine.dispose()` does not release it. A forked child holds nothing
+    and cannot affect the parent's lock. Standbys, poolers in transaction mode and servers that are not PostgreSQL raise an
+    error that says what to do.
+
+    Limitations: a paused or disconnected holder may still be writing. Do its database work on `connect()`, whose connection
+    dies with the lock, or use a fence. Within one process, waiters are served in their order; between processes only waits
+    of more than 0.5 s are ordered. A deadlock between separate locks of two processes is not detected: acquire both names
+    with one lock. The lock exists in one database on one server: other databases and standbys do not see it, and it does
+    not survive a failover. It is not re-entrant: a second `acquire` by the thread that holds it raises SelfDeadlockError,
+    a second `try_acquire` returns None.
 
     Args:
-        engine: an Engine; or a function that returns one, called at each use; or the caller's own Connection, outside a
-            transaction: there the lock lives on that connection, and is given back outside a transaction too. Release it
-            before you close the Connection: closing that ends the lock, and the pool opens another connection.
-        names: one or more names or ready keys.
-        namespace: instead of the configured one, for names that are text.
-        token: each grant brings a fencing token (`FencedHeld`), a number that only grows for this name, in the same round
-            trip. For one name that is text; it needs pgfence's tables. The token stops nobody by itself: enter a gate with
-            it (`held.begin(...)`, `held.fence(session)`). A lease of the same name shares its numbers, and while somebody
-            holds that, the lock counts as busy.
+        engine: an Engine; a function that returns one, called at each use; or your own Connection, outside a transaction.
+            The lock then lives on that Connection and must be released outside a transaction too. Release it before you
+            close the Connection: closing ends the lock, and the pool opens another connection.
+        names: one or more names or LockKeys.
+        namespace: replaces the configured namespace, for names that are str.
+        token: whether each grant brings a fencing token (`FencedHeld`), a number that only grows for this name, in the same
+            round trip. Requires a single name that is a str, and pgfence's tables. A token by itself stops no writer: enter
+            a gate with it (`held.begin(...)`, `held.fence(session)`). A lease of the same name draws from the same numbers,
+            and while it is held, this lock cannot be acquired.
 
     Raises:
-        TypeError: for anything else, a Session above all; or for a ready key with `token=True`.
-        ValueError: there is no name, or an unusable one; or several with `token=True`.
+        TypeError: the engine is something else, such as a Session; or a name is a LockKey and `token=True`.
+        ValueError: there is no name, or a name is not usable; or there are several names and `token=True`.
     """
 
     @overload
     @deprecated(
-        "a Session cannot keep a session lock: TransactionLock for work in its transaction, connect() for work on the lock's"
-        " own connection, the engine for everything else"
+        "a Session cannot keep a session lock: use TransactionLock for work in its transaction, connect() for work on the"
+        " lock's own connection, or the engine for everything else"
     )
     def __init__(
         self: AdvisoryLock[Held],
@@ -121,10 +133,10 @@ class AdvisoryLock(LockNames, LockBase[H]):
     def try_acquire(self) -> H | None:
         """Try once, without waiting. One round trip on a warm connection.
 
-        Returns None if it is held, also by this very thread: a try cannot deadlock.
+        Returns None if the lock is held, even by this same thread: trying cannot deadlock.
 
         Raises:
-            PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
+            PgfenceError: as for `acquire`; LockTimeoutError only if all connections for locks are in use.
         """
         manager, sql, on = self._place()
         return run_sync(manager.acquire, self._labels, sql, 0.0, self._handle, on=on)
@@ -133,20 +145,21 @@ class AdvisoryLock(LockNames, LockBase[H]):
         """Wait until the lock is held.
 
         Args:
-            timeout: seconds; None is the configured default (cut to 60 while this thread holds another session lock),
-                `math.inf` waits without a limit, 0 does not wait. A wait lasts through an outage of the server, up to its
-                timeout; with None only once the server has responded that the lock is held.
+            timeout: seconds. None is the configured default (at most 60 s while this thread holds another session lock),
+                `math.inf` waits indefinitely, 0 does not wait. A wait continues through a server outage until its
+                timeout; with None only if the server had already responded that the lock is held.
 
         Raises:
-            LockTimeoutError: it was not free in time; names the holder.
+            LockTimeoutError: the lock did not become free in time. The message and `holders` name the holder.
             WaitCancelledError: the event of `cancel_waits()` was set.
-            SelfDeadlockError: this thread holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
-            UnreachableError: the server cannot be reached, or not any more at the end of the wait: the message says what it
-                last responded.
+            SelfDeadlockError: this thread holds the lock, or waiting would deadlock within this process. Not with
+                `timeout=0`.
+            UnreachableError: the server cannot be reached, or could no longer be reached at the end of the wait. The message
+                then contains its last response.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             CapacityError: the server's lock table is nearly full.
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
-            SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
+            SchemaError: with `token=True`, pgfence's tables are missing or too old, or this role may not use them.
         """
         manager, sql, on = self._place()
         handle = run_sync(manager.acquire, self._labels, sql, timeout, self._handle, on=on)
@@ -155,22 +168,23 @@ class AdvisoryLock(LockNames, LockBase[H]):
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:
-        """Hold the lock on the very connection that does the work: a lost lock is a lost connection, so no stale write.
+        """Hold the lock on the connection that does the work. If the lock is lost, so is its connection: no stale write.
 
-        Yields an ordinary Connection outside the engine's pool; transactions are yours. It never reconnects: after a loss
-        every statement is refused. `pgfence.held(connection)` is its handle. Leaving the block rolls back what is open,
-        unlocks and closes the connection; opening it makes this form too dear for a tight loop.
+        Yields an ordinary Connection outside the engine's pool, on which you begin and end transactions. It never
+        reconnects: after a loss every statement raises. `pgfence.held(connection)` returns its handle. Leaving the block
+        rolls back an open transaction, releases the lock and closes the connection. Opening a connection is expensive, so
+        do not use this in a tight loop.
 
         Args:
             timeout: as in `acquire`.
 
         Raises:
-            PgfenceError: on entering, as `acquire`.
+            PgfenceError: on entering, as for `acquire`.
             LockLostError: on leaving after a loss, unless the block itself raised.
-            TypeError: the lock was made with a Connection.
+            TypeError: the lock was created with a Connection.
         """
         if isinstance(self._engine, Connection):
-            raise TypeError("connect() opens a connection of its own: make the lock with an Engine")
+            raise TypeError("connect() opens a dedicated connection: create the lock with an Engine")
         return SafeContext(self._connect(timeout))
 
     @contextmanager
@@ -191,10 +205,10 @@ class AdvisoryLock(LockNames, LockBase[H]):
         handle._leave(None, flag=False)
 
     def holders(self) -> list[Holder]:
-        """Return who holds any of the names at this moment, as the server sees it. Looking never takes a lock.
+        """Return the current holders of any of the names, as the server reports them. Takes no lock.
 
         Raises:
-            UnreachableError: there is no server.
+            UnreachableError: the server cannot be reached.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
         """
         manager, sql, on = self._place()
