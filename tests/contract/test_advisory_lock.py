@@ -460,7 +460,7 @@ async def test_a_function_that_returns_no_engine_is_rejected(world: World, name:
         for returned, message in (
             (
                 world.pick(create_async_engine, create_engine)(f"postgresql+psycopg://{world.dsn.split('://', 1)[1]}"),
-                r"Engine: use .*(AdvisoryLock|twin)",
+                r"Engine: use .*(AdvisoryLock|counterpart)",
             ),
             (None, "must return .* not NoneType"),
             (object(), "must return .* not object"),

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.twins
 async def test_an_engine_or_a_factory_is_pointed_to_begin(world: World, name: str) -> None:
     """A lock needs a transaction; for an engine or a factory the error names `begin`."""
     for source in (world.engine(), factory(world, world.engine())):
-        with pytest.raises(TypeError, match=r"TransactionLock\.begin\(\) opens"):
+        with pytest.raises(TypeError, match=r"TransactionLock\.begin\(\), which opens"):
             world.pick(TransactionLock, AsyncTransactionLock)(source, name)
 
 
@@ -48,7 +48,7 @@ async def test_the_wrong_twin_is_named(world: World, name: str) -> None:
     twin = world.pick(AsyncTransactionLock, TransactionLock)
     async with session(world, engine) as orm, connection(world, engine) as plain:
         for work in (orm, plain, engine):
-            with pytest.raises(TypeError, match=f"go to {'Async' if world.is_async else ''}TransactionLock"):
+            with pytest.raises(TypeError, match=f"use {'Async' if world.is_async else ''}TransactionLock for"):
                 twin(work, name)
 
 

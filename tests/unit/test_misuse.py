@@ -115,7 +115,7 @@ def test_wrap_needs_its_parentheses(kind: str) -> None:
 def test_the_hold_of_a_transaction_lock_is_not_a_decorator() -> None:
     """As one it would guard nothing on a coroutine function."""
     for kind in ("TransactionLock", "AsyncTransactionLock"):
-        with pytest.raises(TypeError, match="no decorator"):
+        with pytest.raises(TypeError, match="not a decorator"):
             OTHERS[kind]().hold()(print)
 
 
@@ -132,7 +132,7 @@ def test_several_names_are_unpacked(several: Any) -> None:
         with pytest.raises(TypeError, match=r"one by one, as in \*names"):
             make()
     for make in (lambda: pgfence.Lease(ENGINE, several, ttl=5), lambda: pgfence.Once(ENGINE, several, cron="@daily")):
-        with pytest.raises(TypeError, match="give a str"):
+        with pytest.raises(TypeError, match="must be a str"):
             make()
     with pytest.raises(TypeError, match="several resources are a mapping"):
         pgfence.fence(Session(ENGINE), several, 1)
@@ -183,10 +183,10 @@ def test_the_wrong_twin_is_named() -> None:
         (lambda: pgfence.AdvisoryLock(ASYNC_ENGINE, "a"), "AsyncAdvisoryLock"),
         (lambda: pgfence.AsyncAdvisoryLock(ENGINE, "a"), "use AdvisoryLock"),
         (lambda: pgfence.TransactionLock(AsyncSession(ASYNC_ENGINE), "a"), "AsyncTransactionLock"),
-        (lambda: pgfence.AsyncTransactionLock(Session(ENGINE), "a"), "sync ones go to TransactionLock"),
-        (lambda: pgfence.Lease(ASYNC_ENGINE, "a", ttl=5), "Async twin"),
-        (lambda: pgfence.AsyncLease(ENGINE, "a", ttl=5), "sync twin"),
-        (lambda: pgfence.IdempotentEffect(ASYNC_ENGINE, "k", scope="a"), "Async twin"),
+        (lambda: pgfence.AsyncTransactionLock(Session(ENGINE), "a"), "use TransactionLock for sync ones"),
+        (lambda: pgfence.Lease(ASYNC_ENGINE, "a", ttl=5), "async counterpart"),
+        (lambda: pgfence.AsyncLease(ENGINE, "a", ttl=5), "sync counterpart"),
+        (lambda: pgfence.IdempotentEffect(ASYNC_ENGINE, "k", scope="a"), "async counterpart"),
         (lambda: pgfence.Lease(create_engine("postgresql+asyncpg://nowhere/"), "a", ttl=5), "create_async_engine"),
     ):
         with pytest.raises(TypeError, match=fitting):

@@ -1,1 +1,1 @@
-"""What all public locks share."""
+"""Code that all public locks share."""

@@ -1,4 +1,4 @@
-"""What ends the block of a task whose lock is lost: `task.cancel()`, told apart from a cancel by somebody else."""
+"""Cancel the block of a task when its lock is lost, and distinguish that from a cancellation by other code."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class CancelOnLoss:
         self._task: asyncio.Task[object] | None = None
 
     def start(self, handle: AsyncHeld) -> None:
-        """Watch this handle, for the running task."""
+        """Cancel the running task's block when this handle is lost."""
         task = asyncio.current_task()
         if task is None:
-            raise RuntimeError("hold() needs a task")
+            raise RuntimeError("hold() must be called in a task")
         self._handle = handle
         self._task = task
         self._cancelled = False
@@ -47,7 +47,9 @@ class CancelOnLoss:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
-        if not self._cancelled:  # a release ends the subscription; no turn of the loop lies between here and there
+        if (
+            not self._cancelled
+        ):  # the event loop runs nothing else before the release below, which ends the subscription
             await self._handle._end_block(exc, flag=self._flag)
             return
         cancel = exc if isinstance(exc, asyncio.CancelledError) else await _count_pending_cancels()
@@ -57,14 +59,14 @@ class CancelOnLoss:
             except Exception as error:
                 raise error from exc
             return
-        # Somebody else cancelled as well, and that goes on.
+        # Other code cancelled the task as well, and that cancellation must propagate.
         await self._handle._end_block(cancel or exc, flag=self._flag)
         if cancel is not None and cancel is not exc:
             raise cancel
 
 
 async def _count_pending_cancels() -> asyncio.CancelledError | None:
-    """Return the cancel that was asked for before the block ended, and would otherwise arrive later, somewhere else."""
+    """Return the cancellation that was requested before the block ended; otherwise it would be raised later, elsewhere."""
     try:
         await asyncio.sleep(0)
     except asyncio.CancelledError as cancel:

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# Not by contextlib.contextmanager, which makes decorators of them too: a decorated coroutine function would run unguarded.
+# contextlib.contextmanager is not used, because it also makes decorators: a decorated coroutine function would run unguarded.
 class _NoDecorator:
     def __call__(self, _: object) -> Never:
-        """Refuse to be a decorator."""
-        raise TypeError("this is no decorator: use a with block inside the function, or wrap() where there is one")
+        """Raise: these context managers are not decorators."""
+        raise TypeError("this is not a decorator: use a with block inside the function, or wrap() if the class has one")
 
 
 class EnterOnly(_NoDecorator, AbstractContextManager[None, None]):
-    """Acquire on entering, and check on leaving that what was acquired is still held. The caller's exception wins."""
+    """Acquire on entering, and check on leaving that it is still held. An exception of the block takes precedence."""
 
     def __init__(self, acquire: Callable[[], Callable[[], None]]) -> None:
         self._acquire = acquire
@@ -38,7 +38,7 @@ class EnterOnly(_NoDecorator, AbstractContextManager[None, None]):
 
 
 class AsyncHold(_NoDecorator, AbstractAsyncContextManager[None, None]):
-    """As `EnterOnly`, for tasks."""
+    """Acquire on entering an async block, as `EnterOnly` does."""
 
     def __init__(self, acquire: Callable[[], Awaitable[Callable[[], Awaitable[None]]]]) -> None:
         self._acquire = acquire
@@ -56,7 +56,7 @@ class AsyncHold(_NoDecorator, AbstractAsyncContextManager[None, None]):
 
 
 class _SafeSteps(_NoDecorator, Generic[T]):
-    """A block whose end never puts an error of its own in the place of the caller's."""
+    """A block whose end never replaces the caller's exception with an error of its own."""
 
     def __init__(
         self, inner: AbstractContextManager[T, bool | None] | AbstractAsyncContextManager[T, bool | None]
@@ -78,13 +78,13 @@ class _SafeSteps(_NoDecorator, Generic[T]):
             else:
                 inner.__exit__(kind, error, tb)
         except Exception as failure:
-            if error is None or failure.__cause__ is error:  # the latter says on purpose what the error stands for
+            if error is None or failure.__cause__ is error:  # if chained, the failure explains the error on purpose
                 raise
             attach(error, failure, "while the block ended")
 
 
 class SafeContext(_SafeSteps[T], AbstractContextManager[T, None]):
-    """A context manager whose end never puts an error of its own in the place of the caller's."""
+    """A context manager whose end never replaces the caller's exception with an error of its own."""
 
     def __enter__(self) -> T:
         return run_sync(self._enter)
@@ -94,7 +94,7 @@ class SafeContext(_SafeSteps[T], AbstractContextManager[T, None]):
 
 
 class AsyncSafeContext(_SafeSteps[T], AbstractAsyncContextManager[T, None]):
-    """As `SafeContext`, for tasks."""
+    """An async context manager like `SafeContext`."""
 
     async def __aenter__(self) -> T:
         return await self._enter()
@@ -106,6 +106,6 @@ class AsyncSafeContext(_SafeSteps[T], AbstractAsyncContextManager[T, None]):
 
 
 def attach(error: BaseException, failure: BaseException, when: str) -> None:
-    """Note on the caller's error that the clean-up failed too: the caller's error wins."""
+    """Note on the caller's exception that the clean-up failed too."""
     if failure is not error:
         error.add_note(f"{when}: {type(failure).__name__}: {failure}")

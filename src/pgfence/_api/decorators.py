@@ -1,4 +1,4 @@
-"""Functions under a lock: what `wrap()` returns, what it does when the lock is busy, and names from a call's arguments."""
+"""What `wrap()` needs: its types, its policy for a lock that is held, and names built from a call's arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 H_co = TypeVar("H_co", covariant=True)
 
-# Never is what every generator accepts from send(): this fits all of them.
+# Never is accepted by send() of every generator, so this type matches all of them.
 AnyGenerator: TypeAlias = Generator[object, Never, object] | AsyncGenerator[object, Never]
 
 Busy = Literal["raise", "skip"] | Callable[[LockTimeoutError], BaseException]
@@ -33,50 +33,50 @@ Unreachable = Literal["raise", "skip", "run"]
 
 
 class Wrap(Protocol):
-    """What `wrap()` returns: a decorator that keeps the signature."""
+    """The type of what `wrap()` returns: a decorator that keeps the signature."""
 
     @overload
-    @deprecated("a sync lock ends before an async function runs: use the Async twin")
+    @deprecated("a sync lock would be released before an async function runs: use the Async class")
     def __call__(self, fn: Callable[P, Coro[R]], /) -> Never: ...
     @overload
-    @deprecated("a lock cannot be held over a generator: hold() inside it")
+    @deprecated("a lock cannot be held over a generator: use hold() inside it")
     def __call__(self, fn: Callable[P, AnyGenerator], /) -> Never: ...
     @overload
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
 
 
 class WrapSkip(Protocol):
-    """What `wrap(busy="skip")` returns: the function's result, or None when it was skipped."""
+    """The type of what `wrap(busy="skip")` returns: its functions return None if they are skipped."""
 
     @overload
-    @deprecated("a sync lock ends before an async function runs: use the Async twin")
+    @deprecated("a sync lock would be released before an async function runs: use the Async class")
     def __call__(self, fn: Callable[P, Coro[R]], /) -> Never: ...
     @overload
-    @deprecated("a lock cannot be held over a generator: hold() inside it")
+    @deprecated("a lock cannot be held over a generator: use hold() inside it")
     def __call__(self, fn: Callable[P, AnyGenerator], /) -> Never: ...
     @overload
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | None]: ...
 
 
 class AsyncWrap(Protocol):
-    """As `Wrap`, for coroutine functions."""
+    """`Wrap` for coroutine functions."""
 
     def __call__(self, fn: Callable[P, Coro[R]], /) -> Callable[P, Coro[R]]: ...
 
 
 class AsyncWrapSkip(Protocol):
-    """As `WrapSkip`, for coroutine functions."""
+    """`WrapSkip` for coroutine functions."""
 
     def __call__(self, fn: Callable[P, Coro[R]], /) -> Callable[P, Coro[R | None]]: ...
 
 
 def find_unsafe_time(error: UnreachableError) -> float:
-    """Return the seconds left of the TTL of a holder that was known before the server went away; 0.0 if none was."""
+    """Return the seconds left of the TTL of a holder that was known before the outage; 0.0 if none was known."""
     return max(0.0, error._held_until - clock()) if error._held_until is not None else 0.0
 
 
 class Policy:
-    """What a decorated call does when the lock is busy or the server is away."""
+    """What a decorated call does if the lock is held or the server is unreachable."""
 
     __slots__ = ("_busy", "_unreachable", "timeout", "tries")
 
@@ -85,30 +85,32 @@ class Policy:
             check_choice("busy", busy, ("raise", "skip"))
         check_choice("unreachable", unreachable, ("raise", "skip", "run"))
         if unreachable == "skip" and busy != "skip":
-            raise ValueError('unreachable="skip" returns None, and so goes only with busy="skip"')
+            raise ValueError('unreachable="skip" returns None, and therefore requires busy="skip"')
         self.timeout = 0 if timeout is None and busy != "raise" else timeout
         self.tries = busy == "skip" and self.timeout == 0
-        """Skipping needs no error that names the holder, which would cost a round trip."""
+        """Whether the call only tries: skipping needs no error with the holder's name, which would cost a round trip."""
         self._busy = busy
         self._unreachable = unreachable
 
     def handle_busy(self, error: LockTimeoutError) -> None:
-        """Do what was asked for when the lock is busy: skip, or raise."""
+        """Raise, or return if the call is to be skipped."""
         if callable(self._busy):
             raise self._busy(error) from error
         if self._busy == "raise":
             raise error
 
     def find_retry_time(self, error: UnreachableError) -> float:
-        """Return for how many seconds to retry before the call runs unprotected; 0.0: it need not wait."""
+        """Return for how many seconds to retry before the call runs unprotected; 0.0 if it need not wait."""
         return find_unsafe_time(error) if self._unreachable == "run" and error.retryable else 0.0
 
     def skips(self, error: UnreachableError) -> bool:
-        """Whether the call ends here; False: it runs without protection, as its author decided."""
+        """Return True if the call is skipped, and False if it runs unprotected, as its author chose."""
         if self._unreachable == "raise" or not error.retryable:
             raise error
         log.warning(
-            "no server: the call %s. %s", "is skipped" if self._unreachable == "skip" else "runs UNPROTECTED", error
+            "the server is unreachable: the call %s. %s",
+            "is skipped" if self._unreachable == "skip" else "runs UNPROTECTED",
+            error,
         )
         return self._unreachable == "skip"
 
@@ -124,7 +126,7 @@ class _AsyncLock(Protocol[H_co]):
 
 
 def acquire_for_call(lock: _Lock[H_co], policy: Policy) -> H_co | None:
-    """Acquire what a decorated call needs; a call that may run without a server first outlasts the TTL of a known holder."""
+    """Acquire the lock of a decorated call. A call that may run without a server first waits out the TTL of a known holder."""
     timeout, tries = policy.timeout, policy.tries
     while True:
         try:
@@ -136,7 +138,7 @@ def acquire_for_call(lock: _Lock[H_co], policy: Policy) -> H_co | None:
 
 
 async def acquire_for_call_async(lock: _AsyncLock[H_co], policy: Policy) -> H_co | None:
-    """Acquire what a decorated call needs; see the sync twin."""
+    """Acquire the lock of a decorated call, as `acquire_for_call` does."""
     timeout, tries = policy.timeout, policy.tries
     while True:
         try:
@@ -150,15 +152,15 @@ async def acquire_for_call_async(lock: _AsyncLock[H_co], policy: Policy) -> H_co
 def compile_templates(
     names: Sequence[Name], fn: Callable[..., object], fill: Callable[..., str] = str.format
 ) -> Callable[[tuple[object, ...], Mapping[str, object]], list[Name]] | None:
-    """Return a function from a call's arguments to its names; None when no name depends on them.
+    """Return a function that builds the names from a call's arguments; None if no name depends on them.
 
     Args:
-        names: those that are texts may be templates.
-        fn: whose arguments they name.
-        fill: what makes a name of a template and of the arguments.
+        names: those that are str may be templates.
+        fn: the function whose arguments the templates use.
+        fill: fills a template with the arguments.
 
     Raises:
-        ValueError: a field of a template is no argument of the function.
+        ValueError: a field of a template is not an argument of the function.
     """
     texts = {name for name in names if isinstance(name, str)}
     fields = {field for text in texts for field in _list_fields(text)}
@@ -170,8 +172,8 @@ def compile_templates(
         root = field.replace("[", ".").split(".", 1)[0]
         if root not in signature.parameters and not (takes_any and root.isidentifier()):
             raise ValueError(
-                f"the field {{{field}}} of a name is no argument of {describe_function(fn)}; it has ({', '.join(signature.parameters)})."
-                " Double a brace that is meant literally"
+                f"the field {{{field}}} of a name is not an argument of {describe_function(fn)}, which has"
+                f" ({', '.join(signature.parameters)}). Double a brace that is meant literally"
             )
 
     def choose_names(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Name]:
@@ -184,7 +186,7 @@ def compile_templates(
 
 
 def _list_fields(text: str) -> Iterator[str]:
-    """Yield the fields of a template, those inside a format specification too."""
+    """Yield the fields of a template, including those inside a format specification."""
     for _, field, specification, _ in string.Formatter().parse(text):
         if field is not None:
             yield field

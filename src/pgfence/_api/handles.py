@@ -1,10 +1,10 @@
-"""What a holder has in hand.
+"""Handles of locks that are held.
 
-A handle answers without I/O what its process knows: `state` is "held", "unknown" (asked, no answer yet), "lost" or
-"released". It is no proof of possession: a process that was stopped learns of a loss only when it runs again. Work that must
-not be done by a former holder belongs on the connection that holds (`AdvisoryLock.connect`) or behind a fence.
+A handle answers without I/O what its process knows: `state` is "held", "unknown" (a request was sent and has no response yet),
+"lost" or "released". It does not prove possession: a process that was suspended notices a loss only when it runs again. Work
+that a former holder must not do belongs on the connection that holds the lock (`AdvisoryLock.connect`) or behind a fence.
 
-In a forked child a handle is released from the start: the lock belongs to the parent, and nothing the child does touches it.
+In a forked child a handle is released from the start: the lock belongs to the parent, and the child cannot affect it.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ _USER_CONNECTIONS: weakref.WeakKeyDictionary[Connection, Held | AsyncHeld] = wea
 
 
 class HoldManager(Protocol[HoldT_contra]):
-    """What a handle needs of the manager that made it."""
+    """What a handle needs from the manager that created it."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop whose tasks share it."""
+        """The event loop whose tasks share the manager."""
         ...
 
     async def release(self, hold: HoldT_contra, /, *, leaving: bool = False, failing: bool = False) -> None:
-        """Give back what it holds; `leaving` a block, which is `failing` by an exception."""
+        """Release the hold; `leaving` a block, which is `failing` if it raised."""
         ...
 
     def abandon(self, hold: HoldT_contra, /) -> None:
-        """Free what a dropped handle has held, later and elsewhere."""
+        """Release what a dropped handle held, later and on another thread."""
         ...
 
 
 class _Handle:
-    """What both twins share."""
+    """What the sync and async handles share."""
 
     __slots__ = ("__weakref__", "_hold", "_manager")
 
@@ -93,7 +93,7 @@ class _Handle:
 
     @property
     def lost(self) -> bool:
-        """Whether it was lost while it was held. No I/O."""
+        """Whether the lock was lost while it was held. No I/O."""
         return self._hold.state == "lost"
 
     @property
@@ -106,11 +106,11 @@ class _Handle:
         return self._hold.loss_reason
 
     def check(self) -> None:
-        """Raise unless it is held as far as this process knows. No I/O: call it as often as you like.
+        """Raise unless the lock is held as far as this process knows. No I/O, so you can call it as often as you like.
 
         Raises:
-            LockLostError: it was lost.
-            LockNotHeldError: it was released, or this is a forked child.
+            LockLostError: the lock was lost.
+            LockNotHeldError: the lock was released, or this is a forked child.
         """
         self._hold.check()
 
@@ -121,7 +121,7 @@ class _Handle:
         await self._manager.release(self._hold)
 
     async def _end_block(self, exc: BaseException | None, *, flag: bool) -> None:
-        """Release at the end of a block: the caller's exception wins, a failure of ours is attached to it."""
+        """Release at the end of a block. The caller's exception takes precedence, and a failed release is noted on it."""
         if self._hold.released and self._hold.ours:
             return
         try:
@@ -131,10 +131,10 @@ class _Handle:
                 return
             if exc is None:
                 raise
-            attach(exc, error, "while the lock was given back")
+            attach(exc, error, "while the lock was being released")
 
     def __del__(self) -> None:
-        hold = getattr(self, "_hold", None)  # an interrupt may have torn the constructor
+        hold = getattr(self, "_hold", None)  # missing if the constructor was interrupted
         if hold is not None and not hold.released:
             _note_dropped(hold, self._manager, self)
 
@@ -142,23 +142,24 @@ class _Handle:
 class Held(_Handle):
     """A lock that is held. Release it, or use it as a context manager: leaving the block releases it.
 
-    Limitations: work done under it is not safe after a loss. `check()` before each step narrows the gap but cannot close it.
     Any thread may release it, once.
+
+    Limitations: work is not protected after a loss. Calling `check()` before each step narrows the gap but cannot close it.
     """
 
     __slots__ = ()
 
     def on_lost(self, cb: Callable[[], object], /) -> None:
-        """Have `cb` called once when the lock is lost, at once if it is already.
+        """Call `cb` once when the lock is lost, or at once if it already is.
 
-        It runs on a dedicated thread of pgfence, with none of our locks held; callbacks run one after the other. Its
-        exceptions are logged.
+        It is called on a dedicated thread, which runs callbacks one after the other and holds none of pgfence's own locks.
+        Exceptions are logged.
         """
         MONITOR.expect_callbacks()
         self._hold.subscribe(lambda: MONITOR.call(cb))
 
     def wait_lost(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the lock is lost or released; None waits indefinitely. Returns whether it was lost."""
+        """Wait until the lock is lost or released, and return whether it was lost. With None it waits indefinitely."""
         over = threading.Event()
         self._hold.add_end_callback(over.set)
         try:
@@ -171,8 +172,8 @@ class Held(_Handle):
         """Release the lock. Returns once the server has confirmed the release or the connection is closed.
 
         Raises:
-            LockLostError: it had been lost; nothing is held in either case.
-            LockNotHeldError: it was released before, or this is a forked child.
+            LockLostError: the lock was lost before; nothing is held in either case.
+            LockNotHeldError: the lock was already released, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
         run_sync(self._release)
@@ -192,23 +193,25 @@ class Held(_Handle):
 class AsyncHeld(_Handle):
     """A lock that is held. Release it, or use it as an async context manager: leaving the block releases it.
 
-    Limitations: work done under it is not safe after a loss; see `Held`. Any task of its loop may release it, once. A release
-    that is cancelled closes the connection, so the lock is free all the same.
+    Any task of its event loop may release it, once. A release that is cancelled closes the connection, so the lock is free all
+    the same.
+
+    Limitations: work is not protected after a loss, as with `Held`.
     """
 
     __slots__ = ()
 
     def on_lost(self, cb: Callable[[], object], /) -> None:
-        """Have `cb` called once when the lock is lost, at once if it is already.
+        """Call `cb` once when the lock is lost, or at once if it already is.
 
-        It runs on the loop that acquired; a coroutine function is awaited there. Its exceptions are logged.
+        It is called on the event loop that acquired the lock; a coroutine function is awaited there. Exceptions are logged.
         """
         loop = self._manager.loop
         assert loop is not None
         self._hold.subscribe(lambda: run_on_loop(loop, lambda: _run(cb)))
 
     async def wait_lost(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the lock is lost or released; None waits indefinitely. Returns whether it was lost."""
+        """Wait until the lock is lost or released, and return whether it was lost. With None it waits indefinitely."""
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 
@@ -228,8 +231,8 @@ class AsyncHeld(_Handle):
         """Release the lock. Returns once the server has confirmed the release or the connection is closed.
 
         Raises:
-            LockLostError: it had been lost; nothing is held in either case.
-            LockNotHeldError: it was released before, or this is a forked child.
+            LockLostError: the lock was lost before; nothing is held in either case.
+            LockNotHeldError: the lock was already released, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
         await self._release()
@@ -244,7 +247,7 @@ class AsyncHeld(_Handle):
 
 
 def _run(cb: Callable[[], object]) -> None:
-    """Run a callback on its loop; a coroutine becomes a task that the loop's manager keeps alive."""
+    """Call a callback on its event loop. A coroutine becomes a task, to which a reference is kept until it ends."""
 
     async def guard(coroutine: Awaitable[object]) -> None:
         try:
@@ -261,14 +264,14 @@ def _run(cb: Callable[[], object]) -> None:
 
 
 def _note_dropped(hold: BaseHold, manager: HoldManager[BaseHold], handle: _Handle) -> None:
-    # Called by a finaliser, which may run anywhere, also inside our own code: it takes no lock, and leaves the work to others.
+    # Runs in a finaliser, possibly in the middle of pgfence's own code. It must take no lock, so another thread does the work.
     if not hold.ours or sys.is_finalizing():
         return
     hold.dropped = True
     manager.abandon(hold)
     if hold.reason is None:
         noun, names = hold.noun, format_names(hold.names)
-        MONITOR.post(lambda: log.warning("the %s %s was dropped without release(); it is being released", noun, names))
+        MONITOR.post(lambda: log.warning("the %s %s was dropped without release(); releasing it now", noun, names))
         warnings.warn(
             f"the lock {format_names(hold.names)} was dropped without release()",
             ResourceWarning,
@@ -281,12 +284,15 @@ AnyHeld = TypeVar("AnyHeld", bound=Held | AsyncHeld)
 
 
 def current(kind: type[AnyHeld], /) -> AnyHeld:
-    """Return the innermost handle of that kind which this thread (an async kind: this task) holds.
+    """Return the innermost handle of a class that this thread holds; for an async class, that this task holds.
 
     It works inside `hold()`, `with held:` and functions decorated by `wrap()`.
 
+    Args:
+        kind: a class of handles, such as `Held` or `AsyncHeldLease`.
+
     Raises:
-        LockNotHeldError: there is none.
+        LockNotHeldError: this thread or task holds none.
     """
     here: Contender | None = find_task_contender() if issubclass(kind, AsyncHeld) else THREADS.get_contender()
     holds = cast("list[BaseHold]", here.holds if here is not None else [])
@@ -295,7 +301,7 @@ def current(kind: type[AnyHeld], /) -> AnyHeld:
         if isinstance(handle, kind) and hold.ours:
             return handle
     raise LockNotHeldError(
-        f"no {kind.__name__} here: this {'task' if issubclass(kind, AsyncHeld) else 'thread'} holds none"
+        f"there is no current {kind.__name__}: this {'task' if issubclass(kind, AsyncHeld) else 'thread'} holds none"
     )
 
 
@@ -307,7 +313,7 @@ def held(connection: Connection | AsyncConnection, /) -> Held | AsyncHeld:
     """Return the handle of the lock that a connection from `connect()` holds.
 
     Raises:
-        LockNotHeldError: it is not such a connection, or its block has ended.
+        LockNotHeldError: the connection does not come from `connect()`, or its block has ended.
     """
     inner = connection if isinstance(connection, Connection) else connection.sync_connection
     handle = None if inner is None else _USER_CONNECTIONS.get(inner)
@@ -317,10 +323,10 @@ def held(connection: Connection | AsyncConnection, /) -> Held | AsyncHeld:
 
 
 def register_user_connection(connection: Connection, handle: Held | AsyncHeld) -> None:
-    """Remember which lock a connection from `connect()` holds, for `held`."""
+    """Register the lock of a connection from `connect()`, for `held`."""
     _USER_CONNECTIONS[connection] = handle
 
 
 def forget_user_connection(connection: Connection) -> None:
-    """Forget a connection from `connect()`: its block has ended."""
+    """Unregister a connection from `connect()` at the end of its block."""
     _USER_CONNECTIONS.pop(connection, None)

@@ -1,4 +1,4 @@
-"""What callers pass in: engines, sessions, functions, texts and numbers. Unwrapped here, or rejected with the right way."""
+"""Check and unwrap what callers pass: engines, sessions, functions, texts and numbers."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ ASYNCIO = "sqlalchemy.ext.asyncio"
 
 
 def find_loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
-    """Return classes of a module; none if it was never imported."""
-    # Where the module was never imported there is no instance of its classes either, and importing it would slow every program.
+    """Return classes of a module, or none if it was never imported."""
+    # If the module was never imported, its classes have no instances. Importing it would slow down every program.
     loaded = sys.modules.get(module)
     return () if loaded is None else tuple(getattr(loaded, name) for name in names)
 
@@ -53,32 +53,32 @@ def find_loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
 
 
 def is_session(given: object) -> TypeIs[SyncSession]:
-    """Say whether it is a Session or a scoped_session."""
+    """Return whether it is a Session or a scoped_session."""
     return isinstance(given, find_loaded_classes(ORM, "Session", "scoped_session"))
 
 
 def is_async_session(given: object) -> TypeIs[AnyAsyncSession]:
-    """Say whether it is an AsyncSession or an async_scoped_session."""
+    """Return whether it is an AsyncSession or an async_scoped_session."""
     return isinstance(given, find_loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session"))
 
 
 def is_sessionmaker(given: object) -> TypeIs[sessionmaker[Any]]:
-    """Say whether it is a sessionmaker."""
+    """Return whether it is a sessionmaker."""
     return isinstance(given, find_loaded_classes(ORM, "sessionmaker"))
 
 
 def is_async_sessionmaker(given: object) -> TypeIs[async_sessionmaker[Any]]:
-    """Say whether it is an async_sessionmaker."""
+    """Return whether it is an async_sessionmaker."""
     return isinstance(given, find_loaded_classes(ASYNCIO, "async_sessionmaker"))
 
 
 def is_async_engine(given: object) -> TypeIs[AsyncEngine]:
-    """Say whether it is an AsyncEngine."""
+    """Return whether it is an AsyncEngine."""
     return isinstance(given, find_loaded_classes(ASYNCIO, "AsyncEngine"))
 
 
 def is_async_connection(given: object) -> TypeIs[AsyncConnection]:
-    """Say whether it is an AsyncConnection."""
+    """Return whether it is an AsyncConnection."""
     return isinstance(given, find_loaded_classes(ASYNCIO, "AsyncConnection"))
 
 
@@ -91,7 +91,7 @@ def unwrap_session(work: SyncWork) -> Session | Connection: ...
 @overload
 def unwrap_session(work: AsyncWork) -> AsyncSession | AsyncConnection: ...
 def unwrap_session(work: Any) -> Any:
-    """Return the session that a scoped one stands for at this moment, else what was given."""
+    """Return the current session of a scoped session; anything else is returned as it is."""
     scoped = find_loaded_classes(ORM, "scoped_session") + find_loaded_classes(ASYNCIO, "async_scoped_session")
     return work.registry() if isinstance(work, scoped) else work
 
@@ -99,23 +99,23 @@ def unwrap_session(work: Any) -> Any:
 # ---------------------------------------------------------------- engines
 
 
-LEASE_OUTLIVES = "a lease outlives transactions and connections. Write under it with lease.begin({0}sessionmaker)"
+LEASE_OUTLIVES = "a lease outlives transactions and connections. To write under it, use lease.begin({0}sessionmaker)"
 
 
 def check_engine_source(engine: object, what: str, why: str = LEASE_OUTLIVES.format("")) -> EngineSource:
-    """Return an Engine or a function that returns one.
+    """Return an Engine, or a function that returns one.
 
     Args:
-        engine: it.
-        what: needs it, for messages.
-        why: it takes no session and no connection.
+        engine: what the caller passed.
+        what: the class or function that needs it, for messages.
+        why: why sessions and connections are rejected.
 
     Raises:
         TypeError: it is something else.
     """
     if not isinstance(engine, Engine):
         _check_source(
-            engine, f"{what} needs an Engine", why, "the Async twin" if hasattr(engine, "sync_engine") else ""
+            engine, f"{what} needs an Engine", why, "its async counterpart" if hasattr(engine, "sync_engine") else ""
         )
     return cast("EngineSource", engine)
 
@@ -123,16 +123,16 @@ def check_engine_source(engine: object, what: str, why: str = LEASE_OUTLIVES.for
 def check_async_engine_source(
     engine: object, what: str, why: str = LEASE_OUTLIVES.format("async_")
 ) -> AsyncEngineSource:
-    """Return an AsyncEngine or a function that returns one; see `check_engine_source`."""
+    """Return an AsyncEngine, or a function that returns one; see `check_engine_source`."""
     if not is_async_engine(engine):
         _check_source(
-            engine, f"{what} needs an AsyncEngine", why, "the sync twin" if isinstance(engine, Engine) else ""
+            engine, f"{what} needs an AsyncEngine", why, "its sync counterpart" if isinstance(engine, Engine) else ""
         )
     return cast("AsyncEngineSource", engine)
 
 
 def _check_source(given: object, needs: str, why: str, twin: str) -> None:
-    """Raise TypeError unless it is a function; a sessionmaker is callable, and so could pass for one."""
+    """Raise TypeError unless it is a function. A sessionmaker is callable and must be rejected explicitly."""
     attributes = ("get_bind", "registry", "exec_driver_sql")
     if is_sessionmaker(given) or is_async_sessionmaker(given) or any(hasattr(given, name) for name in attributes):
         raise TypeError(f"{needs}, not {type(given).__name__}: {why}")
@@ -142,11 +142,11 @@ def _check_source(given: object, needs: str, why: str, twin: str) -> None:
         raise TypeError(f"{needs}, or a function that returns one, not {type(given).__name__}")
 
 
-def resolve_engine(source: EngineSource, what: str, twin: str = "the Async twin") -> Engine:
-    """Return the engine that a source stands for; `what` needs it, and `twin` takes those of the other world.
+def resolve_engine(source: EngineSource, what: str, twin: str = "its async counterpart") -> Engine:
+    """Return the engine of a source; in messages `what` needs it, and `twin` is the class for async engines.
 
     Raises:
-        TypeError: it is an async one, or the function returns something else.
+        TypeError: it is an AsyncEngine, or the function returns something else.
     """
     engine = source if isinstance(source, Engine) else source()
     if not isinstance(engine, Engine) or engine.dialect.is_async:  # type: ignore[redundant-expr]
@@ -154,8 +154,8 @@ def resolve_engine(source: EngineSource, what: str, twin: str = "the Async twin"
     return engine
 
 
-def resolve_async_engine(source: AsyncEngineSource, what: str, twin: str = "the sync twin") -> AsyncEngine:
-    """Return the engine that a source stands for; see `resolve_engine`."""
+def resolve_async_engine(source: AsyncEngineSource, what: str, twin: str = "its sync counterpart") -> AsyncEngine:
+    """Return the engine of a source; see `resolve_engine`."""
     engine = source if is_async_engine(source) else source()
     if not is_async_engine(engine):
         raise _wrong_engine_error(engine, what, "an AsyncEngine", twin)
@@ -165,13 +165,13 @@ def resolve_async_engine(source: AsyncEngineSource, what: str, twin: str = "the 
 def _wrong_engine_error(returned: object, what: str, wanted: str, twin: str) -> TypeError:
     if isinstance(returned, Engine) and returned.dialect.is_async:
         return TypeError(
-            f"{what} needs {wanted}, not one over the async driver {returned.dialect.driver}: make it with"
+            f"{what} needs {wanted}, not one with the async driver {returned.dialect.driver}: create it with"
             f" create_async_engine() and use {twin}, or choose a sync driver"
         )
     if hasattr(returned, "dialect"):
         return TypeError(f"{what} needs {wanted}, not {type(returned).__name__}: use {twin}")
     return TypeError(
-        f"the function that {what} was given for an engine must return {wanted}, not {type(returned).__name__}"
+        f"the function that was passed to {what} as an engine must return {wanted}, not {type(returned).__name__}"
     )
 
 
@@ -179,13 +179,13 @@ def _wrong_engine_error(returned: object, what: str, wanted: str, twin: str) -> 
 
 
 def describe_function(fn: object) -> str:
-    """Return what messages call a function; of a functools.partial without its arguments, which may be secrets."""
+    """Return the name of a function for messages. The arguments of a functools.partial may be secrets and are left out."""
     while isinstance(fn, partial):
         fn = fn.func
     return f"{getattr(fn, '__qualname__', fn)}()"
 
 
-def reject_generator(fn: Callable[..., object], why: str = "nothing of it runs when it is called") -> None:
+def reject_generator(fn: Callable[..., object], why: str = "calling it does not run its body") -> None:
     """Raise TypeError for a generator function, sync or async."""
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(f"{describe_function(fn)} is a generator function: {why}")
@@ -201,7 +201,7 @@ def reject_coroutine(fn: Callable[..., object], why: str) -> None:
 
 
 def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise ValueError for a value that is none of the choices."""
+    """Raise ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
@@ -221,7 +221,7 @@ def check_text(value: object, what: str) -> str:
 
 
 def check_int(value: object, what: str, most: int | None = None) -> int:
-    """Return a number of things, at least one and at most `most`.
+    """Return an int that is at least 1 and at most `most`.
 
     Raises:
         TypeError: it is not an int.
@@ -242,7 +242,7 @@ LONGEST_KEY = 255
 
 
 def check_key(value: object, what: str) -> str:
-    """Return a key or a scope.
+    """Return an idempotency key or a scope, as plain text.
 
     Args:
         value: what the caller, or a client, passed.
@@ -250,42 +250,42 @@ def check_key(value: object, what: str) -> str:
 
     Raises:
         TypeError: it is not a str.
-        ValueError: it is empty or blank, has more than 255 characters, a control character or half of a surrogate pair.
+        ValueError: it is empty or blank, has more than 255 characters, or contains a control character or a lone surrogate.
     """
     if not isinstance(value, str):
         raise TypeError(f"{what} must be a str, not {type(value).__name__}")
     if not value or value.isspace():
         raise ValueError(f"{what} must not be {'blank' if value else 'empty'}")
     if len(value) > LONGEST_KEY:
-        raise ValueError(f"{what} must not be longer than {LONGEST_KEY} characters: {len(value)}")
+        raise ValueError(f"{what} must not be longer than {LONGEST_KEY} characters, but has {len(value)}")
     if not value.isprintable():
         for character in value:
             if unicodedata.category(character) in ("Cc", "Cs"):
                 raise ValueError(f"{what} must not contain control characters: U+{ord(character):04X}")
-    # A str enum or other subclass may format itself differently on each Python: only its plain text counts.
+    # A subclass such as a str enum may format itself differently in each Python version, so only its plain text is used.
     return str.__str__(value)
 
 
 def check_keep(keep: Seconds) -> float:
-    """Return the seconds for which a result is kept.
+    """Return for how many seconds a result is kept.
 
     Raises:
-        TypeError, ValueError: it is not a time from a second to a hundred years.
+        TypeError, ValueError: it is not a duration between a second and a hundred years.
     """
     life = seconds(keep, "keep")
     if not 1 <= life <= 3_153_600_000:
-        raise ValueError(f"keep must be from a second to a hundred years, not {keep!r}")
+        raise ValueError(f"keep must be between a second and a hundred years, not {keep!r}")
     return life
 
 
 def check_error_classes(given: Sequence[type[Exception]], what: str = "record") -> tuple[type[Exception], ...]:
-    """Return classes of errors.
+    """Return exception classes.
 
     Raises:
-        TypeError: something else is among them.
+        TypeError: one of them is not an exception class.
     """
     found: tuple[object, ...] = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     for one in found:
         if not (isinstance(one, type) and issubclass(one, Exception)):
-            raise TypeError(f"{what} takes classes of errors, not {one!r}")
+            raise TypeError(f"{what} takes exception classes, not {one!r}")
     return cast("tuple[type[Exception], ...]", found)

@@ -1,6 +1,6 @@
-"""The verbs of everything that is held: `try_acquire`, `acquire`, `hold`, and `wrap` for functions.
+"""The methods that all locks share: `try_acquire`, `acquire`, `hold`, and `wrap` for functions.
 
-A primitive says how one attempt is made; this file says what the verbs make of it, sync and async.
+A lock class implements one attempt; the base classes here build the methods from it, sync and async.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pgfence.keys import Name
     from pgfence.types import Holder, OnLoss
 
-_GENERATOR = "the lock would end before its body runs. Use hold() inside it"
+_GENERATOR = "the lock would be released before its body runs. Use hold() inside it"
 P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Held, default=Held)
@@ -41,12 +41,12 @@ AH = TypeVar("AH", bound=AsyncHeld, default=AsyncHeld)
 
 
 def _list_hints(handle: str) -> dict[str, str]:
-    """Return what other libraries' locks have, and where it is here."""
+    """Return the attributes that locks of other libraries have, each with what to use instead."""
     return {**dict.fromkeys(HANDLE_NAMES, f"it belongs to the handle, {handle}"), "locked": "use is_held()"}
 
 
 class LockBase(Guided, ABC, Generic[H]):
-    """The sync verbs."""
+    """The methods of a sync lock."""
 
     _block = "`with lock.hold():`"
     _decorator = "`@lock.wrap()`"
@@ -56,43 +56,43 @@ class LockBase(Guided, ABC, Generic[H]):
 
     @abstractmethod
     def try_acquire(self) -> H | None:
-        """Try once, without waiting. None: it is held, by another contender or by the caller itself."""
+        """Try once, without waiting. Returns None if the lock is held, also if the caller itself holds it."""
 
     @abstractmethod
     def acquire(self, *, timeout: Seconds | None = None) -> H:
-        """Wait for the lock."""
+        """Wait until the lock is held."""
 
     @abstractmethod
     def _rename(self, names: Sequence[Name]) -> Self:
-        """The same lock on other names."""
+        """Return the same lock with other names."""
 
     @abstractmethod
     def holders(self) -> list[Holder]:
-        """Return who holds it at this moment, as the server sees it. Looking never takes a lock."""
+        """Return the current holders, as the server reports them. Takes no lock."""
 
     def _find_holders_quietly(self) -> list[Holder]:
-        """Return the holders for a message about a lock that is held; the server may be away by now, which changes nothing."""
+        """Return the holders for an error message; an empty list if the server is unreachable by now."""
         try:
             return self.holders()
         except UnreachableError:
             return []
 
     def is_held(self) -> bool:
-        """Say whether anybody holds it at this moment. Looking never takes a lock."""
+        """Return whether any process holds the lock at this moment. Takes no lock."""
         return bool(self.holders())
 
     def hold(self, *, timeout: Seconds | None = None, on_loss: OnLoss = "cancel") -> AbstractContextManager[H, None]:
-        """Hold the lock for the length of a `with` block.
+        """Hold the lock for the duration of a `with` block.
 
-        Not promised: that the block stops at a loss. Sync code cannot be interrupted: `check()` or `on_lost()` tell it.
+        Limitations: the block does not stop at a loss, because sync code cannot be interrupted. Use `check()` or `on_lost()`.
 
         Args:
-            timeout: seconds to wait; None is the configured default, `math.inf` for ever, 0 does not wait.
-            on_loss: "cancel": leaving the block after a loss raises LockLostError. "flag": it does not; look at `lost`.
+            timeout: seconds to wait. None is the configured default, `math.inf` waits indefinitely, 0 does not wait.
+            on_loss: "cancel": leaving the block after a loss raises LockLostError. "flag": it does not; check `lost`.
 
         Raises:
-            PgfenceError: on entering, as `acquire`.
-            LockLostError: on leaving, unless the block itself raised.
+            PgfenceError: on entering, as for `acquire`.
+            LockLostError: on leaving after a loss, unless the block itself raised.
         """
         if on_loss != "cancel":
             check_choice("on_loss", on_loss, ("cancel", "flag"))
@@ -121,28 +121,28 @@ class LockBase(Guided, ABC, Generic[H]):
     def wrap(
         self, *, timeout: Seconds | None = None, busy: Busy = "raise", unreachable: Unreachable = "raise"
     ) -> object:
-        """Return a decorator: the function runs while the lock is held.
+        """Return a decorator whose functions run while the lock is held.
 
-        Names that are text are `str.format` templates over the arguments of the call: `"close:{tenant_id}"`; `{{` stands for
-        a brace.
+        Names that are str are `str.format` templates over the arguments of the call, such as `"close:{tenant_id}"`. Double a
+        brace that is meant literally.
 
         Args:
             timeout: seconds to wait. None is the configured default; with `busy="skip"` or a callable it does not wait.
-            busy: when it is not free: "raise" LockTimeoutError; "skip" the call and return None; or a callable that gets
-                the LockTimeoutError and returns (or raises) the exception to raise instead.
-            unreachable: what to do if the server cannot be reached at the end of the timeout: "raise" UnreachableError; "run"
-                unprotected, which is your decision; "skip", only together with `busy="skip"`. A wrong password, host or
-                database raises in any case. If this process has found a lease or slot held before the outage, "run" retries
-                until that holder's TTL is over.
+            busy: what to do if the lock is not free: "raise" LockTimeoutError; "skip" the call and return None; or a callable
+                that gets the LockTimeoutError and returns (or raises) the exception to raise instead.
+            unreachable: what to do if the server cannot be reached until the timeout: "raise" UnreachableError; "run" the
+                function unprotected; or "skip" the call, only together with `busy="skip"`. A wrong password, host or database
+                always raises. If this process saw another holder of the lease or slot before the outage, "run" retries until
+                that holder's TTL has passed.
 
         Raises:
-            TypeError: at decoration, for a coroutine function (use the Async twin) or a generator (hold inside it).
-            ValueError: at decoration, for a template field that is no argument; at once, for choices that do not go together.
+            TypeError: at decoration, for a coroutine function (use the Async class) or a generator (use `hold()` inside it).
+            ValueError: at decoration, if a template field is not an argument; immediately, if options contradict each other.
         """
         policy = Policy(timeout, busy, unreachable)
 
         def decorate(fn: Callable[P, R]) -> Callable[P, R | None]:
-            reject_coroutine(fn, "a sync lock would end before it runs. Use the Async twin")
+            reject_coroutine(fn, "a sync lock would be released before it runs. Use the Async class")
             reject_generator(fn, _GENERATOR)
             choose_names = compile_templates(self._names, fn)
 
@@ -169,7 +169,7 @@ class LockBase(Guided, ABC, Generic[H]):
 
 
 class HoldContext(AbstractContextManager[H, None]):
-    """What `hold()` returns. Several threads may share it, each for a block of its own."""
+    """What `hold()` returns. Several threads may share one, each for its own block."""
 
     __slots__ = ("_flag", "_handles", "_lock", "_timeout")
 
@@ -187,17 +187,17 @@ class HoldContext(AbstractContextManager[H, None]):
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
-        # A block may be left by another thread than the one that entered it.
+        # A block may be left by a different thread than the one that entered it.
         handle = self._handles.pop(THREADS.get_contender(), None) or self._handles.popitem()[1]
         handle._leave(exc, flag=self._flag)
 
     def __call__(self, _: object) -> Never:
-        """Refuse to be a decorator."""
-        raise TypeError("hold() is no decorator: use wrap()")
+        """Raise: `hold()` is not a decorator."""
+        raise TypeError("hold() is not a decorator: use wrap()")
 
 
 class AsyncLockBase(Guided, ABC, Generic[AH]):
-    """The async verbs."""
+    """The methods of an async lock."""
 
     _block = "`async with lock.hold():`"
     _decorator = "`@lock.wrap()`"
@@ -207,43 +207,43 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
 
     @abstractmethod
     async def try_acquire(self) -> AH | None:
-        """Try once, without waiting. None: it is held, by another contender or by the caller itself."""
+        """Try once, without waiting. Returns None if the lock is held, also if the caller itself holds it."""
 
     @abstractmethod
     async def acquire(self, *, timeout: Seconds | None = None) -> AH:
-        """Wait for the lock."""
+        """Wait until the lock is held."""
 
     @abstractmethod
     def _rename(self, names: Sequence[Name]) -> Self:
-        """The same lock on other names."""
+        """Return the same lock with other names."""
 
     @abstractmethod
     async def holders(self) -> list[Holder]:
-        """Return who holds it at this moment, as the server sees it. Looking never takes a lock."""
+        """Return the current holders, as the server reports them. Takes no lock."""
 
     async def _find_holders_quietly(self) -> list[Holder]:
-        """Return the holders for a message about a lock that is held; see the sync twin."""
+        """Return the holders for an error message; an empty list if the server is unreachable by now."""
         try:
             return await self.holders()
         except UnreachableError:
             return []
 
     async def is_held(self) -> bool:
-        """Say whether anybody holds it at this moment. Looking never takes a lock."""
+        """Return whether any process holds the lock at this moment. Takes no lock."""
         return bool(await self.holders())
 
     def hold(
         self, *, timeout: Seconds | None = None, on_loss: OnLoss = "cancel"
     ) -> AbstractAsyncContextManager[AH, None]:
-        """Hold the lock for the length of an `async with` block.
+        """Hold the lock for the duration of an `async with` block.
 
         Args:
-            timeout: seconds to wait; None is the configured default, `math.inf` for ever, 0 does not wait.
-            on_loss: "cancel": a loss cancels the block, and leaving it raises LockLostError. "flag": neither; look at `lost`.
+            timeout: seconds to wait. None is the configured default, `math.inf` waits indefinitely, 0 does not wait.
+            on_loss: "cancel": a loss cancels the block, and leaving it raises LockLostError. "flag": neither; check `lost`.
 
         Raises:
-            PgfenceError: on entering, as `acquire`.
-            LockLostError: on leaving, unless the block itself raised something else.
+            PgfenceError: on entering, as for `acquire`.
+            LockLostError: on leaving after a loss, unless the block itself raised something else.
         """
         if on_loss != "cancel":
             check_choice("on_loss", on_loss, ("cancel", "flag"))
@@ -272,9 +272,9 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
     def wrap(
         self, *, timeout: Seconds | None = None, busy: Busy = "raise", unreachable: Unreachable = "raise"
     ) -> object:
-        """Return a decorator for coroutine functions: the function runs while the lock is held, and is cancelled at a loss.
+        """Return a decorator whose coroutine functions run while the lock is held, and are cancelled if it is lost.
 
-        Arguments and errors are those of the sync twin; anything but a coroutine function is a TypeError at decoration.
+        Arguments and errors are those of the sync `wrap`. Anything but a coroutine function raises TypeError at decoration.
         """
         policy = Policy(timeout, busy, unreachable)
 
@@ -282,7 +282,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
             reject_generator(fn, _GENERATOR)
             if not inspect.iscoroutinefunction(fn):
                 raise TypeError(
-                    f"{describe_function(fn)} is no coroutine function: the async lock guards only those. Use the sync twin"
+                    f"{describe_function(fn)} is not a coroutine function, and an async lock wraps only those. Use the sync class"
                 )
             choose_names = compile_templates(self._names, fn)
 
@@ -311,14 +311,14 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
 
 
 class AsyncHoldContext(CancelOnLoss, AbstractAsyncContextManager[AH, None]):
-    """What `hold()` returns. Several tasks may share it, each for a block of its own."""
+    """What `hold()` returns. Several tasks may share one, each for its own block."""
 
     def __init__(self, lock: AsyncLockBase[AH], timeout: Seconds | None, *, flag: bool) -> None:
         super().__init__(flag=flag)
         self._lock = lock
         self._timeout = timeout
         self._others: dict[asyncio.Task[object] | None, CancelOnLoss] = {}
-        """The blocks of further tasks, while the first one's goes on."""
+        """The blocks of further tasks while the first task's block is open."""
 
     async def __aenter__(self) -> AH:
         handle = await self._lock.acquire(timeout=self._timeout)
@@ -342,5 +342,5 @@ class AsyncHoldContext(CancelOnLoss, AbstractAsyncContextManager[AH, None]):
             self._task = None
 
     def __call__(self, _: object) -> Never:
-        """Refuse to be a decorator."""
-        raise TypeError("hold() is no decorator: use wrap()")
+        """Raise: `hold()` is not a decorator."""
+        raise TypeError("hold() is not a decorator: use wrap()")

@@ -1,6 +1,6 @@
-"""Errors for locks that are used like those of other libraries: as context managers, decorators, or with positional arguments.
+"""Raise helpful errors if a lock is used like those of other libraries, for example as a context manager or a decorator.
 
-Hidden from type checkers, which report these uses themselves.
+This is hidden from type checkers, which report such uses themselves.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ HANDLE_NAMES = (
     "token",
     "wait_lost",
 )
-"""The public names of `HeldLease`, which other libraries have on the lock itself."""
+"""The public names of `HeldLease`, which locks of other libraries have on the lock itself."""
 
 
 class Guided:
-    """Base of the nouns whose wrong uses raise with the right form in the message."""
+    """Base of the lock classes. Wrong uses raise an error that shows the correct form."""
 
     _block: ClassVar[str]
-    """The right form of a block."""
+    """The correct form of a block."""
     _decorator: ClassVar[str]
-    """The right form of a decorator."""
+    """The correct form of a decorator."""
     _absent: ClassVar[Mapping[str, str]] = {}
-    """Attributes of other libraries, and what to use instead."""
+    """Attributes that other libraries have, each with what to use instead."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -70,7 +70,7 @@ class Guided:
         return [name for name in super().__dir__() if not isinstance(inspect.getattr_static(self, name, None), Absent)]
 
     def _note_misuse(self) -> None:
-        """Take note of a wrong use, which raises."""
+        """Take note of a wrong use before it raises."""
 
     if not TYPE_CHECKING:
 
@@ -89,15 +89,15 @@ class Guided:
             raise AssertionError("never entered")
 
         def __call__(self, *_: object, **__: object) -> NoReturn:
-            """Refuse to be a decorator."""
+            """Raise: a lock is not a decorator."""
             self._note_misuse()
             raise TypeError(f"{type(self).__name__} is not a function or decorator: use {self._decorator}")
 
 
 class Absent:
-    """An attribute of other libraries: it looks absent to hasattr(), and says what to use instead.
+    """An attribute of other libraries. It looks absent to hasattr(), and its AttributeError says what to use instead.
 
-    Not a `__getattr__`, because with that every attribute of the object would take longer to read.
+    Not implemented with `__getattr__`, which would slow down every attribute access on the object.
     """
 
     def __init__(self, name: str, hint: str) -> None:
@@ -111,7 +111,7 @@ class Absent:
 
 
 def _refuse_by_name(method: F) -> F:
-    """Return the method such that a call with wrong arguments raises with the right form in the message."""
+    """Wrap a method so that calling it with wrong arguments raises an error that shows the correct form."""
     verb, names = method.__name__, method.__kwdefaults__ or {}
 
     def refuse_misuse(self: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> TypeError | None:
@@ -123,7 +123,7 @@ def _refuse_by_name(method: F) -> F:
 
     def expect_known(self: object, error: TypeError, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            return  # raised inside the method, and not by the call
+            return  # raised inside the method, not by the call itself
         if told := refuse_misuse(self, args, kwargs):
             raise told from None
 
@@ -143,7 +143,7 @@ def _refuse_by_name(method: F) -> F:
 
         @wraps(method)
         def check_call_quickly(self: object, *args: object, timeout: object = None, **kwargs: object) -> object:
-            # For `acquire`, which is called most: to pass args and kwargs on costs more than a look at them.
+            # `acquire` is called most often, and checking args and kwargs is cheaper than passing them on.
             if (args or kwargs) and (told := refuse_misuse(self, args, kwargs)):
                 raise told
             return method(self, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Transactions that pgfence opens for its caller, and what their errors of connecting and of COMMIT mean."""
+"""Transactions that pgfence opens for its caller, and the meaning of their errors on connecting and on COMMIT."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ NOT_COMMITTED = "Nothing was committed"
 
 
 def commit_unknown_error(why: str, what: str) -> CommitOutcomeUnknownError:
-    """Return what to raise where a transaction may be committed in spite of an error."""
+    """Return the error for a transaction that may have been committed in spite of an error."""
     return CommitOutcomeUnknownError(
-        f"{why}: {what} may have had its effect, or not, and is not tried again. Look for its effect before you do it"
-        " again; an idempotency key makes the repetition harmless"
+        f"{why}: {what} may or may not have been committed, and is not retried. Check for its effects before you retry;"
+        " an idempotency key makes the retry harmless"
     )
 
 
@@ -36,7 +36,7 @@ def open_connection(session: Session, bind_arguments: dict[str, Any]) -> Connect
     """Return the connection of a Session, which opens one if it has none yet.
 
     Raises:
-        UnreachableError: the server cannot be reached, whatever the driver says for that.
+        UnreachableError: the server cannot be reached, whatever exception the driver raised.
     """
     try:
         connection: Connection = session.connection(bind_arguments=bind_arguments)
@@ -47,7 +47,7 @@ def open_connection(session: Session, bind_arguments: dict[str, Any]) -> Connect
 
 
 def raise_connecting(engine: Engine, error: Exception) -> None:
-    """Raise what an error means if it comes from connecting; else return."""
+    """Raise UnreachableError or the like if an error comes from connecting; otherwise return."""
     if told := find_connect_error(engine, error, NOT_COMMITTED):
         raise told from error
 
@@ -59,7 +59,7 @@ class BeginFactory(Protocol[W_co]):
 
 
 class _BegunSteps(_SafeSteps[W]):
-    """A separate transaction that begins with a lock or gate; a COMMIT without a response raises CommitOutcomeUnknownError."""
+    """A separate transaction that begins with a lock or gate; losing the connection in COMMIT raises CommitOutcomeUnknownError."""
 
     def __init__(self, factory: BeginFactory[W], enter: Callable[[W], object], what: str) -> None:
         super().__init__(factory.begin())
@@ -86,7 +86,7 @@ class _BegunSteps(_SafeSteps[W]):
 
     async def _exit(self, error: BaseException | None) -> None:
         if error is None:
-            # Flushed first, so that what fails after this is the COMMIT itself.
+            # Flushed first, so that any later failure is one of the COMMIT itself.
             try:
                 await _flush(self._work)
             except BaseException as failure:

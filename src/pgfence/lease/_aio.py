@@ -1,4 +1,4 @@
-"""Lease, for tasks."""
+"""`AsyncLease`, for asyncio."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[AsyncHeldLease]):
-    """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token; see `Lease`.
+    """Hold a lock that expires and brings a fencing token: the async twin of `Lease`.
 
-    Guarantees, arguments and errors are those of `Lease`, with an AsyncEngine. The heartbeat runs on a dedicated thread, so
-    that a blocked loop does not lose the lease; a loss cancels the block of `hold()`.
+    Guarantees, limitations, arguments and errors are those of `Lease`, with an AsyncEngine. The heartbeat runs on a dedicated
+    thread, so that a blocked event loop does not lose the lease. A loss cancels the block of `hold()`.
     """
 
     _engines = ASYNC_ENGINES
@@ -28,52 +28,53 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
     async def try_acquire(self) -> AsyncHeldLease | None:
         """Try once, without waiting. One round trip on a warm connection.
 
-        Returns None if it is held, also by this same task: a try cannot deadlock.
+        Returns None if the lease is held, even by this same task: trying cannot deadlock.
 
         Raises:
-            PgfenceError: as `acquire`.
+            PgfenceError: as for `acquire`.
         """
         return await self._take(0.0)
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncHeldLease:
-        """Wait until it is held.
+        """Wait until the lease is held.
 
         Args:
-            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait. A wait lasts
-                through an outage of the server, up to its timeout; with None only once the server has responded that the lease
+            timeout: seconds. None is the configured default, `math.inf` waits indefinitely, 0 does not wait. A wait continues
+                through a server outage until its timeout; with None only if the server had already responded that the lease
                 is held.
 
         Raises:
-            LockTimeoutError: it was not free in time; names the holder.
-            SelfDeadlockError: this task holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
-            UnreachableError: the server cannot be reached; a grant whose response was lost is given back in the background.
-            SchemaError: the tables are missing, too old, or not open to this role.
+            LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder.
+            SelfDeadlockError: this task holds the lease, or waiting would deadlock within this process. Not with `timeout=0`.
+            UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
+                background.
+            SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
         return await self._acquire(timeout)
 
     @staticmethod
     async def adopt(engine: AsyncEngineSource, ref: LeaseRef) -> AsyncHeldLease:
-        """Take over a lease that another process handed over; from now on it is renewed here.
+        """Take over a lease that another process handed over; this process renews it from now on.
 
-        A reference works once: a second `adopt` raises LockLostError.
+        A reference can be used once: a second `adopt` raises LockLostError.
 
         Args:
             engine: an AsyncEngine, or a function that returns one.
             ref: what `hand_over()` returned.
 
         Raises:
-            LockLostError: it has expired, was adopted already, or was evicted.
-            TypeError, ValueError: it is not a reference.
-            PgfenceError: as `acquire`.
+            LockLostError: the lease has expired, was already adopted, or was evicted.
+            TypeError, ValueError: `ref` is not a reference.
+            PgfenceError: as for `acquire`.
         """
         return await adopt(ASYNC_ENGINES, engine, ref, AsyncHeldLease, "AsyncLease.adopt")
 
     async def holders(self) -> list[Holder]:
-        """Return who holds it at this moment, as the server sees it. Looking never takes a lock.
+        """Return the current holder, as the server reports it; an empty list if the lease is free. Takes no lock.
 
         Raises:
-            UnreachableError: there is no server.
+            UnreachableError: the server cannot be reached.
             SchemaError: the tables are missing.
         """
         return await self._find_holders()

@@ -1,4 +1,4 @@
-"""The two kinds of engines: how what a caller passes in is checked, and which manager it leads to."""
+"""Check what a caller passes as an engine, and find the lease manager for it."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ class _Check(Protocol[EngineSourceT_co]):
 
 @dataclass(frozen=True, slots=True)
 class EngineFinder:
-    """Where a caller's engine is: what was passed in, checked."""
+    """A checked engine source, from which the engine and its manager are found."""
 
     find: Callable[[], Engine]
 
     def find_manager(self, kind: type[ManagerT]) -> tuple[ManagerT, TableNames]:
-        """Return the manager of the engine in this process, or on the running loop, and where its tables are."""
+        """Return the engine's manager in this process or on the running loop, and the names of its tables."""
         engine = self.find()
         return get_manager(engine, kind), table_names_of(engine)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind(Generic[EngineSourceT]):
-    """What differs between a class for threads and its async twin before anything is asked.
+    """The checks that differ between a sync class and its async twin.
 
     Attributes:
-        check: raises TypeError for what gives no engine of this kind; `why` says why a session is none.
+        check: raises TypeError for anything that is not an engine source of this kind; `why` explains why a session is rejected.
         resolve: returns the sync engine beneath.
     """
 
@@ -58,10 +58,10 @@ class EngineKind(Generic[EngineSourceT]):
     resolve: Callable[[EngineSourceT, str], Engine]
 
     def bind(self, given: object, what: str, *why: str) -> EngineFinder:
-        """Return where the engine is; a function is called at each use, and an engine is looked at here and never again.
+        """Return the engine's finder. A function is called at each use; an engine is resolved once, here.
 
         Raises:
-            TypeError: it gives no engine of this kind.
+            TypeError: it is not an engine source of this kind.
         """
         source = self.check(given, what, *why)
         if callable(source):

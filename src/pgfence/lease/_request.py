@@ -1,4 +1,4 @@
-"""What both twins of a lease know: the arguments, read once and refused with the way out."""
+"""Options of a lease, checked once for the sync and async classes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HandleT = TypeVar("HandleT")
 
 
 class LeaseOptions(Generic[EngineSourceT, HandleT]):
-    """The arguments of a lease and what is done with them, for both twins."""
+    """The options of a lease and its acquisition, for the sync and async classes."""
 
     _engines: EngineKind[EngineSourceT]
     _handle: Callable[[LeaseManager, Grant], HandleT]
@@ -51,7 +51,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         namespace: str | None = None,
     ) -> None:
         if not isinstance(name, str):
-            raise TypeError(f"a lease is kept by its name, as text: give a str, not {type(name).__name__}")
+            raise TypeError(f"the name of a lease must be a str, not {type(name).__name__}")
         qualify_name(name, namespace or "", "the name of a lease")
         check_choice("heartbeat", heartbeat, ("auto", "progress", "manual"))
         self._names: Sequence[Name] = (name,)
@@ -78,7 +78,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         return other
 
     async def _take(self, timeout: Seconds | None, *, lasts: bool = False) -> HandleT | None:
-        """Return a handle, or None where it is held and `timeout` is 0."""
+        """Return a handle, or None if the lease is held and `timeout` is 0."""
         manager, request = self._prepare()
         return await manager.acquire(request, timeout, self._handle, lasts=lasts)
 
@@ -89,7 +89,9 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         manager, request = self._prepare()
         try:
             holders = await self._find_holders()
-        except UnreachableError:  # gone since it was held, which changes nothing
+        except (
+            UnreachableError
+        ):  # the server became unreachable after it reported the lease as held: the timeout still counts
             holders = []
         raise manager.begin_call(request, 0.0).build_timeout_error(holders)
 
@@ -103,7 +105,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         return manager, self._build_request(place, manager.config.namespace)
 
     def _build_request(self, place: TableNames, namespace: str) -> AcquireRequest:
-        """Return what to ask for, created again only where it differs from the last time."""
+        """Return the request for a lease, rebuilt only if tables, namespace or name have changed."""
         asked, known = (place, namespace, self._names), self._request
         if known is None or known[0] != asked:
             where = namespace if self._namespace is None else self._namespace
@@ -114,7 +116,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
                 identity=self._identity,
                 heartbeat=self._heartbeat,
             )
-            # Returned as it is read here: another thread may be at another engine's tables with this same lease.
+            # The local value is returned: another thread may set `_request` for another engine's tables in between.
             self._request = known = asked, request
         return known[1]
 
@@ -129,7 +131,7 @@ async def adopt(
     make: Callable[[LeaseManager, Grant], HandleT],
     what: str,
 ) -> HandleT:
-    """Take over a lease by its reference; `what` does, for messages."""
+    """Take over a lease by its reference; `what` is the caller's name for messages."""
     manager, place = engines.bind(engine, what).find_manager(LeaseManager)
     name, lease_id, token = _check_reference(reference)
     request = LeaseRequest(stored=name, place=place, terms=terms.LeaseTerms(terms.SHORTEST_TTL))
@@ -141,20 +143,20 @@ def _check_reference(reference: object) -> tuple[str, str, int]:
     """Return name, id and token.
 
     Raises:
-        TypeError: it is no reference.
+        TypeError: it is not a reference.
         ValueError: it is damaged.
     """
     if not isinstance(reference, dict) or not {"name", "lease_id", "token"} <= reference.keys():
-        raise TypeError("adopt() needs what hand_over() returned: a dict with name, lease_id and token")
+        raise TypeError("adopt() needs the dict that hand_over() returned, with name, lease_id and token")
     name, lease_id, token = reference["name"], reference["lease_id"], reference["token"]
     if type(token) is not int or not isinstance(name, str) or not isinstance(lease_id, str):
-        raise TypeError("this reference is damaged: name and lease_id are text, token is an int")
+        raise TypeError("this lease reference is damaged: name and lease_id must be str, token must be an int")
     try:
         UUID(lease_id)
     except ValueError:
-        raise ValueError(f"this reference is damaged: {lease_id!r} is no lease id") from None
+        raise ValueError(f"this lease reference is damaged: {lease_id!r} is not a lease id") from None
     if not 0 < token < 1 << 63:
-        raise ValueError(f"this reference is damaged: {token} is no token")
+        raise ValueError(f"this lease reference is damaged: {token} is not a fencing token")
     if SEPARATOR not in name:
         qualify_name(name, "", "the name of a lease")
     return name, lease_id, token

@@ -1,4 +1,4 @@
-"""Lease, for threads."""
+"""`Lease`, for threads."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ if TYPE_CHECKING:
 
 
 class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
-    """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token.
+    """Hold a lock that expires and brings a fencing token. It is a row of the database, independent of any connection.
 
     While it is held, a dedicated thread renews it every third of the TTL. Works through any pooler.
 
-    Guarantees: one holder per name until `expires_at`, by the server's clock; a holder that dies loses it after one TTL at the
-    latest; tokens only grow; a holder that cannot renew regards it as lost shortly before the server grants it to another.
+    Guarantees: one holder per name until `expires_at`, by the server's clock. A holder that dies loses the lease after at most
+    one TTL. Tokens only grow. A holder that cannot renew the lease considers it lost shortly before the server can grant it to
+    another.
 
-    Limitations: a former holder may not have stopped. Write inside `begin()`, and PostgreSQL rejects what is stale.
+    Limitations: a former holder may still be running. Write inside `begin()`, and PostgreSQL rejects stale writes.
 
     Args:
-        engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
-        name: text, at most 255 characters with its namespace.
-        ttl: seconds that it outlives a dead holder, 0.3 to a day (longer ones as a timedelta). Not how long the work takes.
-        max_hold: seconds after which it ends even if the holder is alive; None: never.
-        min_hold: seconds for which no other holder gets it, also if it is released earlier; at most the TTL.
-        lock_delay: seconds for which no holder gets it after it expired without a release.
-        heartbeat: "auto" renews it while the process lives; "progress" only while `progress()` is called; "manual" never.
-        owner: what operators read of the holder; None: host and process id.
-        purpose: what operators read of its purpose.
-        metadata: JSON for operators, kept in the row.
-        namespace: instead of the configured one.
+        engine: an Engine, or a function that returns one. The tables must exist: `pgfence install`.
+        name: a str, at most 255 characters including its namespace.
+        ttl: seconds after which a dead holder loses the lease, from 0.3 to a day (a timedelta may be longer). Unrelated to
+            how long the work takes.
+        max_hold: seconds after which the lease ends even if the holder is alive. None is no limit.
+        min_hold: seconds for which no other holder gets the lease, even if it is released earlier; at most the TTL.
+        lock_delay: seconds for which no holder gets the lease after it expired without a release.
+        heartbeat: "auto" renews the lease while the process lives; "progress" only while `progress()` is called; "manual" never.
+        owner: an identity of the holder, for operators. None is host and process id.
+        purpose: a description of the work, for operators.
+        metadata: JSON for operators, stored in the row.
+        namespace: replaces the configured namespace.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range; the message says what would do.
+        ValueError: an argument is out of range; the message gives the range.
     """
 
     _engines = SYNC_ENGINES
@@ -50,53 +52,55 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     def try_acquire(self) -> HeldLease | None:
         """Try once, without waiting. One round trip on a warm connection.
 
-        Returns None if it is held, also by this same thread: a try cannot deadlock.
+        Returns None if the lease is held, even by this same thread: trying cannot deadlock.
 
         Raises:
-            PgfenceError: as `acquire`.
+            PgfenceError: as for `acquire`.
         """
         return run_sync(self._take, 0.0)
 
     def acquire(self, *, timeout: Seconds | None = None) -> HeldLease:
-        """Wait until it is held.
+        """Wait until the lease is held.
 
         Args:
-            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait. A wait lasts
-                through an outage of the server, up to its timeout; with None only once the server has responded that the lease
+            timeout: seconds. None is the configured default, `math.inf` waits indefinitely, 0 does not wait. A wait continues
+                through a server outage until its timeout; with None only if the server had already responded that the lease
                 is held.
 
         Raises:
-            LockTimeoutError: it was not free in time; names the holder.
+            LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder.
             WaitCancelledError: the event of `cancel_waits()` was set.
-            SelfDeadlockError: this thread holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
-            UnreachableError: the server cannot be reached; a grant whose response was lost is given back in the background.
-            SchemaError: the tables are missing, too old, or not open to this role.
+            SelfDeadlockError: this thread holds the lease, or waiting would deadlock within this process. Not with
+                `timeout=0`.
+            UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
+                background.
+            SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
         return run_sync(self._acquire, timeout)
 
     @staticmethod
     def adopt(engine: EngineSource, ref: LeaseRef) -> HeldLease:
-        """Take over a lease that another process handed over; from now on it is renewed here.
+        """Take over a lease that another process handed over; this process renews it from now on.
 
-        A reference works once: a second `adopt` raises LockLostError.
+        A reference can be used once: a second `adopt` raises LockLostError.
 
         Args:
             engine: an Engine, or a function that returns one.
             ref: what `hand_over()` returned.
 
         Raises:
-            LockLostError: it has expired, was adopted already, or was evicted.
-            TypeError, ValueError: it is not a reference.
-            PgfenceError: as `acquire`.
+            LockLostError: the lease has expired, was already adopted, or was evicted.
+            TypeError, ValueError: `ref` is not a reference.
+            PgfenceError: as for `acquire`.
         """
         return run_sync(adopt, SYNC_ENGINES, engine, ref, HeldLease, "Lease.adopt")
 
     def holders(self) -> list[Holder]:
-        """Return who holds it at this moment, as the server sees it. Looking never takes a lock.
+        """Return the current holder, as the server reports it; an empty list if the lease is free. Takes no lock.
 
         Raises:
-            UnreachableError: there is no server.
+            UnreachableError: the server cannot be reached.
             SchemaError: the tables are missing.
         """
         return run_sync(self._find_holders)

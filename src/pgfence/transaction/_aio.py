@@ -1,4 +1,4 @@
-"""The async half: the same work through `run_sync`, on the calling task."""
+"""`AsyncTransactionLock`, which runs the sync implementation through `run_sync` on the calling task."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ASYNCIO = "sqlalchemy.ext.asyncio"
 
 
 class AsyncTransactionLock(TransactionLockBase):
-    """A lock that belongs to the caller's transaction and ends with it; the async twin of `TransactionLock`.
+    """Hold a lock until the caller's transaction ends: the async twin of `TransactionLock`.
 
     ::
 
@@ -50,25 +50,25 @@ class AsyncTransactionLock(TransactionLockBase):
             one.balance -= 10
             two.balance += 10
 
-    Guarantees and limitations are the same. Load after the lock: instances loaded before it are expired, and to touch one
-    without `await session.refresh(...)` raises SQLAlchemy's MissingGreenlet. A task that is cancelled while a statement runs
-    loses its connection and so its transaction, as with every statement of an AsyncSession.
+    Guarantees and limitations are those of `TransactionLock`. Load rows after acquiring the lock: instances loaded before it
+    are expired, and accessing one without `await session.refresh(...)` raises SQLAlchemy's MissingGreenlet. A task that is
+    cancelled while a statement runs loses its connection and so its transaction, as with every statement of an AsyncSession.
 
     Args:
-        session: the AsyncSession, async_scoped_session or AsyncConnection whose transaction the lock shall belong to. A Session is asked for the connection on
-            which it writes, and so begins its transaction.
-        names: one or more names or ready keys. Several are one lock: all or none, always asked for in one order.
-        namespace: instead of the configured one, for names that are text.
-        shared: beside other shared holders, and not beside an exclusive one. What is held exclusively covers it; the
-            other way round is refused.
-        bind_arguments: for a Session that chooses among engines, as in `Session.connection()`.
-        expire: on an AsyncSession, expire what was loaded before the lock, so that it is read again; and refuse to ask while there
-            are unflushed changes, which may rest on it. False does neither.
-        stale_snapshot_ok: ask under REPEATABLE READ and SERIALIZABLE too.
+        session: the AsyncSession, async_scoped_session or AsyncConnection whose transaction the lock belongs to. The lock uses
+            the connection on which an AsyncSession writes, and begins its transaction if necessary.
+        names: one or more names or LockKeys. Several are one lock: either all are acquired or none, always in the same order.
+        namespace: replaces the configured namespace, for names that are str.
+        shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock
+            that the transaction already holds is sufficient; requesting it exclusively after shared is rejected.
+        bind_arguments: for a session that routes to several engines, as in `Session.connection()`.
+        expire: with an AsyncSession, whether to expire what was loaded before the lock, so that it is read again, and to raise
+            if there are unflushed changes, which may be based on it. With False it does neither.
+        stale_snapshot_ok: whether to allow REPEATABLE READ and SERIALIZABLE.
 
     Raises:
-        TypeError: for anything else, an engine or a session factory above all: those go to `begin`.
-        ValueError: there is no name, or an unusable one.
+        TypeError: `session` is something else. Pass engines and session factories to `begin`.
+        ValueError: there is no name, or a name is not usable.
     """
 
     _block = "`async with lock.hold():`, or `async with AsyncTransactionLock.begin(...)`, which commits at its end"
@@ -92,46 +92,48 @@ class AsyncTransactionLock(TransactionLockBase):
         )
 
     async def try_acquire(self) -> bool:
-        """Try once, without waiting. True: it is held until the transaction ends. False: it is not held, so do not go on.
+        """Try once, without waiting. Returns True if the lock is held until the transaction ends, False if it is not held.
 
         Raises:
-            as `acquire`, but for LockTimeoutError and DeadlockError.
+            PgfenceError: as for `acquire`, except LockTimeoutError and DeadlockError.
         """
         done: bool = await self._unwrap().run_sync(self._try)
         return done
 
     async def acquire(self, *, timeout: Seconds | None = None) -> None:
-        """Wait until the lock is held; again in the same transaction it is held at once.
+        """Wait until the lock is held. Returns at once if this transaction already holds it.
 
         Args:
-            timeout: seconds, for all names together; None is the configured default (cut to 60 while this task holds a
-                session lock), `math.inf` waits without a limit, 0 does not wait.
+            timeout: seconds, for all names together. None is the configured default (at most 60 s while this task holds a
+                session lock), `math.inf` waits indefinitely, 0 does not wait.
 
         Raises:
-            LockTimeoutError: it was not free in time; names the holders. The transaction is as it was before.
+            LockTimeoutError: the lock did not become free in time. The message and `holders` name the holders; the
+                transaction is as it was before.
             SelfDeadlockError: this task holds one of the names as an AdvisoryLock on another connection.
-            DeadlockError: PostgreSQL found a deadlock, and has aborted the transaction.
-            TransactionStateError: autocommit, an old snapshot, unflushed changes, a pipeline, or an exclusive lock on what
-                is held shared. Nothing was asked for or taken, and the transaction is as it was before.
+            DeadlockError: PostgreSQL detected a deadlock and has aborted the transaction.
+            TransactionStateError: the connection is in autocommit or a pipeline, the snapshot is older than the lock, there
+                are unflushed changes, or the lock is held shared and requested exclusively. Nothing was requested, and the
+                transaction is as it was before.
             StandbyError: the server is a standby.
-            UnsupportedServerError: it is not PostgreSQL, too old, or its driver is unknown.
-            CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
+            UnsupportedServerError: the server is not PostgreSQL or too old, or the driver is unknown.
+            CapacityError: the server's lock table is nearly full. If `sqlstate` is set, it was full, and PostgreSQL has
                 aborted the transaction.
         """
         await self._unwrap().run_sync(self._acquire, timeout, get_task_contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[None, None]:
-        """Acquire on entering the block; does NOT release at its end: the lock is held until the transaction ends.
+        """Acquire the lock on entering the block. Leaving the block does NOT release it; the end of the transaction does.
 
-        The block shows what the lock is for. A block that ends together with its transaction is `begin`.
+        The block shows which statements the lock protects. For a block that ends together with its transaction use `begin`.
 
         Args:
             timeout: as in `acquire`.
 
         Raises:
-            PgfenceError: on entering, as `acquire`.
-            TransactionStateError: on leaving, if the transaction has ended inside the block, or was rolled back to a
-                savepoint older than the lock. Not if the block itself raised.
+            PgfenceError: on entering, as for `acquire`.
+            TransactionStateError: on leaving, if the transaction has ended inside the block or was rolled back to a
+                savepoint older than the lock. Not raised if the block itself raised.
         """
         return AsyncHold(lambda: self._enter(timeout))
 
@@ -140,14 +142,14 @@ class AsyncTransactionLock(TransactionLockBase):
         stay = await work.run_sync(self._acquire_for_block, timeout, get_task_contender())
 
         async def check() -> None:
-            if stay.has_ended():  # then there may be nothing left to run on
+            if stay.has_ended():  # checked first, because there may be no connection left to run on
                 raise self._ended_error()
             await work.run_sync(self._check_held, stay)
 
         return check
 
     async def holders(self) -> list[Holder]:
-        """Return who holds any of the names at this moment, this transaction included. Looking never takes a lock.
+        """Return the current holders of any of the names, including this transaction. Takes no lock.
 
         Transaction and session locks on the same key are reported alike, because the server does not distinguish them.
         """
@@ -188,29 +190,29 @@ class AsyncTransactionLock(TransactionLockBase):
         timeout: Seconds | None = None,
         stale_snapshot_ok: bool = False,
     ) -> AbstractAsyncContextManager[object, None]:
-        """Open a transaction, take the lock first, yield the AsyncSession or AsyncConnection, and commit at the end.
+        """Open a transaction, acquire the lock, yield the AsyncSession or AsyncConnection, and commit at the end.
 
-        If an exception leaves the block, the transaction is rolled back, and that exception is raised whatever else fails.
-        Because the lock is acquired before anything is loaded, nothing stale is read.
+        If the block raises, the transaction is rolled back and the exception propagates, whatever else fails. Because the
+        lock is acquired before anything is loaded, nothing stale is read.
 
         Args:
-            factory: an async_sessionmaker, or an AsyncEngine for an AsyncConnection.
+            factory: an async_sessionmaker; or an AsyncEngine, which yields an AsyncConnection.
             names: as for the class.
-            namespace: likewise.
-            shared: likewise.
+            namespace: as for the class.
+            shared: as for the class.
             timeout: as in `acquire`.
             stale_snapshot_ok: as for the class.
 
         Raises:
             TypeError: the factory is something else.
-            ValueError: there is no name, or an unusable one.
-            PgfenceError: on entering, as `acquire`.
-            CommitOutcomeUnknownError: on leaving: the connection was lost during COMMIT.
+            ValueError: there is no name, or a name is not usable.
+            PgfenceError: on entering, as for `acquire`.
+            CommitOutcomeUnknownError: on leaving, if the connection was lost during COMMIT.
         """
         if not is_async_sessionmaker(factory) and not is_async_engine(factory):
             raise TypeError(
                 f"AsyncTransactionLock.begin() needs an async_sessionmaker or an AsyncEngine, not {type(factory).__name__}:"
-                " sync ones go to TransactionLock.begin(), an AsyncSession that is open already to AsyncTransactionLock()"
+                " use TransactionLock.begin() for sync ones, and AsyncTransactionLock() for an AsyncSession that is already open"
             )
         check_names(names, namespace or "")
 
@@ -227,10 +229,12 @@ class AsyncTransactionLock(TransactionLockBase):
 
 
 def _session_error(given: object) -> str:
-    told = (
-        "AsyncTransactionLock needs the AsyncSession or AsyncConnection whose transaction it shall belong to, not"
+    message = (
+        "AsyncTransactionLock needs the AsyncSession or AsyncConnection whose transaction the lock should belong to, not"
         f" {type(given).__name__}"
     )
     if is_async_sessionmaker(given) or is_async_engine(given):
-        return f"{told}: AsyncTransactionLock.begin() opens a transaction and takes the lock first"
-    return f"{told}; the sync ones go to TransactionLock, engines and session factories to AsyncTransactionLock.begin()"
+        return f"{message}: use AsyncTransactionLock.begin(), which opens a transaction and acquires the lock first"
+    return (
+        f"{message}: use TransactionLock for sync ones, AsyncTransactionLock.begin() for engines and session factories"
+    )

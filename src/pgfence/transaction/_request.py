@@ -1,4 +1,4 @@
-"""One request for a transaction lock, on a sync Session or Connection. The async class calls it through `run_sync`."""
+"""Acquire transaction locks on a sync Session or Connection; the async class calls this through `run_sync`."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ log = logging.getLogger("pgfence.transaction")
 MANY_KEYS = 100
 _WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
-# What a routing Session is asked with. It is never sent; whatever sends reads elsewhere must send this to the primary.
+# Only passed to a routing Session to select its engine, never executed. A Session that routes reads must send this to the primary.
 _WRITE = update(table("pgfence_lock"))
 
 
 class PreparedCall(NamedTuple):
-    """One request with its connection and the keys that the transaction does not hold yet."""
+    """One request, with its connection and the keys that the transaction does not hold yet."""
 
     connection: Connection
     config: Config
     record: TransactionRecord
     keys: tuple[LockKey, ...]
     first: bool
-    """Our next statement is certainly the first one of the transaction on the server."""
+    """Whether our next statement is certainly the first one of the transaction on the server."""
 
 
 class TransactionLockBase(Guided):
-    """What both twins know, and the work itself, on a sync Session or Connection."""
+    """The implementation of the sync and async classes, on a sync Session or Connection."""
 
     _absent = dict.fromkeys(
         ("release", "locked", "wrap", "connect"),
@@ -98,14 +98,14 @@ class TransactionLockBase(Guided):
     # ------------------------------------------------------------ where
 
     def _connect(self, work: Session | Connection) -> Connection:
-        """Return the connection of the primary; a Session begins its transaction there if it has not."""
+        """Return the connection to the primary; a Session begins its transaction there if necessary."""
         if isinstance(work, Connection):
             connection = work
         else:
             try:
                 connection = open_connection(work, {"clause": _WRITE, **(self._bind_arguments or {})})
             except UnboundExecutionError as error:
-                error.add_note("A lock has no mapped class: name one, as in bind_arguments={'mapper': Account}")
+                error.add_note("A lock has no mapped class: pass one, such as bind_arguments={'mapper': Account}")
                 raise
         style_of(connection.dialect)
         server.check_version(connection.dialect)
@@ -119,13 +119,13 @@ class TransactionLockBase(Guided):
         return resolved[1]
 
     def _prepare(self, work: Session | Connection) -> PreparedCall:
-        """Find the keys that are missing, and reject states in which the lock could not hold. No round trip of our own."""
+        """Find the missing keys, and reject states in which the lock would not protect. Without a round trip of our own."""
         connection = self._connect(work)
         config = config_of(connection)
         state = sql.read_driver_state(connection)
         self._check_mode(state)
         if not connection.in_transaction():
-            # Not left to our statement: what the user's own hooks send at the begin has to come before it.
+            # Begun explicitly: statements that the application's hooks send at BEGIN must come before ours.
             connection.begin()
             state = sql.read_driver_state(connection)
         record = TransactionRecord.of(connection)
@@ -141,8 +141,8 @@ class TransactionLockBase(Guided):
             raise self._autocommit_error()
         if state.pipeline:
             raise TransactionStateError(
-                "the connection is in psycopg's pipeline mode, where an answer may belong to another statement: leave the"
-                " pipeline before asking for a lock"
+                "the connection is in psycopg's pipeline mode, in which a result may belong to another statement: leave the"
+                " pipeline before you acquire a lock"
             )
 
     def _autocommit_error(self) -> TransactionStateError:
@@ -155,8 +155,8 @@ class TransactionLockBase(Guided):
         held = {key: record.is_shared(key) for key in keys}
         if not self._shared and (read := tuple(key.label for key in keys if held[key])):
             raise TransactionStateError(
-                f"this transaction holds {format_names(read)} shared; two that do and both ask for more would wait for each other"
-                " for ever. Take the exclusive lock first, in place of the shared one"
+                f"this transaction holds {format_names(read)} shared, and cannot acquire the exclusive lock too: two such"
+                " transactions would deadlock. Acquire the exclusive lock first, instead of the shared one"
             )
         return tuple(key for key in keys if held[key] is None)
 
@@ -165,9 +165,9 @@ class TransactionLockBase(Guided):
         if changed:
             kinds = ", ".join(sorted({type(one).__name__ for one in changed}))
             raise TransactionStateError(
-                f"the Session holds unflushed changes ({kinds}) that may rest on rows read before the lock"
-                f" {format_names(self._list_labels())}, so another transaction's write could be lost. Take the lock first and load"
-                " afterwards; or flush() what other locks protect; or pass expire=False"
+                f"the Session has unflushed changes ({kinds}) that may be based on rows read before the lock"
+                f" {format_names(self._list_labels())}, so another transaction's write could be lost. Acquire the lock first and load"
+                " the rows afterwards; or flush() changes that other locks protect; or pass expire=False"
             )
 
     # ------------------------------------------------------------ what
@@ -187,19 +187,19 @@ class TransactionLockBase(Guided):
             raise self._timeout_error(call, limit, owner)
         if (waited := clock() - began) > WARN_AFTER:
             log.warning(
-                "waited %.0f s for %s; it is held by this transaction now", waited, format_names(self._list_labels())
+                "waited %.0f s for %s; this transaction now holds it", waited, format_names(self._list_labels())
             )
 
     def _acquire_for_block(self, work: Session | Connection, timeout: Seconds | None, owner: Contender) -> sql.Stay:
-        """Acquire for a block, and return the transaction that must outlive it."""
+        """Acquire for a block, and return the transaction that must not end before the block does."""
         self._acquire(work, timeout, owner)
         return sql.Stay.of(self._connect(work))
 
     def _check_held(self, _work: Session | Connection, stay: sql.Stay) -> None:
-        """Raise unless the transaction of a block still holds the lock; a round trip only if a savepoint may have released it.
+        """Raise unless the transaction still holds the lock. Takes a round trip only if a savepoint may have released it.
 
         Raises:
-            TransactionStateError: the transaction does not hold it.
+            TransactionStateError: it no longer holds the lock.
         """
         if stay.has_ended() or not self._holds(stay.connection):
             raise self._ended_error()
@@ -212,7 +212,7 @@ class TransactionLockBase(Guided):
                 for key in self._resolve_keys(config_of(connection))
             )
         except DBAPIError as error:
-            # An aborted transaction keeps its locks until it is rolled back. A lost connection has none.
+            # An aborted transaction keeps its locks until it is rolled back. A lost connection has no locks.
             return sqlstate_of(error) == IN_FAILED_TRANSACTION
 
     def _take(
@@ -236,9 +236,9 @@ class TransactionLockBase(Guided):
         return True
 
     def _ask(self, call: PreparedCall, deadline: Deadline, owner: Contender | None) -> bool:
-        """Request the locks, and wait if there is time. A rejected request leaves nothing locked."""
+        """Request the locks, and wait if there is time left. A rejected request leaves nothing locked."""
         connection, keys = call.connection, call.keys
-        # Several keys may be granted in part, and only a savepoint can give some of them back.
+        # Several keys may be granted partially, and only a savepoint can release some of them.
         guarded = len(keys) > 1 and not call.first
         if guarded:
             sql.set_savepoint(connection)
@@ -257,7 +257,7 @@ class TransactionLockBase(Guided):
         if guarded and (answer.taken < 0 or own is not None or not left):
             sql.give_back(connection)
         elif not guarded and answer.taken > 0:
-            # Nothing of the caller's is in this transaction yet, so a new one releases the part that was granted.
+            # The transaction contains no work of the caller yet, so a new one can release the keys that were granted.
             sql.begin_anew(connection)
         if answer.taken < 0:
             raise self._refusal_error(answer)
@@ -276,13 +276,13 @@ class TransactionLockBase(Guided):
         except DBAPIError as error:
             if sqlstate_of(error) != LOCK_NOT_AVAILABLE:
                 raise
-            # Back to the savepoint: the timeout must not leave the caller's transaction aborted.
+            # Roll back to the savepoint: the timeout must not leave the caller's transaction aborted.
             sql.give_back(call.connection)
             return False
         sql.keep(call.connection)
         return True
 
-    # ------------------------------------------------------------ what is said
+    # ------------------------------------------------------------ messages
 
     def _check_capacity(self, call: PreparedCall) -> None:
         used, limit = activity.read_lock_table_use(call.connection)
@@ -291,13 +291,13 @@ class TransactionLockBase(Guided):
             raise judged
         if judged == "warn" and call.connection.dialect not in _WARNED:
             _WARNED.add(call.connection.dialect)
-            log.warning("%d of at least %d places in the server's lock table are taken", used, limit)
+            log.warning("the server's lock table is filling up: %d of at least %d places are in use", used, limit)
 
     def _build_error_context(self) -> ErrorContext:
         names = format_names(self._list_labels())
         return ErrorContext(
-            deadlock=f"waiting for {names} closed a circle of waits, and PostgreSQL has aborted this transaction: roll back and"
-            " try again. Take all locks at once, before the first write",
+            deadlock=f"waiting for {names} caused a deadlock, and PostgreSQL has aborted this transaction: roll back and"
+            " retry. Acquire all locks at once, before the first write",
             fewer_locks=f"there was no room for {names}, and PostgreSQL has aborted this transaction. Hold fewer locks at a time",
         )
 
@@ -305,12 +305,12 @@ class TransactionLockBase(Guided):
         if answer.taken == sql.STANDBY:
             return standby_error(
                 f"a lock on {format_names(self._list_labels())}",
-                "; a Session that sends reads elsewhere needs bind_arguments",
+                "; a Session that routes reads to a standby needs bind_arguments",
             )
         return TransactionStateError(
-            "under REPEATABLE READ and SERIALIZABLE this transaction reads from a snapshot that is older than the lock, so it"
-            " would not see what the last holder wrote. Use READ COMMITTED for it, as with"
-            " connection.execution_options(isolation_level='READ COMMITTED'); stale_snapshot_ok=True if that is no harm"
+            "under REPEATABLE READ and SERIALIZABLE the snapshot of this transaction is older than the lock, so it would not see"
+            " what the last holder wrote. Use READ COMMITTED for it, for example with"
+            " connection.execution_options(isolation_level='READ COMMITTED'); or pass stale_snapshot_ok=True if that is harmless"
         )
 
     def _ended_error(self) -> TransactionStateError:
@@ -326,7 +326,7 @@ class TransactionLockBase(Guided):
         by = f"; held by {', '.join(map(str, found))}" if found else ""
         nested = f". This {owner.kind} also holds {format_names(held_here)}" if held_here else ""
         if limit > WARN_AFTER:
-            log.warning("waited %.0f s for %s in vain%s", limit, format_names(self._list_labels()), by)
+            log.warning("could not acquire %s after waiting %.0f s%s", format_names(self._list_labels()), limit, by)
         emit_event(call.config, "timeout", self._list_labels())
         return LockTimeoutError(
             f"could not acquire {format_names(self._list_labels())} within {limit:g} s{by}{nested}",
@@ -347,5 +347,5 @@ class TransactionLockBase(Guided):
 
 
 def _default_timeout(config: Config, owner: Contender) -> float:
-    """Return the default timeout, cut for whoever holds a session lock: nobody sees a circle between processes."""
+    """Return the default timeout. It is limited while a session lock is held: PostgreSQL cannot detect deadlocks with those."""
     return min(config.default_timeout, NESTED_LIMIT) if owner.holds else config.default_timeout

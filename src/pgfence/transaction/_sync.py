@@ -1,4 +1,4 @@
-"""The sync half."""
+"""`TransactionLock`: locks that end with the caller's transaction, for threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TransactionLock(TransactionLockBase):
-    """A lock that belongs to the caller's transaction and ends with it: with COMMIT or ROLLBACK, always.
+    """Hold a lock until the caller's transaction ends, by COMMIT or ROLLBACK.
 
     ::
 
@@ -38,29 +38,39 @@ class TransactionLock(TransactionLockBase):
             one.balance -= 10
             two.balance += 10
 
-    Load rows after acquiring the lock: what was read before may be old. A free lock costs one round trip, the same lock again in
-    one transaction none. It waits in the server, where PostgreSQL detects deadlocks. A timeout leaves the transaction usable,
-    with its earlier writes and settings.
+    Load rows after acquiring the lock, because rows read before it may be stale. A free lock costs one round trip, acquiring
+    the same lock again in one transaction none. The wait happens in the server, where PostgreSQL detects deadlocks. The
+    session's `statement_timeout` and `lock_timeout` do not cut it short; a limit on the whole transaction
+    (`transaction_timeout`) or in the driver (asyncpg's `command_timeout`) does.
 
-    Limitations: it does not last beyond COMMIT, ROLLBACK, or a ROLLBACK TO a savepoint older than the lock (the next `acquire`
-    asks the server again); rows read before it may be stale; REPEATABLE READ and SERIALIZABLE are rejected, because their
-    snapshot is always older than the lock. There is no release and no `wrap()`: it belongs to one transaction.
+    Guarantees: per key and database one transaction holds the lock at a time, or several that all requested it shared, among
+    all clients that use PostgreSQL's advisory locks on that key. It is held until COMMIT, ROLLBACK, or a ROLLBACK TO a
+    savepoint older than the lock (the next `acquire` then asks the server again); no crash, cancellation or lost connection
+    leaves it behind. What is read after acquiring it is as recent as the last holder's commit. A timeout leaves the
+    transaction usable, with its earlier writes and settings.
+
+    Limitations: nothing is protected after COMMIT or ROLLBACK, and what was read before the lock may be stale. REPEATABLE READ
+    and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock.
+    Waiters are not ordered. The lock exists in one database on one server; a failover ends it with its transaction. A deadlock
+    or a cancelled statement aborts the transaction, as PostgreSQL does for every statement. A lost connection and other
+    database errors are raised as SQLAlchemy's own. There is no release and no `wrap()`, because the lock belongs to one
+    transaction.
 
     Args:
-        session: the Session, scoped_session or Connection whose transaction the lock shall belong to. A Session is asked for the connection on
-            which it writes, and so begins its transaction.
-        names: one or more names or ready keys. Several are one lock: all or none, always asked for in one order.
-        namespace: instead of the configured one, for names that are text.
-        shared: beside other shared holders, and not beside an exclusive one. What is held exclusively covers it; the
-            other way round is refused.
-        bind_arguments: for a Session that chooses among engines, as in `Session.connection()`.
-        expire: on a Session, expire what was loaded before the lock, so that it is read again; and refuse to ask while there
-            are unflushed changes, which may rest on it. False does neither.
-        stale_snapshot_ok: ask under REPEATABLE READ and SERIALIZABLE too.
+        session: the Session, scoped_session or Connection whose transaction the lock belongs to. The lock uses the connection
+            on which a Session writes, and begins its transaction if necessary.
+        names: one or more names or LockKeys. Several are one lock: either all are acquired or none, always in the same order.
+        namespace: replaces the configured namespace, for names that are str.
+        shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock
+            that the transaction already holds is sufficient; requesting it exclusively after shared is rejected.
+        bind_arguments: for a Session that routes to several engines, as in `Session.connection()`.
+        expire: with a Session, whether to expire what was loaded before the lock, so that it is read again, and to raise if
+            there are unflushed changes, which may be based on it. With False it does neither.
+        stale_snapshot_ok: whether to allow REPEATABLE READ and SERIALIZABLE.
 
     Raises:
-        TypeError: for anything else, an engine or a session factory above all: those go to `begin`.
-        ValueError: there is no name, or an unusable one.
+        TypeError: `session` is something else. Pass engines and session factories to `begin`.
+        ValueError: there is no name, or a name is not usable.
     """
 
     _block = "`with lock.hold():`, or `with TransactionLock.begin(...)`, which commits at its end"
@@ -84,45 +94,47 @@ class TransactionLock(TransactionLockBase):
         )
 
     def try_acquire(self) -> bool:
-        """Try once, without waiting. True: it is held until the transaction ends. False: it is not held, so do not go on.
+        """Try once, without waiting. Returns True if the lock is held until the transaction ends, False if it is not held.
 
         Raises:
-            as `acquire`, but for LockTimeoutError and DeadlockError.
+            PgfenceError: as for `acquire`, except LockTimeoutError and DeadlockError.
         """
         return self._try(self._unwrap())
 
     def acquire(self, *, timeout: Seconds | None = None) -> None:
-        """Wait until the lock is held; again in the same transaction it is held at once.
+        """Wait until the lock is held. Returns at once if this transaction already holds it.
 
         Args:
-            timeout: seconds, for all names together; None is the configured default (cut to 60 while this thread holds a
-                session lock), `math.inf` waits without a limit, 0 does not wait.
+            timeout: seconds, for all names together. None is the configured default (at most 60 s while this thread holds a
+                session lock), `math.inf` waits indefinitely, 0 does not wait.
 
         Raises:
-            LockTimeoutError: it was not free in time; names the holders. The transaction is as it was before.
+            LockTimeoutError: the lock did not become free in time. The message and `holders` name the holders; the
+                transaction is as it was before.
             SelfDeadlockError: this thread holds one of the names as an AdvisoryLock on another connection.
-            DeadlockError: PostgreSQL found a deadlock, and has aborted the transaction.
-            TransactionStateError: autocommit, an old snapshot, unflushed changes, a pipeline, or an exclusive lock on what
-                is held shared. Nothing was asked for or taken, and the transaction is as it was before.
+            DeadlockError: PostgreSQL detected a deadlock and has aborted the transaction.
+            TransactionStateError: the connection is in autocommit or a pipeline, the snapshot is older than the lock, there
+                are unflushed changes, or the lock is held shared and requested exclusively. Nothing was requested, and the
+                transaction is as it was before.
             StandbyError: the server is a standby.
-            UnsupportedServerError: it is not PostgreSQL, too old, or its driver is unknown.
-            CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
+            UnsupportedServerError: the server is not PostgreSQL or too old, or the driver is unknown.
+            CapacityError: the server's lock table is nearly full. If `sqlstate` is set, it was full, and PostgreSQL has
                 aborted the transaction.
         """
         self._acquire(self._unwrap(), timeout, THREADS.get_contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractContextManager[None, None]:
-        """Acquire on entering the block; does NOT release at its end: the lock is held until the transaction ends.
+        """Acquire the lock on entering the block. Leaving the block does NOT release it; the end of the transaction does.
 
-        The block shows what the lock is for. A block that ends together with its transaction is `begin`.
+        The block shows which statements the lock protects. For a block that ends together with its transaction use `begin`.
 
         Args:
             timeout: as in `acquire`.
 
         Raises:
-            PgfenceError: on entering, as `acquire`.
-            TransactionStateError: on leaving, if the transaction has ended inside the block, or was rolled back to a
-                savepoint older than the lock. Not if the block itself raised.
+            PgfenceError: on entering, as for `acquire`.
+            TransactionStateError: on leaving, if the transaction has ended inside the block or was rolled back to a
+                savepoint older than the lock. Not raised if the block itself raised.
         """
         return EnterOnly(lambda: self._enter(timeout))
 
@@ -132,7 +144,7 @@ class TransactionLock(TransactionLockBase):
         return lambda: self._check_held(work, stay)
 
     def holders(self) -> list[Holder]:
-        """Return who holds any of the names at this moment, this transaction included. Looking never takes a lock.
+        """Return the current holders of any of the names, including this transaction. Takes no lock.
 
         Transaction and session locks on the same key are reported alike, because the server does not distinguish them.
         """
@@ -171,29 +183,29 @@ class TransactionLock(TransactionLockBase):
         timeout: Seconds | None = None,
         stale_snapshot_ok: bool = False,
     ) -> AbstractContextManager[object, None]:
-        """Open a transaction, take the lock first, yield the Session or Connection, and commit at the end.
+        """Open a transaction, acquire the lock, yield the Session or Connection, and commit at the end.
 
-        If an exception leaves the block, the transaction is rolled back, and that exception is raised whatever else fails.
-        Because the lock is acquired before anything is loaded, nothing stale is read.
+        If the block raises, the transaction is rolled back and the exception propagates, whatever else fails. Because the
+        lock is acquired before anything is loaded, nothing stale is read.
 
         Args:
-            factory: a sessionmaker, or an Engine for a Connection.
+            factory: a sessionmaker; or an Engine, which yields a Connection.
             names: as for the class.
-            namespace: likewise.
-            shared: likewise.
+            namespace: as for the class.
+            shared: as for the class.
             timeout: as in `acquire`.
             stale_snapshot_ok: as for the class.
 
         Raises:
             TypeError: the factory is something else.
-            ValueError: there is no name, or an unusable one.
-            PgfenceError: on entering, as `acquire`.
-            CommitOutcomeUnknownError: on leaving: the connection was lost during COMMIT.
+            ValueError: there is no name, or a name is not usable.
+            PgfenceError: on entering, as for `acquire`.
+            CommitOutcomeUnknownError: on leaving, if the connection was lost during COMMIT.
         """
         if not isinstance(factory, Engine) and not is_sessionmaker(factory):
             raise TypeError(
                 f"TransactionLock.begin() needs a sessionmaker or an Engine, not {type(factory).__name__}:"
-                " async ones go to AsyncTransactionLock.begin(), a Session that is open already to TransactionLock()"
+                " use AsyncTransactionLock.begin() for async ones, and TransactionLock() for a Session that is already open"
             )
         check_names(names, namespace or "")
 
@@ -210,9 +222,9 @@ class TransactionLock(TransactionLockBase):
 
 
 def _session_error(given: object) -> str:
-    told = f"TransactionLock needs the Session or Connection whose transaction it shall belong to, not {type(given).__name__}"
+    message = f"TransactionLock needs the Session or Connection whose transaction the lock should belong to, not {type(given).__name__}"
     if isinstance(given, Engine) or is_sessionmaker(given):
-        return f"{told}: TransactionLock.begin() opens a transaction and takes the lock first"
+        return f"{message}: use TransactionLock.begin(), which opens a transaction and acquires the lock first"
     return (
-        f"{told}; the async ones go to AsyncTransactionLock, engines and session factories to TransactionLock.begin()"
+        f"{message}: use AsyncTransactionLock for async ones, TransactionLock.begin() for engines and session factories"
     )
