@@ -79,7 +79,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
 
     Raises:
         TypeError: the engine is something else, such as a Session; or a name is a LockKey and `token=True`.
-        ValueError: there is no name, or a name is not usable; or there are several names and `token=True`.
+        ValueError: no name was given, or a name is not usable; or there are several names and `token=True`.
     """
 
     @overload

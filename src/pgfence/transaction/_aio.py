@@ -68,7 +68,7 @@ class AsyncTransactionLock(TransactionLockBase):
 
     Raises:
         TypeError: `session` is something else. Pass engines and session factories to `begin`.
-        ValueError: there is no name, or a name is not usable.
+        ValueError: no name was given, or a name is not usable.
     """
 
     _block = "`async with lock.hold():`, or `async with AsyncTransactionLock.begin(...)`, which commits at its end"
@@ -205,7 +205,7 @@ class AsyncTransactionLock(TransactionLockBase):
 
         Raises:
             TypeError: the factory is something else.
-            ValueError: there is no name, or a name is not usable.
+            ValueError: no name was given, or a name is not usable.
             PgfenceError: on entering, as for `acquire`.
             CommitOutcomeUnknownError: on leaving, if the connection was lost during COMMIT.
         """

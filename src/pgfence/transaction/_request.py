@@ -298,7 +298,7 @@ class TransactionLockBase(Guided):
         return ErrorContext(
             deadlock=f"waiting for {names} caused a deadlock, and PostgreSQL has aborted this transaction: roll back and"
             " retry. Acquire all locks at once, before the first write",
-            fewer_locks=f"there was no room for {names}, and PostgreSQL has aborted this transaction. Hold fewer locks at a time",
+            fewer_locks=f"the lock table had no room for {names}, and PostgreSQL has aborted this transaction. Hold fewer locks at a time",
         )
 
     def _refusal_error(self, answer: sql.LockResult) -> PgfenceError:

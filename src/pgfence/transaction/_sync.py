@@ -53,7 +53,7 @@ class TransactionLock(TransactionLockBase):
     and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock.
     Waiters are not ordered. The lock exists in one database on one server; a failover ends it with its transaction. A deadlock
     or a cancelled statement aborts the transaction, as PostgreSQL does for every statement. A lost connection and other
-    database errors are raised as SQLAlchemy's own. There is no release and no `wrap()`, because the lock belongs to one
+    database errors are raised as SQLAlchemy's own. It has neither a release nor `wrap()`, because the lock belongs to one
     transaction.
 
     Args:
@@ -70,7 +70,7 @@ class TransactionLock(TransactionLockBase):
 
     Raises:
         TypeError: `session` is something else. Pass engines and session factories to `begin`.
-        ValueError: there is no name, or a name is not usable.
+        ValueError: no name was given, or a name is not usable.
     """
 
     _block = "`with lock.hold():`, or `with TransactionLock.begin(...)`, which commits at its end"
@@ -198,7 +198,7 @@ class TransactionLock(TransactionLockBase):
 
         Raises:
             TypeError: the factory is something else.
-            ValueError: there is no name, or a name is not usable.
+            ValueError: no name was given, or a name is not usable.
             PgfenceError: on entering, as for `acquire`.
             CommitOutcomeUnknownError: on leaving, if the connection was lost during COMMIT.
         """
