@@ -26,7 +26,7 @@ import socket
 import uvicorn
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from u02_idempotent_payment import app
+from idempotent_payment import app
 
 flush = AsyncSession.flush
 
