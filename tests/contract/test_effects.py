@@ -615,7 +615,7 @@ async def test_a_role_needs_the_rights_that_its_error_names(
         ({"key": "k" * 256}, "not be longer than 255"),
         ({"key": "a\x1fb"}, "control characters"),
         ({"scope": "  "}, "the scope must not be blank"),
-        ({"ttl": 0.1}, "ttl must be 0.3 s or more"),
+        ({"ttl": 0.1}, "ttl must be at least 0.3 s"),
         ({"keep": 30}, "keep=30 is shorter than ttl=60"),
         ({"ttl": timedelta(days=2)}, "keep=86400 is shorter than ttl=172800"),
         ({"timeout": -1}, "timeout must be 0 or more"),

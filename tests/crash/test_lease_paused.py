@@ -116,8 +116,8 @@ PAUSED = """
 import logging
 class Said(logging.Handler):
     def emit(self, record):
-        if "stood still" in record.getMessage():
-            say(record.levelname, record.getMessage().partition(":")[0])
+        if "was stopped for" in record.getMessage():
+            say(record.levelname, record.getMessage().partition(",")[0])
 logging.getLogger("pgfence.lease").addHandler(Said())
 # Its thread must be asleep when the process is stopped: one that has not begun yet finds itself on time.
 while not held._manager.heartbeat._wakes_at:
@@ -140,7 +140,7 @@ async def test_a_process_that_stood_still_is_warned_while_it_holds(
     # It sleeps for a second at most, and warns of what is twice as long as any pause before, which a busy machine makes too.
     await eventually(lambda: time.monotonic() - stopped > 4)
     holder.kill(signal.SIGCONT)
-    assert holder.read_line().startswith("WARNING this process stood still for ")
+    assert holder.read_line().startswith("WARNING this process was stopped for ")
     assert row(admin, name).token == 1
     assert rival(admin, name) is None
 

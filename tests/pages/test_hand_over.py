@@ -85,7 +85,7 @@ def test_a_message_that_is_delivered_twice_is_adopted_once(queue: Queue, engine:
         eventually(lambda: first.ready() and second.ready(), deadline=50)
     assert sorted([first.state, second.state]) == ["FAILURE", "SUCCESS"]
     failed = first if first.failed() else second
-    with pytest.raises(LockLostError, match="adopted already"):
+    with pytest.raises(LockLostError, match="already adopted"):
         failed.get(timeout=1)
     assert not held(engine, 4)
 

@@ -71,9 +71,9 @@ def test_terms_that_go_together_are_taken_as_they_are(ttl: float, share: float, 
 @every_row(
     ("values", "told"),
     [
-        ({"ttl": 0}, "0.3 s or more"),
+        ({"ttl": 0}, "at least 0.3 s"),
         ({"ttl": -1}, "0 or more"),
-        ({"ttl": 0.29}, "0.3 s or more"),
+        ({"ttl": 0.29}, "at least 0.3 s"),
         ({"ttl": math.nan}, "0 or more"),
         ({"ttl": math.inf}, "more than a day"),
         ({"ttl": 86_401}, "timedelta"),

@@ -1,4 +1,4 @@
-"""The warning about a process that stood still."""
+"""The warning about a process that was stopped for a while."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_pause_is_logged_when_it_takes_a_share_of_the_shortest_margin(caplog: 
     pauses.note(0.2, held)
     assert told(caplog) == 0
     pauses.note(0.3, held)
-    assert "stood still for 0.30 s: of a lease with ttl=10 s" in caplog.text
+    assert "stopped for 0.30 s, and a lease with ttl=10 s has a safety margin of only 1.00 s" in caplog.text
     assert caplog.records[0].levelname == "WARNING"
 
 

@@ -1,1 +1,1 @@
-"""Leases, slots and attempts, and what renews them."""
+"""Acquire, renew and release leases, slots and attempts."""

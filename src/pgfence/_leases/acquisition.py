@@ -1,4 +1,4 @@
-"""One call of acquire for a lease, and what it knows of the holder it waits for."""
+"""The state of one acquire call for a lease: its place in the queue and the holder that it waits for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MANY_NAMES = 1000
 
 
 class HoldersSeen:
-    """Until when the holder of a name that the server named last may hold it without a renewal, on our own clock."""
+    """Per name, when the last known holder's lease expires at the latest, on this process's monotonic clock."""
 
     def __init__(self) -> None:
         self._until: dict[str, float] = {}
@@ -36,7 +36,7 @@ class HoldersSeen:
         now = clock()
         if len(self._until) > MANY_NAMES:
             self._until = {name: until for name, until in self._until.items() if until > now}
-        # It may have been renewed since then, unseen, for a whole TTL; which is ours wherever one name has one TTL.
+        # The holder may have renewed for a whole TTL since, and its TTL is unknown: assume that it equals this caller's.
         self._until[claim.stored] = now + max(busy.remaining, claim.terms.ttl)
 
     def get_until(self, claim: AcquireRequest) -> float | None:
@@ -47,7 +47,7 @@ class HoldersSeen:
 
 
 class LeaseAcquisition(Acquisition[AcquireRequest]):
-    """One call of acquire for a lease, a slot or an attempt."""
+    """One acquire call for a lease, a slot or an attempt."""
 
     noun: ClassVar[str] = "lease"
     once_only: ClassVar[str] = "a lease is not re-entrant. Pass the handle on"
@@ -72,7 +72,7 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
         self._logged = False
 
     def note_busy(self, busy: Busy) -> None:
-        """Note who holds it, and how long that may last without a server; say in the log that the wait is long."""
+        """Record the holder and when its lease expires at the latest. Log a warning if the wait is long."""
         holders = [busy.holder] if busy.holder else []
         self.entry.last_holder = busy.holder
         self.note_held(holders)
@@ -83,7 +83,7 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
             self.log_wait(logging.WARNING, age, holders)
 
     def log_wait(self, level: int, age: float, holders: Sequence[Holder]) -> None:
-        """Say in the log who is waited for: once, whether the wait became long behind this process or another one."""
+        """Log the holders that the call waits for, once per call, wherever the wait became long."""
         if not self._logged:
             self._logged = True
             super().log_wait(level, age, holders)

@@ -1,4 +1,4 @@
-"""What the server's word, or its silence, means to whoever asked for a lease."""
+"""Translate the outcome of a lease statement, or a missing response, into the error that the caller sees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Asker(Protocol):
-    """The manager that asked."""
+    """The part of a lease manager that the translations need."""
 
     noun: ClassVar[str]
     needed: ClassVar[int]
@@ -34,38 +34,38 @@ class Asker(Protocol):
 
 
 def translate_failure(asker: Asker, error: Exception, claim: AcquireRequest, *, server_spoke: bool) -> Exception:
-    """Return what an error of an attempt means to the caller."""
+    """Return the exception to raise for an error of an attempt to acquire."""
     if told := _translate(asker, error, claim.place):
         return told
     if server_spoke and not isinstance(error, UnreachableError):
         return error
     told_unreachable = translate_connect_error(asker.engine, error, "")
     if told_unreachable is None and not isinstance(error, PgfenceError) and not is_driver_error(error):
-        return error  # a signal handler's
+        return error  # raised by a signal handler, not by the database: propagate unchanged
     reason = str(told_unreachable or error).strip()
     return UnreachableError(
-        f"the server gave no answer for {asker.noun} {format_names(claim.names)} ({reason or describe_server(asker.engine)}): whether it was"
-        " granted is unknown. A grant is given back as soon as the server answers, at the latest its TTL ends it"
+        f"no response from the server for {asker.noun} {format_names(claim.names)} ({reason or describe_server(asker.engine)}): it is unknown"
+        " whether it was granted. If it was, it is released as soon as the server responds, or else when its TTL ends"
     )
 
 
 def _translate(asker: Asker, error: Exception, place: TableNames) -> PgfenceError | None:
-    # Behind a pooler a session of ours outlives the switchover that made a standby of its server.
+    # A pooled connection can outlive a switchover that turned its server into a standby.
     context = ErrorContext(asker.needed, on_primary="pgfence writes its rows on the primary")
     return translate_error(error, place, context, asker.engine)
 
 
 def statement_error(asker: Asker, error: Exception, place: TableNames, *, server_spoke: bool) -> Exception | None:
-    """Return what an error of a statement means that could have granted nothing; None: what it says itself."""
+    """Return the exception to raise for an error of a statement that grants nothing; None to re-raise the error itself."""
     if told := _translate(asker, error, place):
         return told
     return None if server_spoke else translate_connect_error(asker.engine, error, "Nothing is known")
 
 
 def is_rejection(session: LockConnection, error: BaseException) -> bool:
-    """Say whether the server itself refused: then nothing was granted, and the session is as it was."""
+    """Return whether the server itself raised the error: nothing was granted, and the connection is still usable."""
     if isinstance(error, TextError):
-        return True  # the driver itself rejects some texts, before anything is sent
+        return True  # raised by the driver before anything was sent
     return (
         sqlstate_of(error) is not None
         and isinstance(error, Exception)
@@ -74,29 +74,29 @@ def is_rejection(session: LockConnection, error: BaseException) -> bool:
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Say whether to ask again at once: the transaction met another one."""
+    """Return whether to retry at once, because a concurrent transaction caused a serialization failure."""
     return sqlstate_of(error) == SERIALIZATION_FAILURE
 
 
 def is_row_locked(error: BaseException) -> bool:
-    """Say whether somebody keeps the row locked: neither free nor held, so ask again."""
+    """Return whether another session has the row locked. It is then neither free nor held, so retry."""
     return sqlstate_of(error) == LOCK_NOT_AVAILABLE
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Say whether to ask for an adoption again: if its answer was lost, the same new id is granted once more."""
+    """Return whether to retry an adoption. If only its response was lost, the same new id is granted again."""
     return isinstance(error, UnreachableError) or is_conflict(error) or is_row_locked(error)
 
 
 def build_adoption_error(claim: AcquireRequest, token: int, outcome: str) -> LockLostError:
-    """Return why a reference cannot be adopted."""
+    """Return the error for a reference that cannot be adopted."""
     why = {
-        "superseded": "it was adopted already, or somebody else has it by now",
+        "superseded": "it was already adopted, or another process has acquired it",
         "evicted": "it was evicted",
         "overdue": "its max_hold is over",
-    }.get(outcome, "it has expired: nobody adopted it within its TTL")
+    }.get(outcome, "it has expired, because no process adopted it within its TTL")
     return LockLostError(
-        f"the lease {format_names(claim.names)} cannot be adopted: {why}",
+        f"lease {format_names(claim.names)} cannot be adopted: {why}",
         names=claim.names,
         reason=outcome,  # type: ignore[arg-type]
         token=token,

@@ -1,4 +1,4 @@
-"""The record of one lease held. It has no session: it stands on a row of the server and on the clock of this process."""
+"""The record of one held lease. It has no connection: it relies on a row on the server and on this process's clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgfence.lease")
 
 CLOSE = 0.001
-"""Seconds by which two of the server's numbers may differ and mean the same moment."""
+"""Seconds by which two times from the server may differ and still count as the same."""
 
 _BY_CLOCK = {
     "expired": "has let expire",
@@ -36,10 +36,10 @@ _BY_CLOCK = {
 
 
 class Grant(BaseHold):
-    """One lease: which row, which grant of it, and until when it is believed in.
+    """One held lease: its row, its id and token, and how long this process trusts it.
 
-    Make it from the answer of the server; if `state` is "lost" at once, the answer came too late and nothing is held.
-    Then give it to `Beat.keep`.
+    Create it from the server's response and pass it to `HeartbeatService.keep`. If `state` is "lost" at once, the response
+    arrived too late and nothing is held.
     """
 
     __slots__ = (
@@ -81,12 +81,12 @@ class Grant(BaseHold):
         """Record a grant.
 
         Args:
-            claim: what was asked for.
-            told: what the server answered.
-            entry: of the thread or task that took it; the heartbeat never touches it.
-            lease_id: made by this client for this grant.
-            started: `timing.clock()` from just before the statement was sent.
-            config: of the engine; `on_event` hears of a loss.
+            claim: the request.
+            told: the server's response.
+            entry: the queue entry of the acquiring thread or task; the heartbeat never touches it.
+            lease_id: the id that this client chose for the grant.
+            started: `clock()` from just before the statement was sent.
+            config: the engine's configuration, whose `on_event` is called on a loss.
             family: which statements renew and end it.
         """
         super().__init__(claim.names, entry)
@@ -96,35 +96,35 @@ class Grant(BaseHold):
         self.noun = "lease" if family == "lease" else "attempt at"
         self.heartbeat: Heartbeat = claim.heartbeat
         self.label = claim.identity.owner
-        """The owner that the caller named."""
+        """The owner, if the caller passed one."""
         self.lease_id = lease_id
         self.token = told.token
         self.checkpoint = told.checkpoint
-        """What the holder before committed last."""
+        """The checkpoint that the previous holder committed last."""
         self.slot = told.slot
-        """Of a slot: which one. Its release says whether it is done."""
+        """For a slot: which one. The release reports whether it is done."""
         self.attempt = told.attempt
-        """Of a slot: the how manyth at it."""
+        """For a slot: the number of the attempt at it, starting at 1."""
         self.done = False
         self.config = config
         self.failures = 0
-        """Renewals in a row that had no answer."""
+        """Renewals in a row without a response."""
         self.renewal_pending = False
-        """A renewal is on its way, or waits for its turn."""
+        """A renewal has been sent, or is waiting for the connection."""
         self.progressed = False
         """`progress()` was called since the last renewal was sent."""
         self.idle = False
-        """A renewal was due and left out, for there was no progress."""
+        """A renewal was due and skipped for lack of progress."""
         self.request_renewal: Callable[[Grant], object] | None = None
-        """Tells the heartbeat to look at this grant now."""
+        """Notifies the heartbeat that this grant needs a renewal now."""
         self.schedule_entry = 0
-        """Which entry in the heartbeat's schedule counts."""
+        """The number of this grant's current entry in the schedule; entries with an older number are stale."""
         self.next_renewal = math.inf
-        """When to renew, on the clock of this process; never while `asked`."""
+        """When to renew, on this process's clock; ignored while `renewal_pending`."""
         self.ttl = claim.terms.ttl
         self.deadline = math.inf
         self.server_time = datetime.min.replace(tzinfo=UTC)
-        """The server's clock as it was last read."""
+        """The server's clock, as of the last response."""
         self._apply_renewal(started, told.remaining, told.expires_at)
         if told.hold_remaining is not None and told.hold_remaining <= told.remaining + CLOSE:
             self._note_cap()
@@ -135,8 +135,8 @@ class Grant(BaseHold):
 
     @property
     def loss_reason(self) -> LossReason | None:
-        # The clock is read at each question: a process that wakes after a pause is told "lost" by its first one, before any
-        # thread of ours has run. The heartbeat only marks it later and tells the listeners.
+        # The clock is read on every access: after a pause of the whole process, the first access already reports the loss,
+        # before any thread has run. The heartbeat marks the grant as lost later and calls the listeners.
         if self.reason is not None or self.released or clock() < self.deadline:
             return self.reason
         if self.capped:
@@ -144,42 +144,42 @@ class Grant(BaseHold):
         return "cut off" if self.failures or self.renewal_pending else "expired"
 
     def get_remaining(self) -> float:
-        """Return the seconds to this process's own deadline, 0.0 when it is over or nothing is held. No I/O."""
+        """Return the seconds until this process's own deadline; 0.0 after it, or if nothing is held. No I/O."""
         return max(0.0, self.deadline - clock()) if self.state in ("held", "unknown") else 0.0
 
     @property
     def row_deadline(self) -> float:
-        """Until when the server believes in it, as far as this process knows."""
+        """When the server lets the lease expire, as far as this process knows."""
         return self.deadline + terms.compute_margin(self.ttl)
 
     def progress(self) -> None:
-        """Note that the work moves on: `heartbeat="progress"` renews only then. No I/O; may be called by any thread."""
+        """Report progress: with `heartbeat="progress"` a lease is renewed only after progress. No I/O, any thread."""
         self.progressed = True
         if self.idle and self.ours and self.request_renewal is not None:
             self.request_renewal(self)
 
     def lose(self, reason: LossReason) -> bool:
-        """Mark it lost, once; log it, tell `on_event` and the listeners. Callable from any thread, not under the mutex."""
+        """Mark it lost, log that, emit the event and call the listeners, once. Any thread, but not under the mutex."""
         if not super().lose(reason):
             return False
-        log.warning("the %s %s was lost: %s", self.noun, format_names(self.names), reason)
+        log.warning("%s %s was lost: %s", self.noun, format_names(self.names), reason)
         emit_event(self.config, "lost", self.names, self.token, owner=self.label, lease_id=self.lease_id)
         return True
 
     def lose_rejected(self, reason: LossReason) -> None:
-        """Lose it because the server rejected a renewal. Not under the mutex."""
+        """Mark it lost because the server rejected a renewal. Not under the mutex."""
         if self.reason is None:
             self.warn_of_clock(reason)
         self.lose(reason)
 
     def warn_of_clock(self, reason: str) -> None:
-        """Log that the server ended it before its time was over by the clock of this host, if that is so."""
+        """Log a warning if the server ended it although, by this host's clock, it had time left."""
         left = self.deadline - clock()
-        # An attempt is also superseded when an operator frees its key.
+        # An attempt is also superseded when an operator frees its key, which says nothing about clocks.
         if left > 0 and reason in _BY_CLOCK and (reason != "superseded" or self.family == "lease"):
             log.warning(
-                "the server %s the %s %s with %.1f s of its time left by the clock of this host: the server's clock was set"
-                " forward, or this is a copy of the server without the last commits (a failover, a restore)",
+                "the server %s the %s %s with %.1f s left by this host's clock: the server's clock was set forward, or this"
+                " server is a copy that lacks the last commits (a failover, a restore)",
                 _BY_CLOCK[reason],
                 self.noun,
                 format_names(self.names),
@@ -187,21 +187,22 @@ class Grant(BaseHold):
             )
 
     def expire(self) -> bool:
-        """Mark it lost if its time is over, and say whether it is lost. Not under the mutex."""
+        """Mark it lost if its deadline has passed, and return whether it is lost. Not under the mutex."""
         if self.reason is None and (reason := self.loss_reason) is not None:
             self.lose(reason)
         return self.state == "lost"
 
     def note_renewed(self, started: float, remaining: float, expires_at: datetime, ttl: float) -> bool:
-        """Note the server's answer to a renewal. False: it came after the deadline, and the lease is lost; see `expire`.
+        """Record a renewal. Return False if the response arrived after the deadline: the lease is lost; see `expire`.
 
         Args:
-            started: when it was sent.
-            remaining: seconds the server gave.
-            expires_at: by the server's clock.
-            ttl: what was asked for, from now on its TTL.
+            started: when the renewal was sent.
+            remaining: the seconds that the server granted.
+            expires_at: when it expires, by the server's clock.
+            ttl: the TTL that was requested, which applies from now on.
         """
-        if self.loss_reason is not None:  # nothing brings a grant back, whatever a late answer says
+        # A lost grant stays lost, even if a late response renews it: `on_lost` may have been called already.
+        if self.loss_reason is not None:
             return False
         self.ttl = ttl
         self.failures = 0
@@ -210,7 +211,7 @@ class Grant(BaseHold):
         return self.loss_reason is None
 
     def note_unanswered(self) -> None:
-        """Note that a renewal had no answer: it is believed in until the deadline, but nobody knows."""
+        """Record that a renewal got no response: the lease is trusted until its deadline, but its state is unknown."""
         self.failures += 1
         self.in_doubt = True
 
@@ -218,8 +219,8 @@ class Grant(BaseHold):
         before, self.server_time = self.server_time, expires_at - timedelta(seconds=remaining)
         if (step := (before - self.server_time).total_seconds()) >= terms.NOTABLE_STEP:
             log.warning(
-                "the clock of the database server was set back by %.0f s or more while the %s %s was held: it is renewed from"
-                " the new time on, and stays held. Check the time service of that server",
+                "the database server's clock was set back by %.0f s or more while the %s %s was held. It stays held and is"
+                " renewed from the new time on. Check the time service of that server",
                 step,
                 self.noun,
                 format_names(self.names),
@@ -232,7 +233,7 @@ class Grant(BaseHold):
             self._note_cap()
 
     def _note_cap(self) -> None:
-        """Note that max_hold ends it: no renewal can move its deadline any more."""
+        """Note that max_hold limits it: no renewal can extend its deadline any more."""
         self.capped = True
         self.next_renewal = math.inf
 
@@ -242,17 +243,17 @@ def ended_error(grant: Grant) -> PgfenceError:
 
 
 STOOD_STILL = 0.25
-"""The share of the margin that a pause may take before it is logged."""
+"""The share of the safety margin that a pause may use up before it is logged."""
 
 
 class Pauses:
-    """The pauses that were noticed; a warning for each that is twice as long as all before."""
+    """Log long pauses of this process: one warning for each that is twice as long as the longest before."""
 
     def __init__(self) -> None:
         self._longest = 0.0
 
     def note(self, late: float, held: Iterable[Grant]) -> None:
-        """Warn if a thread that slept woke up so much later than planned that the shortest lease is at risk."""
+        """Warn if a sleeping thread woke so late that the lease with the shortest TTL is at risk."""
         if late <= 2 * self._longest or late <= 0.05:
             return
         ttl = min((grant.ttl for grant in held), default=None)
@@ -260,7 +261,7 @@ class Pauses:
             return
         self._longest = late
         log.warning(
-            "this process stood still for %.2f s: of a lease with ttl=%g s only %.2f s are kept as a margin for that."
+            "this process was stopped for %.2f s, and a lease with ttl=%g s has a safety margin of only %.2f s for pauses."
             " Raise the ttl, or find what stops the process (CPU limit, suspend, a call that keeps the GIL)",
             late,
             ttl,

@@ -1,7 +1,7 @@
-"""Acquire, renewal and release of leases, slots and attempts, for the threads of this process or for the tasks of one loop.
+"""Acquire leases, slots and attempts, for the threads of this process or for the tasks of one event loop.
 
-enqueue ── first in line ── attempt ──────────────────── granted: the heartbeat keeps it ── release
-└─ busy: sleep until it may be free, or a release is told of ─┘
+enqueue ── first in line ── attempt ─────────── granted: the heartbeat keeps it ── release
+                               └─ busy: sleep until it may be free, or a release is announced ─┘
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ManagerT = TypeVar("ManagerT", bound="LeaseManager")
 
 
 class LeaseManager(LeaseStatements):
-    """The leases that the threads of this process, or the tasks of one loop, take through one engine."""
+    """Acquires leases through one engine, for the threads of this process or the tasks of one event loop."""
 
     def __init__(self, engine: Engine, config: Config, carrier: Carrier) -> None:
         super().__init__(engine, config, carrier)
@@ -65,7 +65,7 @@ class LeaseManager(LeaseStatements):
         self._seen = HoldersSeen()
 
     def begin_call(self, claim: AcquireRequest, timeout: Seconds | None, *, lasts: bool = False) -> LeaseAcquisition:
-        """Return a call of this contender, which is in no queue yet."""
+        """Return the state of a new acquire call, which has not entered a queue yet."""
         owner = self.carrier.get_contender()
         limit = timeout_of(self.config, timeout, owner)
         cancel = self.carrier.cancel_event() if limit else None
@@ -81,18 +81,18 @@ class LeaseManager(LeaseStatements):
         *,
         lasts: bool = False,
     ) -> HandleT | None:
-        """Return a handle, or None when somebody else has it and `timeout` is 0.
+        """Acquire a lease and return its handle; None if another holder has it and `timeout` is 0.
 
         Args:
-            claim: what is asked for.
+            claim: the lease that is requested.
             timeout: seconds; None is the configured default.
-            make: makes the handle. From then on its finaliser answers for the lease, until then we do.
-            lasts: whether the first question waits for a server that is away, too.
+            make: creates the handle, whose finaliser is responsible for the lease from then on.
+            lasts: whether to wait for the server from the first statement on, if it is unreachable.
 
         Raises:
-            LockTimeoutError: it was not free within the timeout.
-            SelfDeadlockError: it would never be, inside this process.
-            UnreachableError: there was no answer.
+            LockTimeoutError: it did not become free within the timeout.
+            SelfDeadlockError: waiting would deadlock inside this process.
+            UnreachableError: the server did not respond.
         """
         call = self.begin_call(claim, timeout, lasts=lasts)
         try:
@@ -114,8 +114,9 @@ class LeaseManager(LeaseStatements):
         return None
 
     async def _contend(self, call: LeaseAcquisition) -> Grant | None:
-        """Ask until it is granted. None: not free, and no time to wait."""
-        heartbeat = self.heartbeat  # before anything is granted: it refuses where none could run
+        """Try until the lease is granted; return None if it is held and the time to wait is over."""
+        # Before anything is granted: this raises in a process that cannot run a heartbeat.
+        heartbeat = self.heartbeat
         claim, polls = call.wanted, 0
         event: WakeEvent | None = None
 
@@ -144,19 +145,20 @@ class LeaseManager(LeaseStatements):
                         event = self.carrier.make_event()
                         stop_listening = heartbeat.listen(claim.place, claim.stored, wake)
                 await (event or self.carrier.make_event()).wait(pause, call.cancel)
-                if event is not None:  # before the attempt: a release that is told of while it runs ends the next sleep
+                # Reset the event before the attempt: a release announced while the attempt runs then ends the next sleep.
+                if event is not None:
                     event = self.carrier.make_event()
         finally:
             if stop_listening is not None:
                 stop_listening()
 
     async def _try_acquire(self, call: LeaseAcquisition) -> tuple[Grant | None, Busy]:
-        """Ask once, and once more at once where transactions met."""
+        """Try once, and again at once after a serialization failure."""
         claim = call.wanted
         await self.verify(claim.place, call.budget)
         for _ in range(RETRIES):
             lease_id = uuid.uuid4()
-            # For this round trip only: a waiter for a lease keeps no connection while it sleeps.
+            # Held for this round trip only: a waiter for a lease occupies no connection while it sleeps.
             session = await self._checkout(call)
             call.entry.session = session
             started = clock()
@@ -176,7 +178,7 @@ class LeaseManager(LeaseStatements):
                     return None, Busy(0.0)
                 if refused and is_conflict(error):
                     continue
-                # No answer is neither a grant nor a refusal. If there was a grant, the id that this client made ends it.
+                # A missing response is neither a grant nor a rejection. If the lease was granted, the id chosen here ends it.
                 if not refused and grant is None and not isinstance(error, LockLostError):
                     self._forget(claim, lease_id)
                 if isinstance(error, Exception):
@@ -200,29 +202,30 @@ class LeaseManager(LeaseStatements):
             row = await session.fetch_row(self.engine, text, args, limit=call.budget)
 
     def check_patience(self, call: LeaseAcquisition, busy: Busy) -> None:
-        """Raise that it was not free in time; return where the caller did not want to wait.
+        """Raise that it did not become free in time; return normally if the caller did not want to wait.
 
         Raises:
-            LockTimeoutError: somebody has it still.
+            LockTimeoutError: another process holds it.
         """
         if call.waits:
             raise call.build_timeout_error([busy.holder] if busy.holder else [])
 
     def poll_delay(self, remaining: float, left: float, *, polls: int) -> float:
-        """Return how long a waiter sleeps: until the lease may be free and a little, never above a second or what is left."""
-        # One random first sleep is enough to keep the waiters apart; from then on each asks once a second.
+        """Return how long a waiter sleeps: until shortly after the lease may be free, at most a second or the time left."""
+        # One random first sleep is enough to spread the waiters out; after that, each polls once a second.
         longest = LONGEST_SLEEP if polls else LONGEST_SLEEP * between(0.5, 1.0)
         return min(left, longest, max(0.0, remaining) + between(0.005, 0.05))
 
     def _grant(
         self, claim: AcquireRequest, entry: QueueEntry, lease_id: UUID, started: float, told: Granted
     ) -> Grant | None:
-        """Record a grant and have it renewed; None: the answer came when its time was over already."""
+        """Record a grant and start its heartbeat; return None if the response arrived after its deadline."""
         grant = Grant(claim, told, entry, lease_id=lease_id, started=started, config=self.config, family=self.family)
         if grant.state == "lost":
             self._forget(claim, lease_id)
             return None
         self._seen.forget(claim)
+        # Under one mutex, so that the deadlock check never sees a contender that both waits for the name and holds it.
         with MUTEX:
             entry.owner.waits = entry.away = None
             entry.owner.holds.append(grant)
@@ -233,11 +236,11 @@ class LeaseManager(LeaseStatements):
         return grant
 
     def _forget(self, claim: AcquireRequest, lease_id: UUID) -> None:
-        """Have a grant whose answer was lost, or came too late, ended in the background."""
+        """End a grant whose response was lost or came too late, in the background."""
         self.heartbeat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl, self.family)
 
     def _abort_acquire(self, entry: QueueEntry) -> None:
-        """Leave nothing behind of an acquire that ends here, whatever happened."""
+        """Clean up after an acquire that ends with an exception, wherever it was raised."""
         if isinstance(entry.hold, Grant):
             self.give_back_later(entry.hold)
         entry.discard_partial()
@@ -248,8 +251,8 @@ class LeaseManager(LeaseStatements):
         """Take over a lease by its reference.
 
         Raises:
-            LockLostError: it cannot be had by this reference any more.
-            UnreachableError: there was no answer.
+            LockLostError: the reference is no longer valid.
+            UnreachableError: the server did not respond.
         """
         heartbeat = self.heartbeat
         await self.verify(claim.place)
@@ -266,6 +269,7 @@ class LeaseManager(LeaseStatements):
                 if isinstance(error, TextError):
                     raise
                 if clock() > until or not is_retryable(error):
+                    # The adoption may have been committed, and no handle exists for it: end it by its new id.
                     heartbeat.forget_later(claim.place, claim.stored, new, RELEASE_BUDGET)
                     raise
             await self.carrier.sleep(0.1)
@@ -285,5 +289,5 @@ class LeaseManager(LeaseStatements):
 
 
 def get_manager(engine: Engine, kind: type[ManagerT]) -> ManagerT:
-    """Return the lease manager of a kind that an engine has in this process; of an async engine, on the running loop."""
+    """Return an engine's lease manager of a kind in this process; for an async engine, that of the running event loop."""
     return ManagerRegistry.for_carrier(engine, kind, lambda carrier: kind(engine, config_of(engine, pin=True), carrier))

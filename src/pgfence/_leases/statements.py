@@ -1,4 +1,4 @@
-"""The statements of leases, each on a connection that is kept for nothing else; renewal, hand-over and release of what was granted."""
+"""Send the statements of leases, each on a short-lived checkout of a connection; renew, hand over and release grants."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
 
 class LeaseStatements:
-    """What is asked of one engine's server, for the threads of this process or for the tasks of one loop.
+    """The statements that one engine's threads, or the tasks of one event loop, send for leases.
 
-    The heartbeat renews a grant; its holder renews it, hands it over or gives it back.
+    The heartbeat renews a grant in the background. Its holder can also renew it, hand it over or release it.
     """
 
     family: ClassVar[LeaseKind] = "lease"
@@ -53,9 +53,9 @@ class LeaseStatements:
     needed: ClassVar[int] = LEASES
     """The version of the tables that these grants need."""
     warm: ClassVar[int] = 1
-    """How many idle connections are kept."""
+    """How many idle connections are kept open."""
     tells: ClassVar[bool] = True
-    """Whether a release is told of (NOTIFY)."""
+    """Whether a release is announced with NOTIFY."""
 
     def __init__(self, engine: Engine, config: Config, carrier: Carrier) -> None:
         threads.require_native_threads()
@@ -66,12 +66,12 @@ class LeaseStatements:
         self.pid = PROCESS.pid
         self.pool = LockPool(engine, config, carrier, _hold_nothing, any_pooler=True, warm=self.warm)
         self._checked: set[TableNames] = set()
-        """Where the tables were found to be as they should."""
+        """The tables that were checked and found usable."""
         self._heartbeat: HeartbeatService | None = None
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop whose tasks share it."""
+        """The event loop whose tasks share this object; None for threads."""
         return self.carrier.loop
 
     async def _checkout(self, call: LeaseAcquisition | None = None) -> LockConnection:
@@ -82,15 +82,15 @@ class LeaseStatements:
         return session
 
     def build_no_connection_error(self, call: LeaseAcquisition | None) -> Exception:
-        """Return that all connections are in use."""
+        """Return the error for a call that finds all connections in use."""
         if call is not None and call.waits:
             return call.build_no_connection_error()
-        return UnreachableError("all connections for leases are in use (max_lock_connections)")
+        return UnreachableError("all connections for leases are in use; raise max_lock_connections")
 
     async def _ask(
         self, place: TableNames, text: str, args: Sequence[object], *, limit: float = STATEMENT_BUDGET
     ) -> Any:
-        """Run one statement on a session that holds nothing, and return its row."""
+        """Check out a connection, run one statement and return its row."""
         session = await self._checkout()
         kept = False
         try:
@@ -113,18 +113,18 @@ class LeaseStatements:
         seconds: float,
         again: Callable[[BaseException], bool] = is_retryable,
     ) -> Any:
-        """Run a statement that may be repeated until the server answers, for about so many seconds, and return its row.
+        """Run an idempotent statement, retrying for about `seconds` until the server responds, and return its row.
 
         Args:
-            place: of the tables.
+            place: the table names.
             text: the statement.
             args: its parameters.
-            seconds: after which no other try is made.
-            again: says after which errors one is made.
+            seconds: no further try starts after this time.
+            again: returns whether to retry after an error.
 
         Raises:
-            UnreachableError: it has not answered: nobody knows whether it was done.
-            Exception: what the server said.
+            UnreachableError: the server did not respond; it is unknown whether the statement was executed.
+            Exception: the server raised an error.
         """
         until, failures = clock() + seconds, 0
         while True:
@@ -137,10 +137,10 @@ class LeaseStatements:
             await self.carrier.sleep(terms.retry_after(failures, 10.0))
 
     async def verify(self, place: TableNames, limit: float = RELEASE_BUDGET) -> None:
-        """Look once whether the tables are as they should be.
+        """Check once that the tables exist and have the expected columns.
 
         Raises:
-            SchemaError: they are not.
+            SchemaError: they do not.
         """
         if place in self._checked:
             return
@@ -159,7 +159,7 @@ class LeaseStatements:
         self._checked.add(place)
 
     async def look(self, place: TableNames, stored: str) -> Any:
-        """Return the row of `look`, or None when nobody has it."""
+        """Return the row of the lease, or None if it is free."""
         await self.verify(place)
         return await self._ask(place, lease_sql(place, self.style).look, (stored,))
 
@@ -167,18 +167,18 @@ class LeaseStatements:
 
     @property
     def heartbeat(self) -> HeartbeatService:
-        """The heartbeat of the engine. Made with the first use, which refuses a process where none could run."""
+        """The heartbeat of the engine, created on first use. Raises in a process where it cannot run."""
         if self._heartbeat is None:
             self._heartbeat = heartbeat_of(self.engine, self.config)
         return self._heartbeat
 
     async def renew(self, grant: Grant, ttl: float | None) -> None:
-        """Renew now, in turn with the heartbeat.
+        """Renew now, in turn with the heartbeat's own renewals.
 
         Raises:
-            LockLostError: it is lost.
-            LockNotHeldError: it was released.
-            UnreachableError: there was no answer; it stands until its deadline.
+            LockLostError: the lease is lost.
+            LockNotHeldError: the lease was released.
+            UnreachableError: the server did not respond; the lease is held until its deadline.
         """
         grant.check()
         done = self.carrier.make_event()
@@ -203,18 +203,19 @@ class LeaseStatements:
             return {"name": grant.stored, "lease_id": str(grant.lease_id), "token": grant.token}
         except LockNotHeldError:
             raise
-        except BaseException as error:  # nobody has the reference
+        except BaseException as error:
+            # The caller never got the reference, so no process can adopt the lease: release it.
             interrupt = error
             self.carrier.run_cleanup(lambda: self._finish_interrupted_release(grant, interrupt))
             raise
 
     async def release(self, grant: Grant, *, leaving: bool = False, failing: bool = False) -> None:
-        """Give the lease back; if the server does not answer, or the call is interrupted, it is repeated in the background.
+        """Release the lease. If the server does not respond or the call is interrupted, it is retried in the background.
 
         Args:
-            grant: what is given back.
-            leaving: a block ends.
-            failing: it ends by an exception.
+            grant: the lease.
+            leaving: a block is ending.
+            failing: the block is ending with an exception.
 
         Raises:
             LockNotHeldError: it was released before, or this is a forked child.
@@ -239,7 +240,7 @@ class LeaseStatements:
                 answer = (await self._ask(grant.place, text, args, limit=RELEASE_BUDGET))[0]
             except Exception as error:
                 if not isinstance(error, PgfenceError) and sqlstate_of(error) is None:
-                    raise  # a signal handler's
+                    raise  # raised by a signal handler, not by the database: propagate unchanged
                 self.note_unanswered(grant, error)
                 return
             self._check_released(grant, answer)
@@ -247,14 +248,16 @@ class LeaseStatements:
             grant.entry.leave()
 
     def detach(self, grant: Grant) -> None:
-        """Take the right to end a grant in this process, and stop its heartbeat.
+        """Claim the right to end a grant in this process, and stop its heartbeat.
 
         Raises:
             LockNotHeldError: it was ended before, or this is a forked child.
         """
         if not grant.ours:
             raise grant.not_held_error()
-        grant.expire()  # a release after the deadline is a loss, also if no thread has noticed yet
+        # Releasing after the deadline is a loss, even if the heartbeat's thread has not run since.
+        grant.expire()
+        # Under the mutex, so that only one of several concurrent releases ends the grant.
         with MUTEX:
             if not grant.begin_release():
                 raise grant.not_held_error()
@@ -263,7 +266,7 @@ class LeaseStatements:
         self.heartbeat.drop(grant)
 
     def _finish_interrupted_release(self, grant: Grant, error: BaseException) -> None:
-        """End a grant whose release was interrupted, wherever that was; a second time does nothing more."""
+        """End a grant whose release was interrupted at any point. Calling it again does nothing."""
         with MUTEX:
             grant.begin_release()
             if grant in grant.owner.holds:
@@ -273,43 +276,43 @@ class LeaseStatements:
         self.note_unanswered(grant, error)
 
     def _check_lost(self, grant: Grant) -> bool:
-        """Say whether a grant was lost before its release; then the row is given back in the background, if it is ours still."""
+        """Return whether a grant was lost before its release. If its row may still be ours, release it in the background."""
         if grant.loss_reason is None:
             return False
-        grant.done = False  # its holder is told that it was lost, so the slot must not pass for done
+        grant.done = False  # `LockLostError` is raised, so the late release below must not mark the slot as done
         if grant.loss_reason in ("expired", "overdue", "cut off"):
             self.heartbeat.release_later(grant)
         return True
 
     def _check_released(self, grant: Grant, answer: LossReason | Literal["released"]) -> None:
-        """Judge the server's answer to a release.
+        """Check the server's response to a release.
 
         Raises:
-            LockLostError: it was not ours any more.
+            LockLostError: the lease had already passed to another holder, or ended.
         """
         if answer == "released":
             self._emit("released", grant)
             return
         grant.warn_of_clock(answer)
         grant.reason = answer
-        log.warning("the lease %s was lost before its release: %s", format_names(grant.names), answer)
+        log.warning("lease %s was lost before its release: %s", format_names(grant.names), answer)
         self._emit("lost", grant)
         raise grant.lost_error()
 
     def note_unanswered(self, grant: Grant, error: BaseException) -> None:
-        """A release had no answer: it is repeated in the background, and at the latest the TTL ends it."""
+        """Retry a release that got no response in the background. At the latest, the TTL ends the lease."""
         self.heartbeat.release_later(grant)
         why = str(error) or type(error).__name__
-        log.warning("the end of the %s %s had no answer, trying again: %s", grant.noun, format_names(grant.names), why)
+        log.warning("no response to the release of %s %s, retrying: %s", grant.noun, format_names(grant.names), why)
         self._emit("released", grant)
 
     def let_lapse(self, grant: Grant) -> None:
-        """Stop renewing and give nothing back. No I/O."""
+        """Stop renewing without releasing: the lease ends with its TTL. No I/O."""
         self.detach(grant)
         grant.entry.leave()
 
     def give_back_later(self, grant: Grant) -> None:
-        """Free a lease whose handle was dropped."""
+        """Release a lease in the background."""
         try:
             self.let_lapse(grant)
         except LockNotHeldError:
@@ -317,7 +320,7 @@ class LeaseStatements:
         self.heartbeat.release_later(grant)
 
     def abandon(self, grant: Grant) -> None:
-        """Free a lease whose handle was dropped; called by a finaliser, so the work is done elsewhere."""
+        """Release a lease whose handle was dropped. A finaliser calls this, so the work is done on another thread."""
         self.carrier.run_later(lambda: self.give_back_later(grant))
 
     def _emit(self, kind: Literal["acquired", "released", "lost"], grant: Grant) -> None:
@@ -325,11 +328,11 @@ class LeaseStatements:
 
 
 def _hold_nothing(_: object) -> None:
-    """Sessions of leases hold nothing: one that dies is found dead when it is next wanted."""
+    """Do nothing: no lease depends on a connection. A dead one is replaced at the next checkout."""
 
 
 def _release_statement(grant: Grant, style: ParamStyle) -> tuple[str, tuple[object, ...]]:
-    """Return the statement that gives a lease back, and its arguments."""
+    """Return the statement that releases a lease, and its arguments."""
     sql = lease_sql(grant.place, style)
     args = grant.stored, str(grant.lease_id), grant.token
     if grant.slot is None:

@@ -1,4 +1,4 @@
-"""How long a grant is trusted, and when to renew it. Pure: numbers in, numbers out."""
+"""How long a lease is trusted and when it is renewed. Pure functions on numbers, without I/O or clocks."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ if TYPE_CHECKING:
 
 
 SHORTEST_TTL = 0.3
-"""Three heartbeats of 0.1 s."""
+"""The time of three heartbeats of 0.1 s."""
 LONGEST_TTL = 86_400.0
-"""As a number of seconds; a longer one is asked for as a timedelta, so that milliseconds are not taken for seconds."""
+"""The limit for a TTL given as a number. A longer one must be a timedelta, because a large number may mean milliseconds."""
 LONGEST = 100 * 365 * 86_400.0
 MARGIN = 5.0
 FIRST_RETRY = 0.05
 LONGEST_STATEMENT = 30.0
 SHORTEST_PATIENCE = 0.5
 NOTABLE_STEP = 1.0
-"""Seconds by which the server's clock must have been set back to be logged: time services correct by less every day."""
+"""Seconds by which the server's clock must be set back to be logged: time services correct less than that every day."""
 
 
 def compute_interval(ttl: float) -> float:
-    """Return the seconds from one renewal to the next: two may fail before the third decides."""
+    """Return the seconds between renewals."""
+    # A third of the TTL: two renewals in a row may fail before the third one decides.
     return ttl / 3
 
 
 def compute_margin(ttl: float) -> float:
-    """Return by how many seconds a holder gives up before the server gives the lease away."""
+    """Return how many seconds before the server's deadline a holder stops trusting its lease."""
     return min(MARGIN, ttl / 10)
 
 
@@ -41,29 +42,29 @@ def compute_deadline(started: float, remaining: float, ttl: float) -> float:
 
     Args:
         started: when the statement was sent.
-        remaining: seconds the server gave, counted from some moment after that.
-        ttl: what the margin is a share of: the TTL, or max_hold where that is shorter.
+        remaining: the seconds that the server granted, counted from some moment after `started`.
+        ttl: the TTL, or max_hold if that is shorter; the margin is a share of it.
     """
-    # From the sending, not from the answer: however long the answer takes, the server's deadline is never earlier than this.
-    # The margin covers the drift between both clocks, and gives a step that was just begun the time to end.
+    # Counted from the moment of sending, not of the response: however long the response takes, the server's deadline is never
+    # earlier. The margin covers the drift between the two clocks, and lets a step that has just begun finish.
     return started + remaining - compute_margin(ttl)
 
 
 def retry_after(failures: int, ttl: float) -> float:
-    """Return the seconds to wait after the n-th renewal in a row without an answer, jittered; never above a tenth of the TTL."""
+    """Return the jittered pause after the n-th failed renewal in a row, in seconds; at most a tenth of the TTL."""
     longest = min(ttl / 10, FIRST_RETRY * 2.0 ** min(failures, 20))
     return longest * between(0.5, 1.0)
 
 
 def compute_statement_budget(left: float) -> float:
-    """Return the seconds that a renewal may take with `left` seconds to the deadline."""
-    # Half leaves time for a second try on a new connection. Below half a second for each try, a second one has no chance.
+    """Return the seconds that a renewal may take if `left` seconds remain until the deadline."""
+    # Half of them, so that a second try on a new connection is possible. With less than half a second each, it is not.
     return min(left if left < 2 * SHORTEST_PATIENCE else left / 2, LONGEST_STATEMENT)
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """What a lease is asked for, in seconds."""
+    """The times that a lease is requested with, in seconds."""
 
     ttl: float
     min_hold: float = 0.0
@@ -72,7 +73,7 @@ class LeaseTerms:
 
     @property
     def first(self) -> float:
-        """The seconds that the first grant is good for."""
+        """The length of the first grant, in seconds."""
         return self.ttl if self.max_hold is None else min(self.ttl, self.max_hold)
 
 
@@ -86,19 +87,19 @@ def ttl_of(value: Seconds) -> float:
     ttl = seconds(value, "ttl")
     if ttl < SHORTEST_TTL:
         raise ValueError(
-            f"ttl must be {SHORTEST_TTL:g} s or more, not {ttl:g}: it is renewed every ttl/3, and a pause of that length"
+            f"ttl must be at least {SHORTEST_TTL:g} s, not {ttl:g}: the lease is renewed every ttl/3, and a pause of that length"
             " would lose it. 30 to 60 s suit most work"
         )
     if ttl > LONGEST_TTL and not isinstance(value, timedelta):
         raise ValueError(
-            f"ttl={ttl:g} is more than a day, and the unit is seconds: whoever crashes blocks the name for that long. Take a"
-            " short one, the heartbeat renews it; or say timedelta(seconds=...) if you mean it"
+            f"ttl={ttl:g} is more than a day, and the unit is seconds: a crashed holder would block the name for that long."
+            " Use a short ttl, which the heartbeat renews, or pass timedelta(seconds=...) if you mean it"
         )
     return _check_finite(ttl, "ttl")
 
 
 def build_terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lock_delay: Seconds) -> LeaseTerms:
-    """Return what a lease is asked for.
+    """Validate the times of a lease and return them in seconds.
 
     Raises:
         TypeError: a value is neither a number nor a timedelta.
@@ -109,8 +110,8 @@ def build_terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lo
     delay = _check_finite(seconds(lock_delay, "lock_delay"), "lock_delay")
     if least > length:
         raise ValueError(
-            f"min_hold={least:g} is longer than ttl={length:g}: a crash would free the name earlier than a release."
-            " Raise the ttl to at least min_hold"
+            f"min_hold={least:g} is longer than ttl={length:g}: after a crash the name would be free earlier than after a"
+            " release. Raise the ttl to at least min_hold"
         )
     most = None if max_hold is None or seconds(max_hold, "max_hold") == math.inf else seconds(max_hold, "max_hold")
     if most is not None:
@@ -124,12 +125,12 @@ def build_terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lo
 
 def _check_finite(value: float, what: str) -> float:
     if value > LONGEST:
-        raise ValueError(f"{what} must be finite and below a hundred years, not {value:g} s")
+        raise ValueError(f"{what} must be finite and less than a hundred years, not {value:g} s")
     return value
 
 
 LeaseKind: TypeAlias = Literal["lease", "effect"]
-"""Whose statements renew and end a grant."""
+"""Which statements renew and end a grant."""
 
 
 Heartbeat: TypeAlias = Literal["auto", "progress", "manual"]

@@ -1,1 +1,1 @@
-"""What renews leases in the background."""
+"""Renew leases in the background."""

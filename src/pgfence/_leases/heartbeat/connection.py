@@ -1,4 +1,4 @@
-"""The heartbeat's connection: one session of ours, driven by one thread that may also rest and listen."""
+"""The heartbeat's connection: opened, used and closed by one thread, which also waits on it for notifications."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class HeartbeatConnection(ABC):
-    """One connection and its thread. Only `wake` and `cut` may be called from another thread."""
+    """One connection and the thread that uses it. Other threads may only call `wake` and `abort`."""
 
     session: LockConnection | None = None
 
@@ -42,57 +42,57 @@ class HeartbeatConnection(ABC):
 
     @property
     def live(self) -> bool:
-        """Whether it is open and not known to be dead."""
+        """Whether the connection is open and not known to be dead."""
         return self.session is not None and self.session.dead is None
 
     @property
     def can_listen(self) -> bool:
-        """Whether LISTEN works, which it does not behind a pooler that may switch server sessions."""
+        """Whether LISTEN works. It does not through a pooler that may switch the server connection."""
         return self.session is not None and (not self.session.driver.pooled or self.config.pooler == "session")
 
     def configure(self, session: LockConnection) -> None:
-        """Make a new session ready for its work."""
+        """Prepare a new connection: detect a pooler, and watch the socket."""
         driver = session.driver
         driver.pooled = self.config.pooler in ("session", "transaction") or driver.pid != session.facts.backend_pid
         session.on_death = lambda _: self.wake()
         session.watch()
 
     def abort(self) -> None:
-        """Give up on the statement under way; whoever waits for it gets an error."""
+        """Abort the running statement: the thread that waits for it gets an error."""
         if self.session is not None:
             self.session.abort()
 
     @abstractmethod
     def open(self) -> None:
-        """Open the connection; close an earlier one."""
+        """Open the connection, after closing an earlier one."""
 
     @abstractmethod
     def ask(self, text: str, args: Sequence[object], limit: float) -> Any:
-        """Run a statement and return the first column of its one row; the watcher gives up after `limit` seconds, too."""
+        """Run a statement and return the first column of its only row. The monitor aborts it after `limit` seconds."""
 
     @abstractmethod
     def listen(self, text: str, channel: str, *, on: bool) -> None:
-        """Run a LISTEN or an UNLISTEN."""
+        """Run a LISTEN or UNLISTEN statement."""
 
     @abstractmethod
     def wait(self, seconds: float) -> None:
-        """Wait until somebody wakes us or the server tells something, which is passed on; at most so long."""
+        """Wait until another thread calls `wake` or a notification arrives, which is passed on; at most `seconds`."""
 
     @abstractmethod
     def wake(self) -> None:
-        """End the rest that is under way, or the next one."""
+        """End the current wait, or the next one."""
 
     @abstractmethod
     def close_connection(self) -> None:
-        """Close the connection, if there is one."""
+        """Close the connection, if it is open."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close everything; the thread ends."""
+        """Close the connection and everything that belongs to the thread, which ends."""
 
 
 class SyncHeartbeatConnection(HeartbeatConnection):
-    """Over a sync driver."""
+    """A heartbeat connection over a sync driver."""
 
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         super().__init__(engine, config, on_notify)
@@ -144,7 +144,7 @@ class SyncHeartbeatConnection(HeartbeatConnection):
             session.on_connection_lost("killed")
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # the buffer is full of wakes already, or we are closed
+        with contextlib.suppress(OSError):  # the buffer is full of wake-ups already, or the socket is closed
             self._wake_writer.send(b"!")
 
     def close_connection(self) -> None:
@@ -160,13 +160,13 @@ class SyncHeartbeatConnection(HeartbeatConnection):
 
 
 class AsyncHeartbeatConnection(HeartbeatConnection):
-    """Over an async driver, on a loop of our own."""
+    """A heartbeat connection over an async driver, on a private event loop."""
 
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         super().__init__(engine, config, on_notify)
         self._driver_kind = choose_driver_connection(engine.dialect)
-        # A private loop on the heartbeat's thread: the connection is opened by the engine's own driver, creator and events, and a
-        # user's loop that is blocked cannot delay a renewal.
+        # The loop is private to the heartbeat's thread. The connection is opened with the engine's own driver, creator and
+        # events, and a blocked event loop of the application cannot delay a renewal.
         self._loop = asyncio.SelectorEventLoop()
         self._wake_reader = asyncio.Event()
 
@@ -228,7 +228,7 @@ class AsyncHeartbeatConnection(HeartbeatConnection):
         if session is not None:
             session.on_death = None
             session.close()
-            self._run(asyncio.sleep(0))  # for the transport's own farewell
+            self._run(asyncio.sleep(0))  # lets the transport finish closing
 
     def close(self) -> None:
         self.close_connection()
@@ -236,5 +236,5 @@ class AsyncHeartbeatConnection(HeartbeatConnection):
 
 
 def choose_heartbeat_connection(engine: Engine, config: Config, on_notify: Heard) -> HeartbeatConnection:
-    """Return a link of the engine's own world, not yet open."""
+    """Return a connection that matches the engine, sync or async. It is not open yet."""
     return (AsyncHeartbeatConnection if engine.dialect.is_async else SyncHeartbeatConnection)(engine, config, on_notify)

@@ -1,7 +1,7 @@
-"""What one heartbeat has to do and when, and what the answers mean. No threads, no I/O; the caller holds a lock and brings the time.
+"""Decide what one heartbeat has to do and when, and record the results. No threads, no I/O.
 
-A grant is in the schedule from `keep` until it is dropped, lost or over. While a renewal of it waits for the connection or is
-on its way it is `renewal_pending`, and only its deadline is looked at.
+The caller holds the heartbeat's lock and passes the time. A grant is in the schedule until it is dropped, lost or over.
+While its renewal waits for the connection or has been sent, `renewal_pending` is set and only its deadline is checked.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 EARLY = 0.25
-"""Which share of its interval a renewal may come early to go along with one that is due: so thousands become few statements."""
+"""The share of its interval by which a renewal may come early, to join a statement that is due: fewer statements."""
 
 
 class RenewalSchedule:
-    """The grants that are kept, by the moment at which something is to be done for them."""
+    """The grants that are kept, ordered by when something is due for them."""
 
     def __init__(self) -> None:
         self._grants: set[Grant] = set()
         self.places: dict[TableNames, int] = {}
-        """How many leases are kept, by their tables."""
+        """The number of leases kept, by their tables."""
         self._heap: list[tuple[float, int, int, Grant]] = []
         self._entries = 0
 
@@ -51,7 +51,7 @@ class RenewalSchedule:
         return grant in self._grants
 
     def plan(self, grant: Grant) -> None:
-        """Enter a grant, or enter it anew after its times have changed."""
+        """Add a grant, or enter it again after its times have changed."""
         if grant not in self._grants:
             if grant.family == "lease":
                 self.places[grant.place] = self.places.get(grant.place, 0) + 1
@@ -64,7 +64,8 @@ class RenewalSchedule:
         heapq.heappush(self._heap, (at, self._entries, grant.schedule_entry, grant))
 
     def remove(self, grant: Grant) -> bool:
-        """Forget a grant and say whether it was known. Its entry goes when its time comes, or when too many are stale."""
+        """Remove a grant, and return whether it was known."""
+        # Its entries in the heap are dropped when they come up, or below when too many of them are stale.
         if grant not in self._grants:
             return False
         self._grants.discard(grant)
@@ -72,7 +73,8 @@ class RenewalSchedule:
             self.places[grant.place] -= 1
             if not self.places[grant.place]:
                 del self.places[grant.place]
-        if not self._grants:  # a signal handler's exception may have come between the two of an earlier call
+        # Clear the counts too: a signal handler's exception may have interrupted an earlier call between its two steps.
+        if not self._grants:
             self.places.clear()
         grant.schedule_entry += 1
         if len(self._heap) > 64 and len(self._heap) > 4 * len(self._grants):
@@ -81,13 +83,13 @@ class RenewalSchedule:
         return True
 
     def next(self) -> float:
-        """Return when the next grant is to be looked at."""
+        """Return when the next grant is due."""
         while self._heap and not self._is_current(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
 
     def take(self, now: float) -> tuple[list[Grant], list[Grant]]:
-        """Return (those to renew, those whose time is over). The first are `asked` from now on, the others forgotten."""
+        """Return the grants to renew, marked as `renewal_pending`, and those whose deadline has passed, which are removed."""
         due: list[Grant] = []
         over: list[Grant] = []
         while self.next() < math.inf:
@@ -116,10 +118,11 @@ class RenewalSchedule:
 
 
 def needs_renewal(grant: Grant) -> bool:
-    """Say whether a grant whose time has come is to be renewed; with "progress", only if there was some."""
+    """Return whether a grant that is due must be renewed; with heartbeat="progress", only if there was progress."""
     if grant.heartbeat != "progress":
         return True
-    grant.idle = True  # before the look: a progress() that comes after it nudges
+    # Set before `progressed` is read: a `progress()` call that comes later sees it and requests the renewal.
+    grant.idle = True
     if not grant.progressed:
         return False
     grant.idle = False
@@ -127,77 +130,75 @@ def needs_renewal(grant: Grant) -> bool:
 
 
 LISTEN_AFTER = 1.0
-"""Seconds for which leases are held until a connection is opened that listens to evictions."""
+"""Seconds that leases must be held before a connection is opened to listen for evictions."""
 
 
 class RenewalQueue:
-    """Grants to renew, endings to repeat, channels to listen to."""
+    """The grants to renew, the releases to repeat and the channels to listen to."""
 
     def __init__(self, *, listens: bool = True) -> None:
         self.schedule = RenewalSchedule()
         self.listens = listens
-        """Whether notifications may come through at all."""
+        """Whether notifications can arrive at all."""
         self.listeners = NotifyListeners()
         self.releases: list[ReleaseTask] = []
         self.failures = 0
-        """Chores in a row that failed."""
+        """Tasks in a row that failed."""
         self.retry_at = 0.0
         self._due: dict[tuple[TableNames, LeaseKind], dict[Grant, None]] = {}
-        """What waits for the connection, first come first served."""
+        """Renewals that wait for the connection, in order of arrival."""
         self._requests: dict[Grant, RenewRequest] = {}
         self._held_since = 0.0
-        """Since when there has always been something to keep."""
+        """Since when at least one grant has been kept."""
         self._suspects: dict[Grant, None] = {}
-        """Leases whose holder may have been evicted."""
+        """Leases that may have been evicted."""
 
     @property
     def busy(self) -> bool:
-        """Whether anybody needs the connection, now or later."""
+        """Whether the connection is needed, now or later."""
         return bool(len(self.schedule) or self.releases or self.listeners)
 
     @property
     def waiting(self) -> bool:
-        """Whether something is to be sent."""
+        """Whether there is something to send."""
         return any(self._due.values()) or bool(self.releases or self.listeners)
 
     def keep(self, grant: Grant, now: float) -> None:
-        """Enter a grant."""
+        """Start to keep a grant."""
         if not len(self.schedule):
             self._held_since = now
         self.schedule.plan(grant)
 
     def needs_listening(self, now: float) -> bool:
-        """Return whether it is time to listen to evictions: there are leases whose eviction would go unheard."""
+        """Return whether it is time to listen for evictions, because those of some leases would be missed."""
         return (
             self.listens and now - self._held_since >= LISTEN_AFTER and self.listeners.is_missing(self.schedule.places)
         )
 
     def check_later(self, channel: str, name: str | None = None) -> bool:
-        """Note that the leases of a name, or all of them, may be evicted, and return whether there are any.
-
-        The heartbeat renews those that it renews anyway: a renewal says so too, and costs no time that others lack. For the
-        rest it asks without renewing.
+        """Record that the leases of a name, or all leases, may have been evicted. Return whether there are any.
 
         Args:
-            channel: of evictions.
-            name: as it is stored; None: all names.
+            channel: the channel of evictions.
+            name: the stored name; None for all names.
         """
         found = [
             grant
             for grant in self.schedule
             if grant.family == "lease" and grant.place.evictions == channel and name in (None, grant.stored)
         ]
+        # A renewal reports an eviction too, and takes no time from other leases: renew those that the heartbeat renews
+        # anyway, and check the others without renewing.
         for grant in found:
             if grant.heartbeat == "auto" and not grant.renewal_pending:
                 self._enqueue(grant)
-            elif grant not in self._due.get(
-                _get_batch(grant), {}
-            ):  # else it is to be renewed; one on its way may be too early
+            elif grant not in self._due.get(_get_batch(grant), {}):
+                # Its renewal has been sent, maybe before the eviction: check it separately.
                 self._suspects[grant] = None
         return bool(found)
 
     def find(self, place: TableNames, name: str, token: int) -> list[Grant]:
-        """Return the leases of a name, as it is stored, up to a token."""
+        """Return the leases of a stored name whose token is at most `token`."""
         return [
             grant
             for grant in self.schedule
@@ -205,13 +206,13 @@ class RenewalQueue:
         ]
 
     def drop(self, grant: Grant) -> RenewRequest | None:
-        """Forget a grant, and return what somebody still waits for."""
+        """Remove a grant, and return the request that a caller still waits for."""
         self.schedule.remove(grant)
         self._due.get(_get_batch(grant), {}).pop(grant, None)
         return self._requests.pop(grant, None)
 
     def request_renewal(self, grant: Grant, ttl: float | None, done: Done) -> bool:
-        """Enter a renewal that somebody asked for; False: the grant is not known (any more)."""
+        """Add a renewal for a caller of `renew()`. Return False if the grant is not kept any more."""
         if grant not in self.schedule:
             return False
         request = self._requests.setdefault(grant, RenewRequest())
@@ -222,7 +223,7 @@ class RenewalQueue:
         return True
 
     def make_up(self, grant: Grant, now: float) -> bool:
-        """Make up for a beat that was left out for want of progress, and say whether there was one."""
+        """Catch up on a renewal that was skipped for lack of progress, and return whether there was one."""
         if not grant.idle or grant.renewal_pending or grant not in self.schedule:
             return False
         grant.idle = False
@@ -231,25 +232,25 @@ class RenewalQueue:
         return True
 
     def take(self, now: float) -> tuple[bool, Over]:
-        """Return (whether something has fallen due, the grants whose time is over and what somebody waits for with each)."""
+        """Return whether renewals are due, and the grants whose deadline has passed with the request waiting for each."""
         due, over = self.schedule.take(now)
         for grant in due:
             self._due.setdefault(_get_batch(grant), {})[grant] = None
         return bool(due), [(grant, self.drop(grant)) for grant in over]
 
     def pick(self, now: float) -> HeartbeatTask | None:
-        """Return the next thing to send, which is off the agenda until its answer is noted."""
+        """Return the next task. It is out of the queue until its result is recorded."""
         while self._due:
             batch, waiting = next(iter(self._due.items()))
             grants = list(islice(waiting, BATCH))
             for grant in grants:
                 del waiting[grant]
             del self._due[batch]
-            if waiting:  # behind the other places
+            if waiting:  # the rest of the batch goes to the end, so that other tables get their turn
                 self._due[batch] = waiting
             if grants:
                 return RenewTask(*batch, {grant: self._requests.pop(grant, None) for grant in grants})
-        # After the renewals: whoever sends notifications without end must not keep them waiting.
+        # After the renewals: a client that floods the channel with notifications must not delay them.
         if (check := self._check()) is not None:
             return check
         self.releases = [ending for ending in self.releases if now < ending.until]
@@ -260,7 +261,8 @@ class RenewalQueue:
         return self.listeners.choose_change(now, self.schedule.places if self.listens else ())
 
     def limit(self, task: HeartbeatTask, now: float) -> float:
-        """Return the seconds that a task may take: if it hangs, the renewals after it must still have time."""
+        """Return how many seconds a task may take."""
+        # If the task hangs, the renewals after it must still have time before the first deadline.
         limit = task.limit(now)
         if isinstance(task, RenewTask):
             return limit
@@ -272,13 +274,14 @@ class RenewalQueue:
         )
 
     def note_listening(self, task: ListenTask) -> list[Wake]:
-        """Note that a channel is listened to or not, and return whom to wake. Leases evicted before then are looked for."""
+        """Record that a channel is listened to or not, and return the callbacks to call."""
+        # Evictions before the LISTEN were not announced to this connection: check the leases.
         if task.on:
             self.check_later(task.channel)
         return self.listeners.note_change(task)
 
     def _check(self) -> CheckTask | None:
-        # A check without a response is not repeated: with the next connection all leases are checked.
+        # A check without a response is not repeated: when the next connection listens, all leases are checked.
         self._suspects = {grant: None for grant in self._suspects if grant in self.schedule}
         if not self._suspects:
             return None
@@ -289,12 +292,12 @@ class RenewalQueue:
         return CheckTask(place, grants)
 
     def note_answer(self, task: RenewTask, grant: Grant, answer: LeaseResult, now: float) -> RenewRequest | None:
-        """Note one answer, a loss being marked already, and return the request that is answered with it."""
+        """Record one response, after a loss has been marked. Return the request that is finished by it."""
         request = task.requests[grant]
         stands = grant in self.schedule and grant.state not in ("lost", "released")
         if stands and answer.expires_at is not None:
             stands = grant.note_renewed(task.started, answer.remaining, answer.expires_at, task.get_ttl(grant))
-        if not stands:  # nothing brings a grant back, not even a late "renewed"
+        if not stands:  # a lost grant stays lost, even if a late response says "renewed"
             self.schedule.remove(grant)
             return request
         grant.renewal_pending = False
@@ -311,12 +314,12 @@ class RenewalQueue:
         return request
 
     def note_released(self, ending: ReleaseTask, now: float) -> None:
-        """Note that the server has answered to an ending."""
+        """Record the server's response to a release."""
         if ending.needs_retry(now):
             self.releases.append(ending)
 
     def note_failure(self, task: HeartbeatTask, now: float) -> list[RenewRequest]:
-        """Note a task without an answer, which is tried again, and return the requests that are answered with it."""
+        """Record a task that failed. It is retried; return the requests that are finished with the error."""
         self.failures += 1
         requests: list[RenewRequest | None] = []
         if isinstance(task, RenewTask):
@@ -327,7 +330,7 @@ class RenewalQueue:
                     self._due.setdefault(_get_batch(grant), {})[grant] = None
         elif isinstance(task, ReleaseTask) and task.plan_retry(now):
             self.releases.append(task)
-        # No answer means unknown, not lost: each grant is tried again until its own deadline, and only that ends it.
+        # No response means unknown, not lost: each grant is retried until its own deadline, and only that ends it.
         due = [grant for waiting in self._due.values() for grant in waiting]
         for grant in due:
             grant.note_unanswered()
@@ -341,7 +344,7 @@ class RenewalQueue:
         self._due.setdefault(_get_batch(grant), {})[grant] = None
 
     def _put_back(self, grant: Grant, request: RenewRequest | None) -> None:
-        """Keep a request that was not fulfilled, before what was asked for since."""
+        """Keep an unfulfilled request, merged with what was requested since."""
         if request is None:
             return
         later = self._requests.get(grant)
@@ -352,5 +355,5 @@ class RenewalQueue:
 
 
 def _get_batch(grant: Grant) -> tuple[TableNames, LeaseKind]:
-    """Return what grants that are renewed by one statement have in common."""
+    """Return the key that groups grants for one renewal statement."""
     return grant.place, grant.family

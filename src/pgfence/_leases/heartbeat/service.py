@@ -1,7 +1,7 @@
-"""The heartbeat of one engine in this process: it renews grants, ends those whose time is over, and wakes waiters.
+"""The heartbeat of one engine in this process: it renews grants, ends those past their deadline, and wakes waiters.
 
-It has two threads. The timekeeper decides what is due and what is over, and aborts a statement that gets no answer. The worker
-has the one connection and runs one task at a time: renewals, endings whose answer was lost, LISTEN.
+It has two threads. The timer decides what is due and what has expired, and aborts a statement that hangs. The worker owns the
+only connection and runs one task at a time: a renewal, a release to repeat, or LISTEN.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from pgfence.errors import LossReason
 
 TICK = 1.0
-"""Seconds that we sleep at most: no sleep takes notice of a suspend."""
+"""The longest sleep in seconds. Short, because a sleeping thread does not notice that the host was suspended."""
 
 
 class HeartbeatService:
-    """Renews all leases that this process took through one engine.
+    """Renews all leases that this process acquired through one engine.
 
-    All public methods return at once, do no I/O and may be called from any thread; not under the mutex, and not from a
+    Public methods return at once, do no I/O and can be called from any thread, but not under the mutex and not from a
     finaliser.
     """
 
@@ -59,15 +59,15 @@ class HeartbeatService:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._wakes_at = 0.0
-        """When the timekeeper wakes by itself."""
+        """When the timer thread wakes up."""
         self._timer: threading.Thread | None = None
         self._queue = RenewalQueue(listens=config.pooler != "transaction")
         self._connection: HeartbeatConnection | None = None
         self._task: tasks.HeartbeatTask | None = None
-        """What the connection is at."""
+        """The task that the connection is running."""
         self._cut_at = math.inf
         self._needed = self._busy_at = clock()
-        """When the connection was last needed, and when there was last anything to keep the time for."""
+        """When the connection was last needed, and when the timer thread last had something to watch."""
         self._thread: threading.Thread | None = None
         self._disposed = False
         self._ending = False
@@ -75,10 +75,10 @@ class HeartbeatService:
         on_disposed(engine, self._on_engine_disposed)
         threads.register(self)
 
-    # ------------------------------------------------------------ what others ask for
+    # ------------------------------------------------------------ called by lease managers
 
     def keep(self, grant: Grant) -> None:
-        """Renew a grant until it is dropped, released or lost; lose it at its deadline."""
+        """Renew a grant until it is dropped, released or lost; mark it lost at its deadline."""
         if grant.expire():
             return
         grant.request_renewal = self._request_renewal
@@ -88,14 +88,14 @@ class HeartbeatService:
             self._wake_timer()
 
     def drop(self, grant: Grant) -> None:
-        """Forget a grant: it was released, abandoned or handed on. A second time does nothing."""
+        """Stop renewing a grant that was released, abandoned or handed over. Calling it again does nothing."""
         with self._lock:
             request = self._queue.drop(grant)
         if request is not None:
             request.finish(ended_error(grant))
 
     def note_eviction(self, place: TableNames, name: str, token: int) -> None:
-        """End the leases of a name up to a token: this process has evicted their holder."""
+        """Mark the leases of a name as evicted, up to a token: this process has evicted their holder."""
         with self._lock:
             found = self._queue.find(place, name, token)
         self._lose([(grant, "evicted") for grant in found])
@@ -106,11 +106,12 @@ class HeartbeatService:
             self.drop(grant)
 
     def renew(self, grant: Grant, ttl: float | None, done: tasks.Done) -> None:
-        """Renew a grant now, in turn with the heartbeat's own renewals, with a new TTL from now on if one is given.
+        """Renew a grant now, in turn with the heartbeat's own renewals. A new TTL applies from now on.
 
-        `done` is called once, on a thread of ours; it must be quick and take no lock of ours. It gets None when the server
-        renewed; LockLostError when the lease is lost; LockNotHeldError when it was released meanwhile; UnreachableError when
-        there was no answer (the grant stands until its deadline, and the heartbeat goes on trying); else what the server said.
+        `done` is called once, on a heartbeat thread; it must be quick and must not take a heartbeat lock. Its argument is None
+        if the lease was renewed, `LockLostError` if it is lost, `LockNotHeldError` if it was released in the meantime,
+        `UnreachableError` if the server did not respond (it is held until its deadline, and the heartbeat keeps trying), or
+        otherwise the server's error.
         """
         with self._lock:
             known = self._queue.request_renewal(grant, ttl, done)
@@ -121,33 +122,33 @@ class HeartbeatService:
             done(ended_error(grant))
 
     def release_later(self, grant: Grant) -> None:
-        """Have a release whose answer was lost repeated in the background, until its TTL is over."""
+        """Repeat a release in the background until the server responds or the TTL is over."""
         self.end_later(tasks.release_of(grant))
 
     def forget_later(
         self, place: TableNames, name: str, lease_id: UUID, seconds: float, family: LeaseKind = "lease"
     ) -> None:
-        """Have a grant whose answer was lost ended in the background, by its id; tried for `seconds` (its TTL) at most."""
+        """End a grant whose response was lost, by its id, in the background; for at most `seconds`, which is its TTL."""
         args = name, name, str(lease_id)
         self.end_later(tasks.RevokeTask(place, lambda sql: sql.forget_late, args, clock() + seconds, family))
 
     def end_later(self, ending: tasks.ReleaseTask) -> None:
-        """Have an ending sent in the background, until the server has answered."""
+        """Send a release in the background, and repeat it until the server responds."""
         with self._lock:
             self._queue.releases.append(ending)
             self._ensure_worker()
 
     def listen(self, place: TableNames, name: str, wake: Callable[[], object]) -> Callable[[], None]:
-        """Have `wake` called when somebody tells of a release of `name`, until the returned function is called.
+        """Call `wake` on every release notification for `name`. Returns a function that unsubscribes.
 
-        It is called on a thread of ours, again and again, must be quick and take no lock of ours. It is also called once
-        when the connection begins to listen, for what was told before then went unheard. Behind a pooler it may never be
-        called: a hint, no more.
+        `wake` runs on a heartbeat thread, must be quick and must not take a heartbeat lock. It is also called once when the
+        connection starts to listen, because earlier notifications were missed. Through a pooler it may never be called, so
+        callers must poll too.
 
         Args:
-            place: of the tables.
-            name: as it stands in the table.
-            wake: what to call.
+            place: the table names.
+            name: the stored name.
+            wake: the callback.
         """
         if self.config.pooler == "transaction":
             return lambda: None
@@ -164,10 +165,10 @@ class HeartbeatService:
     # ------------------------------------------------------------ under the lock
 
     def _wake_timer(self) -> None:
-        """See that the timekeeper runs, and wakes no later than something is to be done."""
+        """Start the timer thread, or wake it if something is due before it would wake up."""
         if self._timer is None:
-            # A thread without I/O: neither a blocked event loop nor an exhausted pool nor a hung server may keep a holder
-            # from learning that its time is over.
+            # A thread without I/O: a blocked event loop, an exhausted pool or a hung server cannot keep it from marking a
+            # lease as lost at its deadline.
             self._timer = threads.start("pgfence-heartbeat", self._run_timer)
         elif min(self._queue.schedule.next(), self._cut_at) < self._wakes_at:
             self._changed.notify()
@@ -178,19 +179,19 @@ class HeartbeatService:
                 self._wake_timer()
 
     def _ensure_worker(self) -> None:
-        """See that the connection's thread runs and looks for tasks."""
+        """Start the connection's thread, or wake it to look for tasks."""
         self._disposed = False
         self._wake_timer()
         if self._ending:
             return
         if self._connection is None:
-            # Not before there is something to send: a lease that ends before its first renewal costs no connection.
+            # Only when there is something to send: a lease that ends before its first renewal opens no connection.
             self._connection = choose_heartbeat_connection(self.engine, self.config, self._on_notify)
             self._thread = threads.start("pgfence-link", self._run_worker, self._connection)
         elif self._task is None:
             self._connection.wake()
 
-    # ------------------------------------------------------------ the timekeeper
+    # ------------------------------------------------------------ the timer thread
 
     def _run_timer(self) -> None:
         while True:
@@ -208,27 +209,27 @@ class HeartbeatService:
                         return
                     self._sleep(now)
                     continue
-            # Without the lock: a loss calls listeners, and these may call the heartbeat.
+            # Without the lock: a loss calls the application's listeners, which may call the heartbeat.
             for grant, request in over:
                 grant.expire()
                 if request is not None:
                     request.finish(ended_error(grant))
             if hung is not None:
-                # The worker cannot watch the time itself: it is blocked in the driver until the socket is shut down.
+                # The worker cannot enforce its own time limit: it is blocked in the driver until the socket is shut down.
                 hung.abort()
             if stuck is not None:
                 self._note_failure(stuck, TimeoutError("no connection in time"))
 
     def _find_hung(self, now: float) -> tuple[HeartbeatConnection | None, tasks.HeartbeatTask | None]:
-        """Return the connection whose task takes too long, or the task if its connection does not open."""
+        """Return the connection whose task has exceeded its limit, and the task if the connection is still opening."""
         if now < self._cut_at or self._connection is None:
             return None, None
         self._cut_at = math.inf
         link, task = self._connection, self._task
         if link.session is not None:
             return link, None
-        # A connection that is being opened has no socket yet that could be shut down. Its thread is given up: the next task
-        # starts another, and this one ends when it finds that its connection no longer counts.
+        # A connection that is being opened has no socket yet to shut down, so its thread is abandoned: the next task starts
+        # another one, and this thread ends when it finds that its connection was replaced.
         self._connection = self._task = None
         return link, task
 
@@ -256,15 +257,15 @@ class HeartbeatService:
     def _wait(self, link: HeartbeatConnection, seconds: float) -> None:
         try:
             link.wait(seconds)
-        except Exception:  # the connection is not what it was: the next task opens another
-            log.debug("the heartbeat's connection broke at rest", exc_info=True)
+        except Exception:  # the connection is broken: the next task opens another
+            log.debug("the heartbeat's connection failed while idle", exc_info=True)
             link.close_connection()
 
     def _run_task(self, link: HeartbeatConnection, task: tasks.HeartbeatTask) -> None:
         try:
             if not link.live:
                 link.open()
-            if self._connection is not link:  # given up while it opened: the task belongs to another thread now
+            if self._connection is not link:  # abandoned while it opened: another thread has the task now
                 return
             task.run(
                 link,
@@ -280,7 +281,7 @@ class HeartbeatService:
                 self._note_success(task)
 
     def _finish_task(self, link: HeartbeatConnection) -> bool:
-        """End the task, unless the timekeeper has done so already and given up this very thread."""
+        """Finish the task, unless the timer thread has finished it already and abandoned this thread."""
         with self._lock:
             if self._connection is not link:
                 return False
@@ -289,7 +290,7 @@ class HeartbeatService:
             return True
 
     def _choose_step(self, link: HeartbeatConnection) -> tasks.HeartbeatTask | float | None:
-        """Return what to do: a task, a rest of some seconds, or to end."""
+        """Return the next task, the seconds to wait, or None to end the thread."""
         with self._lock:
             if self._connection is not link:
                 return None
@@ -311,7 +312,7 @@ class HeartbeatService:
                 self._needed = now
                 return min([TICK * 60, *(max(0.0, ending.at - now) for ending in self._queue.releases)])
             if self._disposed or now - self._needed > LINGER:
-                # Decided and noted under one lock: a task that is queued after this starts a worker of its own.
+                # Decide and reset under one lock: a task that is queued after this starts a new worker.
                 self._connection = None
                 self._changed.notify()
                 return None
@@ -319,7 +320,7 @@ class HeartbeatService:
 
     def _note_success(self, task: tasks.HeartbeatTask) -> None:
         if self._queue.failures:
-            log.info("there are answers from %s again", addresses.describe_server(self.engine))
+            log.info("%s is responding again", addresses.describe_server(self.engine))
         self._queue.failures = 0
         if isinstance(task, tasks.RenewTask):
             for grant, answer in task.results:
@@ -346,7 +347,7 @@ class HeartbeatService:
             request.finish(None if grant.state == "held" else ended_error(grant))
 
     def _note_failure(self, task: tasks.HeartbeatTask, error: Exception) -> None:
-        """Note a task without an answer: nothing is known, and it is tried again."""
+        """Record a task that failed. The state of its leases is unknown, and the task is retried."""
         told = tasks.translate_renewal_error(error, task.place)
         with self._lock:
             requests = self._queue.note_failure(task, clock())
@@ -354,22 +355,21 @@ class HeartbeatService:
                 self._ensure_worker()
         if self._queue.failures == 1:
             where = addresses.describe_server(self.engine)
-            log.warning("no answer from %s, trying again until the deadlines of the leases: %s", where, error)
+            log.warning("no response from %s, retrying until the deadlines of the leases: %s", where, error)
         for request in requests:
             request.finish(told)
 
     def _on_notify(self, channel: str, payload: str) -> None:
         with self._lock:
             wakes = self._queue.listeners.waiters_of(channel, payload)
-            if self._queue.check_later(
-                channel, payload
-            ):  # a hint: other schemas share the channel, and anyone can send
+            # Only a hint, so check the server: other schemas share the channel, and any role can send a notification.
+            if self._queue.check_later(channel, payload):
                 self._ensure_worker()
         for wake in wakes:
             call_logged(wake)
 
     def _on_engine_disposed(self, _: Engine) -> None:
-        """Close the connection as soon as nobody needs it."""
+        """Close the connection as soon as it is not needed any more."""
         if self.pid != PROCESS.pid:
             return
         with self._lock:
@@ -379,7 +379,7 @@ class HeartbeatService:
                 self._connection.wake()
 
     def end(self, seconds: float) -> None:
-        """End the connection in an orderly way, for the interpreter ends."""
+        """Close the connection cleanly, because the interpreter is exiting."""
         with self._lock:
             self._ending = True
             link, self._connection = self._connection, None
@@ -389,5 +389,5 @@ class HeartbeatService:
 
 
 def heartbeat_of(engine: Engine, config: Config) -> HeartbeatService:
-    """Return the heartbeat of an engine (async: of its sync_engine) in this process."""
+    """Return the heartbeat of an engine in this process. Pass the `sync_engine` of an async engine."""
     return ManagerRegistry.for_process(engine, "heartbeat", HeartbeatService, lambda: HeartbeatService(engine, config))

@@ -1,4 +1,4 @@
-"""What the heartbeat's connection has to do: renewals in batches, ends of leases that were not confirmed, channels to listen to."""
+"""The tasks of the heartbeat's connection: batches of renewals, releases to repeat, and channels to listen to."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Texts: TypeAlias = LeaseSql | EffectSql
 
 
 def choose_sql(family: LeaseKind, place: TableNames, style: ParamStyle) -> Texts:
-    """Return the statements of a family of grants."""
+    """Return the statements for a family of grants."""
     return lease_sql(place, style) if family == "lease" else effect_sql(place, style)
 
 
 class RenewRequest:
-    """What `renew()` asked for, beyond what the heartbeat does by itself."""
+    """A renewal that a caller of `renew()` waits for."""
 
     __slots__ = ("done", "ttl")
 
@@ -56,22 +56,22 @@ class RenewRequest:
 
 
 class HeartbeatTask(ABC):
-    """One statement to be sent."""
+    """One statement for the heartbeat to send."""
 
     place: TableNames
     family: LeaseKind = "lease"
 
     @abstractmethod
     def limit(self, now: float) -> float:
-        """Return the seconds it may take, a new connection included."""
+        """Return how many seconds the task may take, including opening a connection."""
 
     @abstractmethod
     def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
-        """Send it. Raises whatever went wrong."""
+        """Send the statement. Errors of the driver propagate."""
 
 
 class RenewTask(HeartbeatTask):
-    """Some grants of one place and family, to be renewed by one statement."""
+    """Renew several grants of one family and one set of tables with one statement."""
 
     def __init__(self, place: TableNames, family: LeaseKind, requests: dict[Grant, RenewRequest | None]) -> None:
         self.place = place
@@ -105,7 +105,7 @@ class RenewTask(HeartbeatTask):
 
 
 class CheckTask(HeartbeatTask):
-    """Ask whether some leases of one place are still held, without renewing them: their holder may have been evicted."""
+    """Check whether leases are still held, without renewing them, because their holder may have been evicted."""
 
     def __init__(self, place: TableNames, grants: list[Grant]) -> None:
         self.place = place
@@ -127,7 +127,7 @@ class CheckTask(HeartbeatTask):
 
 
 class ReleaseTask(HeartbeatTask):
-    """A release, or the end of a grant nobody heard of, to be repeated until the server has answered or the TTL is over."""
+    """A release that got no response. It is repeated until the server responds or the TTL is over."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class ReleaseTask(HeartbeatTask):
         self.args = args
         self.until = until
         self.at = 0.0
-        """When to try (again)."""
+        """When to try next."""
         self.failures = 0
         self.answer: Any = None
 
@@ -154,18 +154,18 @@ class ReleaseTask(HeartbeatTask):
         self.answer = link.ask(self.text(sql), self.args, limit)
 
     def plan_retry(self, now: float) -> bool:
-        """Plan another try and say whether there is time for one."""
+        """Plan another try, and return whether there is time for one."""
         self.failures += 1
         self.at = now + terms.retry_after(self.failures, 10.0)
         return self.at < self.until
 
     def needs_retry(self, now: float) -> bool:
-        """Say whether the answer is not the last word, and plan another try then: somebody had the row locked."""
+        """Plan another try and return True if the release was inconclusive: another session had the row locked."""
         return self.answer is None and self.plan_retry(now)
 
 
 def release_of(grant: Grant) -> ReleaseTask:
-    """Return the release of a grant; of a slot it says whether it is done."""
+    """Return the task that releases a grant. For a slot, it also stores whether the slot is done."""
     args: tuple[object, ...] = grant.stored, grant.stored, str(grant.lease_id), grant.token
     if grant.slot is None:
         return ReleaseTask(grant.place, lambda sql: sql.release_late, args, grant.row_deadline, grant.family)
@@ -173,13 +173,13 @@ def release_of(grant: Grant) -> ReleaseTask:
 
 
 class RevokeTask(ReleaseTask):
-    """The end of a grant whose answer was lost. The statement that asks for it may still be on its way to the server."""
+    """End a grant whose response was lost. The statement that acquires it may still be on its way to the server."""
 
     SETTLE_SECONDS = 5.0
-    """Seconds after which it has come to its end: in the server it waits for its row two seconds at most."""
+    """Seconds after which that statement has finished: on the server, it waits at most two seconds for its row."""
 
     _answered: float | None = None
-    """When the server answered first."""
+    """When the server responded first."""
 
     def needs_retry(self, now: float) -> bool:
         if self.answer is None:
@@ -191,23 +191,23 @@ class RevokeTask(ReleaseTask):
 
 
 def translate_renewal_error(error: Exception, place: TableNames) -> Exception:
-    """Return what a renewal that failed means to whoever asked for it."""
+    """Return the exception for the caller of `renew()` when a renewal failed."""
     if told := translate_error(error, place):
         return told
     reason = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
     answer = UnreachableError(
-        f"the renewal had no answer: {reason}. The lease stands until its deadline, see remaining()"
+        f"no response to the renewal: {reason}. The lease is held until its deadline, see remaining()"
     )
     answer.__cause__ = error
     return answer
 
 
 LINGER = 10.0
-"""Seconds that a connection is kept, and a channel listened to, after the last one who needed it."""
+"""Seconds that a connection stays open, or a channel is listened to, after it was last needed."""
 
 
 class ListenTask(HeartbeatTask):
-    """Begin to listen to a channel, or stop."""
+    """Start or stop listening to a channel."""
 
     def __init__(self, place: TableNames, channel: str, *, on: bool) -> None:
         self.place = place
@@ -229,15 +229,15 @@ class NotifyListeners:
         self._waiters: dict[str, dict[str, list[Wake]]] = {}
         self._places: dict[str, TableNames] = {}
         self._on: dict[str, float] = {}
-        """Since when a channel that is listened to has had no user; 0 while it has one."""
+        """When each channel's last user left; 0 while it has one."""
         self.deaf = False
-        """The connection, which may go through a pooler, gets no notifications."""
+        """Whether the connection, which may go through a pooler, receives no notifications."""
 
     def __bool__(self) -> bool:
         return bool(self._waiters)
 
     def add(self, place: TableNames, name: str, wake: Wake) -> bool:
-        """Enter a waiter, and say whether its channel has yet to be listened to."""
+        """Add a waiter, and return whether its channel is not listened to yet."""
         channel = place.channel
         self._waiters.setdefault(channel, {}).setdefault(name, []).append(wake)
         self._places[channel] = place
@@ -247,7 +247,7 @@ class NotifyListeners:
         return True
 
     def remove(self, place: TableNames, name: str, wake: Wake, now: float) -> None:
-        """Forget a waiter; a second time does nothing."""
+        """Remove a waiter. Calling it again does nothing."""
         names = self._waiters.get(place.channel, {})
         wakes = names.get(name, [])
         if wake not in wakes:
@@ -261,19 +261,19 @@ class NotifyListeners:
                 self._on[place.channel] = now
 
     def waiters_of(self, channel: str, name: str) -> list[Wake]:
-        """Return whom news of a name wakes."""
+        """Return the callbacks to call on a notification for a name."""
         return list(self._waiters.get(channel, {}).get(name, ()))
 
     def is_missing(self, held: Iterable[TableNames]) -> bool:
-        """Return whether evictions of leases in these places would go unheard, and listening can change that."""
+        """Return whether evictions of leases in these tables would be missed, although listening is possible."""
         return not self.deaf and any(place.evictions not in self._on for place in held)
 
     def choose_change(self, now: float, held: Iterable[TableNames] = ()) -> ListenTask | None:
-        """Return what is to be changed about the channels, if anything is.
+        """Return the next LISTEN or UNLISTEN to send, or None.
 
         Args:
-            now: the time.
-            held: the places of the leases that are held.
+            now: the current time.
+            held: the tables of the leases that are held.
         """
         wanted = {place.evictions: place for place in held}
         wanted |= {channel: self._places[channel] for channel in self._waiters}
@@ -291,7 +291,8 @@ class NotifyListeners:
         return None
 
     def note_change(self, listening: ListenTask) -> list[Wake]:
-        """Note that a channel is listened to or not, and return whom to wake: what was told before then went unheard."""
+        """Record that a channel is listened to or not, and return the callbacks to call."""
+        # A notification sent before LISTEN was never delivered, so every waiter of the channel must look again.
         if not listening.on:
             self._on.pop(listening.channel, None)
             return []
@@ -299,6 +300,6 @@ class NotifyListeners:
         return [wake for wakes in self._waiters.get(listening.channel, {}).values() for wake in wakes]
 
     def reset(self) -> None:
-        """Note that the connection is another one."""
+        """Forget the channels, because the connection was replaced."""
         self._on.clear()
         self.deaf = False
