@@ -1,0 +1,125 @@
+"""The page about permissions: the privileges in its table are enough for each feature, and each of them is needed."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy.exc import ProgrammingError
+from sqlalchemy.orm import Session
+
+from pgfence import IdempotentEffect, Lease, Once, SchemaError, fenced, idempotent, monitoring, schema
+from support.servers import database, role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PAGE = (Path(__file__).parents[2] / "docs" / "operate" / "permissions.md").read_text(encoding="utf-8")
+ROWS = dict(re.findall(r"^\| ([^|]+?) \| ((?:[A-Z, ]+ on `|as for)[^|]+?) \|$", PAGE, re.MULTILINE))
+
+
+def hold_lease(engine: Engine) -> None:
+    for one in (Lease(engine, "a", ttl=5), Once(engine, "b", every=timedelta(hours=1))):
+        with one.hold():
+            pass
+
+
+def enter_gate(engine: Engine) -> None:
+    with engine.connect() as connection, fenced(connection, "gate", 1):
+        pass
+
+
+def save_checkpoint(engine: Engine) -> None:
+    with engine.connect() as connection:
+        connection.execute(text("SELECT pgfence_enter_gates_v1(ARRAY['c'], ARRAY[1])"))
+        connection.execute(text("SELECT pgfence_save_checkpoint_v1('c', 1, '{}')"))
+
+
+def claim_key(engine: Engine) -> None:
+    with Session(engine) as session, session.begin():
+        idempotent(session, "k", scope="s").run(lambda: 1)
+
+
+def run_effect(engine: Engine) -> None:
+    IdempotentEffect(engine, "e", scope="s", ttl=5).run(lambda attempt: 1)
+
+
+def evict(engine: Engine) -> None:
+    monitoring.evict(engine, "held", reason="a test", actor="test")
+
+
+def free_key(engine: Engine) -> None:
+    assert monitoring.free_key(engine, "s", "stuck", reason="a test", actor="test")
+
+
+USES: dict[str, Callable[[Engine], object]] = {
+    "leases, `AdvisoryLock(token=True)`, `Once`": hold_lease,
+    "fenced transactions, and writers to a fenced table": enter_gate,
+    "`checkpoint()`": save_checkpoint,
+    "`idempotent`": claim_key,
+    "`IdempotentEffect`, the middlewares": run_effect,
+    "[`pgfence purge`](purge-keys.md)": monitoring.purge,
+    "[`pgfence keys`](stuck-keys.md)": monitoring.stuck_keys,
+    "[`pgfence keys free`](stuck-keys.md)": free_key,
+    "[`pgfence evict`](evict-a-holder.md)": evict,
+    "looking at a lease (`holders()`, `is_held()`)": lambda engine: Lease(engine, "held", ttl=5).holders(),
+}
+
+
+def list_grants(feature: str) -> list[str]:
+    """Return the GRANTs that the page lists for a feature, one for each table and privilege."""
+    grants = []
+    for part in ROWS[feature].split("; "):
+        if part == "as for fenced transactions":
+            grants += list_grants("fenced transactions, and writers to a fenced table")
+            continue
+        privileges, tables = part.split(" on ")
+        grants += [
+            f"{privilege} ON {table}"
+            for table in re.findall(r"`(\w+)`", tables)
+            for privilege in privileges.split(", ")
+        ]
+    return grants
+
+
+@pytest.fixture
+def owner(dsn: str) -> Iterator[psycopg.Connection[Any]]:
+    """A superuser in a database with our tables, a held lease and a key whose attempt has failed."""
+
+    def fail(_attempt: object) -> None:
+        raise ConnectionError
+
+    with database(dsn, "permissions") as own, psycopg.connect(own, autocommit=True) as connection:
+        engine = create_engine(make_url(own).set(drivername="postgresql+psycopg"))
+        schema.create_all(engine)
+        with suppress(ConnectionError):
+            IdempotentEffect(engine, "stuck", scope="s", ttl=30, takeover=False).run(fail)
+        held = Lease(engine, "held", ttl=30).acquire()
+        yield connection
+        held.abandon()
+        engine.dispose()
+
+
+def test_the_page_has_a_row_for_each_feature() -> None:
+    """The table and this file list the same features."""
+    assert sorted(ROWS) == sorted(USES)
+
+
+@pytest.mark.parametrize("feature", USES)
+def test_the_listed_privileges_are_enough(feature: str, dsn: str, owner: psycopg.Connection[Any]) -> None:
+    """A role with exactly the privileges of the page can use the feature, and without them it is denied."""
+    with role(owner, dsn, {}) as login:
+        url = make_url(login).set(drivername="postgresql+psycopg", database=owner.info.dbname)
+        engine = create_engine(url)
+        with pytest.raises((SchemaError, ProgrammingError)):
+            USES[feature](engine)
+        for grant in list_grants(feature):
+            owner.execute(f"GRANT {grant} TO {url.username}".encode())
+        USES[feature](engine)
+        engine.dispose()
