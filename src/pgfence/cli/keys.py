@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from pgfence import monitoring
 from pgfence._admin import stuck_keys
 from pgfence._admin.requests import perform
 from pgfence._sql import stuck_keys as statements
+from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
-from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
+from pgfence.cli.parser import Command, Group, Option
 from pgfence.cli.report import AdminReport, Console, choose_code, confirm, expect_answer, run_reported
 from pgfence.cli.server import open_engine
 from pgfence.config import config_of
@@ -26,37 +27,57 @@ if TYPE_CHECKING:
 
     from pgfence._admin.stuck_keys import StuckKey
 
-_OLDER = typer.Option(metavar="SECONDS", help="Only keys that were claimed so long ago.")
 
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    group = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
-    group.callback(
-        epilog="Exit codes: 0 shown, also if there is none; 64 misuse; 69 unreachable; 78 not allowed there."
-    )(keys)
-    group.command(
-        "free",
-        epilog="Exit codes: 0 freed, or seen with --dry-run; 64 misuse; 67 nothing is stuck under that key; 69 unreachable;"
-        " 75 its result is being stored, or another attempt has it by now; 77 not confirmed; 78 not allowed there.",
-    )(free)
-    app.add_typer(group, name="keys")
-
-
+@click.group(
+    "keys",
+    short_help="List unfinished idempotency keys, or free one.",
+    cls=Group,
+    invoke_without_command=True,
+    codes=[
+        ("0", "The keys were shown, also if there are none."),
+        ("64", "Misuse."),
+        ("69", "The server did not respond."),
+        ("78", "The tables or a permission are missing."),
+    ],
+)
+@click.option(
+    "--scope",
+    cls=Option,
+    heading="Filter",
+    default="",
+    metavar="TEXT",
+    help="Only scopes that begin with TEXT.",
+)
+@click.option(
+    "--older-than",
+    cls=Option,
+    heading="Filter",
+    type=float,
+    default=0.0,
+    metavar="SECONDS",
+    help="Only keys first claimed at least SECONDS ago.",
+)
+@options.dsn
+@options.engine
+@options.namespace
+@options.schema
+@options.prefix
+@options.as_json
+@click.pass_context
 def keys(
-    context: typer.Context,
-    scope: Annotated[str, typer.Option(metavar="TEXT", help="Only scopes that begin so.")] = "",
-    older_than: Annotated[float, _OLDER] = 0.0,
-    dsn: Dsn = None,
-    engine: EnginePath = None,
-    namespace: Namespace = None,
-    schema: Schema = None,
-    prefix: Prefix = None,
-    as_json: Json = False,
+    context: click.Context,
+    scope: str,
+    older_than: float,
+    dsn: str | None,
+    engine: str | None,
+    namespace: str | None,
+    schema: str | None,
+    prefix: str | None,
+    as_json: bool,
 ) -> None:
-    """Show the keys whose effect was begun and not finished: attempts that are at work, and attempts that were lost.
+    """List idempotency keys whose effect was started but not finished, with the attempts that are running or lost.
 
-    Takes no lock, and shows nothing that is stored under a key. The server is named as for the other commands.
+    Use it when requests with a key get "in progress" responses for too long. It takes no lock and never shows stored results.
     """
     if context.invoked_subcommand is not None:
         sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -89,25 +110,53 @@ def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
     return f"No key {where} {' and '.join(asked)} is stuck. Others were not looked at."
 
 
+@keys.command(
+    "free",
+    short_help="Let the next caller of a key start a new attempt.",
+    cls=Command,
+    arguments={
+        "SCOPE": "Scope of the key, as the application passes it.",
+        "KEY": "The key, as the client sent it.",
+    },
+    codes=[
+        ("0", "Freed; or shown, with --dry-run."),
+        ("64", "Misuse; also without a terminal and without --yes."),
+        ("67", "The key is unknown, finished or free. Nothing was done."),
+        ("69", "The server did not respond."),
+        ("75", "Its result is being stored, or another attempt has started. Nothing was done."),
+        ("77", "Not confirmed. Nothing was done."),
+        ("78", "The tables or a permission are missing, or the server is read-only. Nothing was done."),
+    ],
+)
+@click.argument("scope", metavar="SCOPE")
+@click.argument("key", metavar="KEY")
+@options.reason
+@options.actor
+@click.option("--dry-run", cls=Option, heading=options.AUDIT, is_flag=True, help="Only show the attempt.")
+@options.yes
+@options.dsn
+@options.engine
+@options.namespace
+@options.schema
+@options.prefix
+@options.as_json
 def free(
-    scope: Annotated[str, typer.Argument(metavar="SCOPE", help="Of the key, as the application gives it.")],
-    key: Annotated[str, typer.Argument(metavar="KEY", help="As the client sent it.")],
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for the audit.")],
-    actor: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Who, for the audit. Default: this user on this host.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be freed.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    dsn: Dsn = None,
-    engine: EnginePath = None,
-    namespace: Namespace = None,
-    schema: Schema = None,
-    prefix: Prefix = None,
-    as_json: Json = False,
+    scope: str,
+    key: str,
+    reason: str,
+    actor: str | None,
+    dry_run: bool,
+    yes: bool,
+    dsn: str | None,
+    engine: str | None,
+    namespace: str | None,
+    schema: str | None,
+    prefix: str | None,
+    as_json: bool,
 ) -> None:
-    """Let the next caller of KEY begin at once, though an attempt was lost or is at work. Shows the attempt and asks first.
+    """Free KEY, so that the next caller starts a new attempt at once. It shows the attempt and asks for confirmation.
 
-    What that attempt has done outside of the database is not undone: look there first.
+    Use it for a key that `pgfence keys` lists, after checking what the attempt did outside the database: that is not undone.
     """
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         report = _Freeing(target, scope, key, reason, actor).run(dry_run=dry_run, yes=yes)

@@ -2,17 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import click
 
-import typer
+from pgfence.cli.parser import Option
 
-Dsn = Annotated[str | None, typer.Option(help="Database URL. Everybody on this host can read it: no password.")]
-EnginePath = Annotated[
-    str | None, typer.Option(metavar="MODULE:ATTR", help="An Engine, or a function that returns one.")
-]
-Namespace = Annotated[
-    str | None, typer.Option(help="Goes into the key, so that two applications in one database never meet.")
-]
-Schema = Annotated[str | None, typer.Option(help="Of pgfence's tables. Default: the search path's.")]
-Prefix = Annotated[str | None, typer.Option(help="Of pgfence's tables. Default: pgfence_.")]
-Json = Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")]
+DATABASE = "Database"
+OUTPUT = "Output"
+AUDIT = "Confirmation and audit"
+
+dsn = click.option(
+    "--dsn",
+    cls=Option,
+    heading=DATABASE,
+    metavar="URL",
+    help="Database URL. Visible in the process list: do not include a password. Default: DATABASE_URL, or PGSERVICE, PGHOST"
+    " and the other variables of libpq.",
+)
+engine = click.option(
+    "--engine",
+    cls=Option,
+    heading=DATABASE,
+    metavar="MODULE:ATTR",
+    help="Engine of your application, or a function that returns one.",
+)
+namespace = click.option(
+    "--namespace",
+    cls=Option,
+    heading=DATABASE,
+    metavar="TEXT",
+    help="Prefix of the key, so that two applications in one database never share a name.",
+)
+schema = click.option(
+    "--schema",
+    cls=Option,
+    heading=DATABASE,
+    metavar="TEXT",
+    help="Schema of pgfence's tables. Default: found on the search path.",
+)
+prefix = click.option(
+    "--prefix",
+    cls=Option,
+    heading=DATABASE,
+    metavar="TEXT",
+    help="Name prefix of pgfence's tables and functions. Default: pgfence_.",
+)
+as_json = click.option("--json", "as_json", cls=Option, heading=OUTPUT, is_flag=True, help="Print one JSON object.")
+quiet = click.option(
+    "--quiet",
+    "-q",
+    cls=Option,
+    heading=OUTPUT,
+    is_flag=True,
+    help="Print nothing on success; errors are still printed.",
+)
+reason = click.option(
+    "--reason",
+    cls=Option,
+    heading=AUDIT,
+    required=True,
+    metavar="TEXT",
+    help="Reason, written to the audit table.",
+)
+actor = click.option(
+    "--actor",
+    cls=Option,
+    heading=AUDIT,
+    metavar="TEXT",
+    help="Who did it, written to the audit table. Default: this OS user on this host.",
+)
+yes = click.option("--yes", "-y", cls=Option, heading=AUDIT, is_flag=True, help="Do not ask for confirmation.")

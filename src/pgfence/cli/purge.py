@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 from sqlalchemy.exc import DBAPIError
 
 from pgfence import monitoring
 from pgfence._admin.purge import LARGEST_BATCH
 from pgfence._api.inputs import check_int
 from pgfence._sql.errors import message_of
+from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
-from pgfence.cli.options import Dsn, EnginePath, Json, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
+from pgfence.cli.parser import Command, Option
 from pgfence.cli.report import Console, choose_code
 from pgfence.cli.server import open_engine
 from pgfence.errors import PgfenceError
@@ -22,27 +23,45 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "purge",
-        epilog="Exit codes: 0 done, also when there was nothing to do; 64 misuse; 69 unreachable; 75 the server ended it, by a"
-        " timeout for one; 78 not allowed there.",
-    )(purge)
-
-
+@click.command(
+    "purge",
+    short_help="Delete expired idempotency keys.",
+    cls=Command,
+    codes=[
+        ("0", "Done, also if no key had expired."),
+        ("64", "Misuse."),
+        ("69", "The server did not respond, or the connection was lost. Finished batches stay deleted."),
+        ("75", "The server ended it, for example by a timeout. Finished batches stay deleted."),
+        ("78", "The tables or a permission are missing, or the server is read-only."),
+    ],
+)
+@click.option(
+    "--batch",
+    cls=Option,
+    heading=options.DATABASE,
+    type=int,
+    default=1000,
+    metavar="NUMBER",
+    help="Keys deleted in one transaction. Default: 1000.",
+)
+@options.dsn
+@options.engine
+@options.schema
+@options.prefix
+@options.as_json
+@options.quiet
 def purge(
-    batch: Annotated[int, typer.Option(metavar="NUMBER", help="Keys in one transaction.")] = 1000,
-    dsn: Dsn = None,
-    engine: EnginePath = None,
-    schema: Schema = None,
-    prefix: Prefix = None,
-    as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing when all is well.")] = False,
+    batch: int,
+    dsn: str | None,
+    engine: str | None,
+    schema: str | None,
+    prefix: str | None,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
-    """Take the idempotency keys away whose time is over, in small transactions. Any number of hosts may do it at once.
+    """Delete expired idempotency keys in small batches.
 
-    The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
+    Use it in a crontab or a scheduled job. Several hosts may run it at the same time.
     """
     try:
         check_int(batch, "batch", LARGEST_BATCH)

@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
-import typer
-
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
 
@@ -169,9 +167,11 @@ def expect_answer(*, dry_run: bool, yes: bool) -> None:
 
 def confirm(lines: Sequence[str], question: str) -> bool:
     """Show lines on stderr, and ask."""
+    import click
+
     for line in lines:
-        typer.echo(line, err=True)
+        click.echo(line, err=True)
     try:
-        return typer.confirm(question, err=True)
-    except typer.Abort:  # the end of the input, or Ctrl-C
+        return click.confirm(question, err=True)
+    except click.Abort:  # the end of the input, or Ctrl-C
         return False

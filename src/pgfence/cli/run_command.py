@@ -1,113 +1,231 @@
-"""The options of `pgfence run`, as the user types them."""
+"""The options of `pgfence run`."""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
-from enum import StrEnum
-from typing import Annotated, Any, NoReturn
+from typing import Literal, NoReturn
 
-import typer
-from typer.core import TyperCommand
+import click
 
+from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.locks import Terms
-from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
+from pgfence.cli.parser import Command, Option
 from pgfence.cli.report import Console
 from pgfence.cli.run import OnLost, OnUnreachable, Pooler, RunOptions
 from pgfence.cli.run import run as run_guarded
 from pgfence.cli.supervise import has_terminal
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(
-        "run",
-        cls=_AfterDashes,
-        epilog="Exit codes: those of the command; 64 misuse, 65 wrong clock, 69 unreachable, 75 busy or done, ...",
-    )(run)
+_HELD = "Kind of lock"
+_BUSY = "If the lock is held elsewhere"
+_FAILURES = "If the lock is lost or there is no server"
 
 
-class OnBusy(StrEnum):
-    """What to answer when somebody else holds the lock."""
+class _AfterDashes(Command):
+    """A command that takes another command after `--`, so that the options of the two are never confused."""
 
-    EXIT = "exit"
-    OK = "ok"
-
-
-class _AfterDashes(TyperCommand):
-    """A command that takes another one after `--`, so that no option of either is taken for the other's."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" not in args and not {"-h", "--help"} & set(args):
             ctx.fail("Write -- before the command.")
         return super().parse_args(ctx, args)
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return ["[OPTIONS] NAME -- COMMAND [ARGS]..."]
 
-
-def run(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The lock: one command per name at a time, on all hosts.")
+@click.command(
+    "run",
+    short_help="Run a command while this host holds a lock.",
+    cls=_AfterDashes,
+    usage="[OPTIONS] NAME -- COMMAND [ARGS]...",
+    arguments={
+        "NAME": "Name of the lock: one command per name runs at a time, on all hosts.",
+        "COMMAND": "Program to run while the lock is held, with its arguments.",
+    },
+    examples={
+        "pgfence run nightly-billing -- bin/close-day": "Run a job on one host at a time; if it is running elsewhere, exit with 75",
+        "pgfence run --wait 60 deploy-shop -- bin/deploy": "Wait up to a minute for the lock",
+        "pgfence run --once-per day --on-busy ok report -- bin/report": "In the crontab of every host: run once a day, on one of them",
+    },
+    codes=[
+        ("0-255", "The command's own exit code; 128 + N if signal N ended it."),
+        ("0", "Busy, with --on-busy ok; no server, with --on-unreachable skip."),
+        ("64", "Misuse: an option, a name, a URL or an engine cannot be used."),
+        ("65", "--once-per: the server's clock was set back, or the rules for --tz differ between host and server."),
+        ("69", "The server could not be reached, rejected the login or has no room for another lock."),
+        ("70", "An unexpected error; its traceback is printed."),
+        ("75", "Busy: another process holds the lock, or the slot is done. Change it with -E."),
+        ("76", "The lock was lost while the command ran; the command was stopped."),
+        ("78", "Locks are not safe there: a pooler, a standby, not PostgreSQL; or tables are missing."),
+        ("126", "The command could not be executed."),
+        ("127", "The command was not found."),
+        ("128 + N", "Signal N came before the command was started."),
     ],
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What to run while it is held.")],
-    dsn: Dsn = None,
-    engine: EnginePath = None,
-    namespace: Namespace = None,
-    schema: Schema = None,
-    prefix: Prefix = None,
-    pooler: Annotated[Pooler | None, typer.Option(help="What stands between here and the server.")] = None,
-    wait: Annotated[
-        float | None, typer.Option("--wait", "-w", metavar="SECONDS", help="Wait for the lock, [b]inf[/b] for ever.")
-    ] = None,
-    nonblock: Annotated[bool, typer.Option("--nonblock", "-n", help="Do not wait for the lock: the default.")] = False,
-    on_busy: Annotated[OnBusy, typer.Option(help="Busy is a failure, or all is well.")] = OnBusy.EXIT,
-    conflict_exit_code: Annotated[
-        int | None, typer.Option("--conflict-exit-code", "-E", min=0, max=255, help="Exit code when busy.")
-    ] = None,
-    once_per: Annotated[
-        str | None,
-        typer.Option(metavar="day|hour|minute|CRON", help="Once in each slot of time, by the server's clock."),
-    ] = None,
-    tz: Annotated[
-        str | None, typer.Option(metavar="ZONE", help="Where the day begins: Europe/Vienna. Default: UTC.")
-    ] = None,
-    lease: Annotated[
-        bool, typer.Option("--lease", help="A lease instead of a lock: also through a pooler, with a token.")
-    ] = False,
-    ttl: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="How long it outlives a dead host. Default: 60.")
-    ] = None,
-    min_hold: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Not free again before, however short the command.")
-    ] = None,
-    max_hold: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Then it counts as lost, whatever the command does.")
-    ] = None,
-    on_lost: Annotated[OnLost, typer.Option(help="Stop the command when the lock is lost, or say so.")] = OnLost.STOP,
-    on_unreachable: Annotated[
-        OnUnreachable,
-        typer.Option(help="No server when --wait is over: fail, skip the command, or run it [b]without the lock[/b]."),
-    ] = OnUnreachable.FAIL,
-    grace: Annotated[float, typer.Option(metavar="SECONDS", help="Between SIGTERM and SIGKILL.")] = 10.0,
-    as_json: Json = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what happens.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say that it is busy.")] = False,
+)
+@click.argument("name", metavar="NAME")
+@click.argument("command", metavar="COMMAND", nargs=-1, required=True)
+@click.option(
+    "--lease",
+    cls=Option,
+    heading=_HELD,
+    is_flag=True,
+    help="Hold a lease instead of an advisory lock: works through any pooler and passes a fencing token to the command.",
+)
+@click.option(
+    "--once-per",
+    cls=Option,
+    heading=_HELD,
+    metavar="day|hour|minute|CRON",
+    help="Run once in each slot of time, on one of the hosts. The server's clock determines the slot.",
+)
+@click.option(
+    "--tz",
+    cls=Option,
+    heading=_HELD,
+    metavar="ZONE",
+    help="Time zone for --once-per, such as Europe/Vienna. Default: UTC.",
+)
+@click.option(
+    "--ttl",
+    cls=Option,
+    heading=_HELD,
+    type=float,
+    metavar="SECONDS",
+    help="Lifetime of a lease whose host has died. It does not limit the command. Default: 60.",
+)
+@click.option(
+    "--min-hold",
+    cls=Option,
+    heading=_HELD,
+    type=float,
+    metavar="SECONDS",
+    help="Keep the lease for at least SECONDS, however short the command.",
+)
+@click.option(
+    "--max-hold",
+    cls=Option,
+    heading=_HELD,
+    type=float,
+    metavar="SECONDS",
+    help="Give up the lease after SECONDS, even if the command is still running.",
+)
+@click.option(
+    "--wait",
+    "-w",
+    cls=Option,
+    heading=_BUSY,
+    type=float,
+    metavar="SECONDS",
+    help="Wait for the lock; inf waits indefinitely. Default: do not wait.",
+)
+@click.option("--nonblock", "-n", cls=Option, heading=_BUSY, is_flag=True, help="Do not wait. This is the default.")
+@click.option(
+    "--on-busy",
+    cls=Option,
+    heading=_BUSY,
+    type=click.Choice(["exit", "ok"]),
+    default="exit",
+    help="Exit code when the lock is busy: failure or success. Default: exit.",
+)
+@click.option(
+    "--conflict-exit-code",
+    "-E",
+    cls=Option,
+    heading=_BUSY,
+    type=click.IntRange(0, 255),
+    metavar="CODE",
+    help="Exit code when the lock is busy. Default: 75.",
+)
+@click.option(
+    "--on-lost",
+    cls=Option,
+    heading=_FAILURES,
+    type=click.Choice([each.value for each in OnLost]),
+    default=OnLost.STOP.value,
+    help="When the lock is lost, stop the command, or print a warning and let it continue. Default: stop.",
+)
+@click.option(
+    "--on-unreachable",
+    cls=Option,
+    heading=_FAILURES,
+    type=click.Choice([each.value for each in OnUnreachable]),
+    default=OnUnreachable.FAIL.value,
+    help="When no server responds within --wait, fail, skip the command, or run it WITHOUT the lock. Default: fail.",
+)
+@click.option(
+    "--grace",
+    cls=Option,
+    heading=_FAILURES,
+    type=float,
+    default=10.0,
+    metavar="SECONDS",
+    help="Time between SIGTERM and SIGKILL when the command is stopped. Default: 10.",
+)
+@options.dsn
+@options.engine
+@click.option(
+    "--pooler",
+    cls=Option,
+    heading=options.DATABASE,
+    type=click.Choice([each.value for each in Pooler]),
+    help="Connection pooler in front of the server. Default: auto, which rejects a pooler that it detects.",
+)
+@options.namespace
+@options.schema
+@options.prefix
+@click.option("--verbose", "-v", cls=Option, heading=options.OUTPUT, is_flag=True, help="Print each step.")
+@click.option(
+    "--quiet",
+    "-q",
+    cls=Option,
+    heading=options.OUTPUT,
+    is_flag=True,
+    help="Do not report a busy lock; errors are still printed.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    cls=Option,
+    heading=options.OUTPUT,
+    is_flag=True,
+    help="Print one JSON object as the last line on stderr.",
+)
+def run(
+    name: str,
+    command: tuple[str, ...],
+    lease: bool,
+    once_per: str | None,
+    tz: str | None,
+    ttl: float | None,
+    min_hold: float | None,
+    max_hold: float | None,
+    wait: float | None,
+    nonblock: bool,
+    on_busy: Literal["exit", "ok"],
+    conflict_exit_code: int | None,
+    on_lost: str,
+    on_unreachable: str,
+    grace: float,
+    dsn: str | None,
+    engine: str | None,
+    pooler: str | None,
+    namespace: str | None,
+    schema: str | None,
+    prefix: str | None,
+    verbose: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
-    """Run a command while this host holds a lock: flock(1) for a fleet. With --once-per: once, whoever comes first.
+    """Run a command while this host holds a lock, like flock(1) for all your hosts.
 
-    Under one name it excludes other runs, AdvisoryLock and TransactionLock; with --lease or --once-per, Lease and Once.
-    AdvisoryLock(token=True) excludes all of these.
-
-    The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
+    Use it for cron jobs, deployments and any program that only one host should run at a time. The lock NAME excludes other
+    runs, AdvisoryLock and TransactionLock; with --lease or --once-per, Lease and Once. AdvisoryLock(token=True) excludes all of
+    these.
     """
     if nonblock and wait is not None:
         raise MisuseError("give --wait or --nonblock, not both")
     terms = Terms(lease=lease, once_per=once_per, tz=tz, ttl=ttl, min_hold=min_hold, max_hold=max_hold)
     terms.check()
-    options = RunOptions(
+    wanted = RunOptions(
         name=name,
         command=command,
         dsn=dsn,
@@ -115,28 +233,28 @@ def run(
         namespace=namespace,
         schema=schema,
         prefix=prefix,
-        pooler=pooler,
+        pooler=None if pooler is None else Pooler(pooler),
         wait=_seconds(wait or 0.0, "--wait"),
         busy_code=_when_busy(on_busy, conflict_exit_code),
-        on_lost=on_lost,
-        on_unreachable=on_unreachable,
+        on_lost=OnLost(on_lost),
+        on_unreachable=OnUnreachable(on_unreachable),
         grace=_seconds(grace, "--grace"),
         terms=terms,
     )
-    _perform(options, Console(quiet=quiet, verbose=verbose), as_json=as_json)
+    _perform(wanted, Console(quiet=quiet, verbose=verbose), as_json=as_json)
 
 
-def _when_busy(on_busy: OnBusy, code: int | None) -> int:
-    if on_busy is OnBusy.OK and code is not None:
+def _when_busy(on_busy: Literal["exit", "ok"], code: int | None) -> int:
+    if on_busy == "ok" and code is not None:
         raise MisuseError("give --on-busy=ok or --conflict-exit-code, not both")
-    if on_busy is OnBusy.OK:
+    if on_busy == "ok":
         return Code.OK
     return Code.BUSY if code is None else code
 
 
-def _perform(options: RunOptions, speaker: Console, *, as_json: bool) -> NoReturn:
+def _perform(wanted: RunOptions, speaker: Console, *, as_json: bool) -> NoReturn:
     _fill_standard_descriptors()
-    report = run_guarded(options, speaker, os.environ)
+    report = run_guarded(wanted, speaker, os.environ)
     if as_json:
         speaker.write(report.as_json())
     elif report.message:
