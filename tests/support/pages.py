@@ -1,6 +1,7 @@
 """Run the examples of a page of documentation: `python pages.py PAGE`.
 
-Blocks marked `python` run in order, in one namespace, `await` at the top included. Blocks marked `console` run in a shell,
+Blocks marked `python` run in order, in one namespace, `await` at the top included; one that begins with the name of a file, as
+in `# worker.py`, is saved under that name instead. Blocks marked `console` run in a shell,
 `$` before each command, and print what stands under it (`...` for anything). A comment that starts with `<!-- run` holds
 Python that a reader need not see.
 """
@@ -32,6 +33,7 @@ PROGRAMS = [str(_TESTS.parent / "docs" / "examples"), str(_TESTS / "typing" / "u
 """The folders of the programs that pages include."""
 
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$|^<!-- run\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r"# (\w+\.py)\n")
 _LOOSE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -86,6 +88,9 @@ def run(page: Path) -> None:
         for block in blocks(page):
             if block.kind == "console":
                 _run_console(page, block)
+                continue
+            if named := _FILE.match(block.code):
+                Path(named[1]).write_text(block.code, encoding="utf-8")
                 continue
             source = "\n" * block.line + block.code
             code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
