@@ -71,7 +71,8 @@ def configure(
         max_lock_connections: how many connections session locks of this process may use at a time. Whoever comes later
             waits its turn within its timeout.
         pooler: what stands in between. "auto" refuses session locks when a pooler shows; "session" is your word that it
-            gives each client a server session of its own; "transaction" refuses them at once.
+            gives each client a server session of its own; "transaction" refuses them at once, unless there is a
+            `lock_engine`, whose own `pooler` setting applies then.
         on_event: called with every `Event`.
 
     Raises:

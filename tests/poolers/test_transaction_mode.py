@@ -152,14 +152,15 @@ async def test_a_transaction_lock_works_through_it(
 
 
 @pytest.mark.twins
+@pytest.mark.parametrize("declared", ["auto", "transaction"])
 async def test_a_direct_lock_engine_works_beside_it(
-    world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any]
+    world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any], declared: Any
 ) -> None:
     """C019: the way out: the locks go to the server, everything else goes through the pooler."""
     through = pgbouncer("transaction")
     for direct in (world.engine(), world.engine):
         engine = pooled(world, through)
-        configure(engine, lock_engine=direct)
+        configure(engine, lock_engine=direct, pooler=declared)
         async with world.enter(lock(world, engine, name).hold()) as held:
             held.check()
             assert not is_free(admin, name)

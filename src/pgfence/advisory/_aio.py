@@ -200,7 +200,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             return manager, self._in_terms_of(engine, config, manager.style), engine
         engine = resolve_async_engine(engine, "AsyncAdvisoryLock", "AdvisoryLock")
         config = config_of(engine, pin=True)
-        self._locked_on = lock_engine(engine, config)
+        self._locked_on, config = lock_engine(engine, config)
         manager = get_manager(self._locked_on.sync_engine, config)
         sql = self._in_terms_of(engine, config, manager.style)
         self._found = manager, sql

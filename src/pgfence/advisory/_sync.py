@@ -225,7 +225,8 @@ class AdvisoryLock(LockNames, LockBase[H]):
             return manager, self._in_terms_of(engine, config, manager.style), engine
         engine = resolve_engine(engine, "AdvisoryLock", "AsyncAdvisoryLock")
         config = config_of(engine, pin=True)
-        manager = get_manager(lock_engine(engine, config), config)
+        locked_on, config = lock_engine(engine, config)
+        manager = get_manager(locked_on, config)
         sql = self._in_terms_of(engine, config, manager.style)
         self._found = manager, sql
         return manager, sql, None
