@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -53,6 +55,57 @@ def test_every_public_name_is_in_the_reference() -> None:
         home = getattr(getattr(pgfence, name), "__module__", f"pgfence.{name}")
         there = re.search(rf"::\s+(pgfence\.)?{name}\b", reference) or home in modules or f"pgfence.{name}" in modules
         assert there or name == "__version__", name
+
+
+def reference_pages() -> list[Path]:
+    return sorted((ROOT / "docs" / "reference").glob("*.md"))
+
+
+@every_row("page", reference_pages())
+def test_a_reference_page_begins_with_a_sentence_and_a_table_of_its_members(page: Path) -> None:
+    """A page of the reference begins with a paragraph, and its table lists what it describes, each name once."""
+    content = page.read_text(encoding="utf-8")
+    assert re.match(r"# .+\n\n(?!```|:::)[^\s|<]", content), "no paragraph after the title"
+    described = re.findall(r"^\.\. (?:auto(?:class|function|exception)|py:data):: ([\w.]+)", content, re.MULTILINE)
+    for module in re.findall(r"^\.\. automodule:: (\S+)", content, re.MULTILINE):
+        described += importlib.import_module(module).__all__
+    summaries = re.findall(r"\.\. autosummary::\n(?:   :\w+:\n)*\n((?:   \S+\n)+)", content)
+    listed = "".join(summaries).split() + re.findall(r"^\| \{py:data\}`~(\S+)` \|", content, re.MULTILINE)
+    # `op.add_fence` is described as a method of its class.
+    last = [name.rpartition(".")[2] for name in described if name != "pgfence_alembic.Directives"]
+    members = [name.rpartition(".")[2] for name in listed if "Directives." not in name]
+    assert sorted(members) == sorted(last)
+
+
+def parameters(written: str) -> dict[str, str | None]:
+    """Return the parameters of a signature with their defaults, as text."""
+    code = ast.parse(f"def f{written}: ...").body[0]
+    assert isinstance(code, ast.FunctionDef)
+    arguments = code.args
+    defaults: list[ast.expr | None] = [*[None] * (len(arguments.args) - len(arguments.defaults)), *arguments.defaults]
+    pairs = [
+        *zip(arguments.args, defaults, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    found = {argument.arg: default and ast.unparse(default) for argument, default in pairs}
+    return found | ({arguments.vararg.arg: None} if arguments.vararg else {})
+
+
+def test_signatures_written_in_the_reference_are_those_of_the_code() -> None:
+    """A signature that a page of the reference spells out has the parameters and defaults of the code."""
+    checked = 0
+    for page in reference_pages():
+        module = "pgfence"
+        for line in page.read_text(encoding="utf-8").splitlines():
+            module = line.split()[-1] if ".. currentmodule::" in line else module
+            written = re.match(r"\.\. auto(?:class|function):: (\w+)(\(.*\))", line)
+            # FastAPI fills the parameters of its dependencies in.
+            if written and module != "pgfence.fastapi":
+                checked += 1
+                real = inspect.signature(getattr(importlib.import_module(module), written[1])).parameters.values()
+                defaults = {one.name: None if one.default is one.empty else repr(one.default) for one in real}
+                assert parameters(written[2]) == defaults, line
+    assert checked > 0
 
 
 @every_row("page", all_pages())

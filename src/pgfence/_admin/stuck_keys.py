@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from pgfence._admin.requests import build_audit_fields
 from pgfence._api.inputs import check_key, check_text
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from pgfence._process.clock import Seconds
     from pgfence._sql.stuck_keys import StuckKeyRow
 
-State: TypeAlias = Literal["running", "lost"]
 _LONGEST = 1e9
 
 
@@ -44,7 +43,7 @@ class StuckKey:
 
     scope: str
     key: str
-    state: State
+    state: Literal["running", "lost"]
     attempt: int
     steps: tuple[str, ...]
     owner: str | None
