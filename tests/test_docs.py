@@ -116,6 +116,23 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def test_each_how_to_is_on_the_list_of_tasks() -> None:
+    """The page that lists the tasks has a link to each how-to."""
+    listed = (ROOT / "docs" / "how-to" / "index.md").read_text(encoding="utf-8")
+    pages = {page.name for page in (ROOT / "docs" / "how-to").glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"\]\(([\w-]+\.md)\)", listed)) == pages
+
+
+def test_the_decision_tree_says_what_its_page_says() -> None:
+    """Each answer in the picture is an answer in the list below it."""
+    picture = (ROOT / "docs" / "_static" / "which-one.svg").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "choose" / "which-one.md").read_text(encoding="utf-8")
+    answers = re.findall(r'class="answer"[^>]*>([^<]+)<', picture)
+    listed = re.findall(r"^\d\. .*(?:\n   .*)*", page, re.MULTILINE)
+    assert len(answers) > len(listed) > 0
+    assert [answer for answer in answers if answer.lower() not in "".join(listed).lower()] == []
+
+
 def test_each_command_of_the_readme_is_one_line() -> None:
     """The README marks its two commands, and each needs one line."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
