@@ -1,6 +1,8 @@
-"""A payments API: each order is charged once, however often the client asks and whichever process dies on the way.
+"""A payments API that charges each order once, even if clients retry and processes die.
 
-export PGHOST=... PGDATABASE=... PROVIDER=http://127.0.0.1:8001
+pip install "pgfence[fastapi,psycopg]" uvicorn
+export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
+export PROVIDER=http://127.0.0.1:8001
 uvicorn api:app --port 8000
 """
 
@@ -30,8 +32,8 @@ from pgfence.fastapi import (
 )
 
 PROVIDER = os.environ.get("PROVIDER", "http://127.0.0.1:8001")
-TTL = 30.0  # seconds after which the request of a dead process is continued by another one
-engine = create_engine("postgresql+psycopg://")
+TTL = 30.0  # seconds until another process continues the request of a dead one
+engine = create_engine("postgresql+psycopg://")  # the server is that of PGHOST
 SessionLocal = sessionmaker(engine)
 
 
@@ -75,18 +77,15 @@ class Charge(BaseModel):
 
 
 class Declined(Exception):
-    """The provider has said no: that is an answer, and stays one."""
+    """The provider declined the charge. This is the result of the request."""
 
 
-class Away(Exception):
-    """The provider gave no answer, or none that makes sense. To ask it again under the same key is safe."""
+class ProviderUnavailable(Exception):
+    """The provider sent no usable response. Retrying with the same key is safe."""
 
 
-class Different(Exception):
-    """There is an order of this key, for another amount: it is older than what is remembered of keys."""
-
-
-# ------------------------------------------------------------------ who asks, and in which transaction
+class AmountMismatch(Exception):
+    """An order of this key exists, for another amount. Its key has expired."""
 
 
 def get_session() -> Iterator[Session]:
@@ -95,10 +94,10 @@ def get_session() -> Iterator[Session]:
 
 
 def get_customer(x_customer: Annotated[int, Header(gt=0, lt=2**31)]) -> int:
-    return x_customer  # stands for whatever authenticates
+    return x_customer  # replace this with your authentication
 
 
-def principal(customer: Annotated[int, Depends(get_customer)]) -> str:
+def get_principal(customer: Annotated[int, Depends(get_customer)]) -> str:
     return str(customer)
 
 
@@ -110,9 +109,8 @@ OrderId = Annotated[int, Path(gt=0, lt=2**31)]
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-    with TransactionLock.begin(
-        engine, "payments:tables"
-    ) as connection:  # every process does this at its start
+    # Every process runs this when it starts. The lock lets one at a time create tables.
+    with TransactionLock.begin(engine, "payments:tables") as connection:
         Base.metadata.create_all(connection)
         schema.create_all(connection)
     yield
@@ -124,27 +122,29 @@ install_error_handlers(app)
 
 
 @app.exception_handler(RequestValidationError)
-async def invalid(request: object, error: RequestValidationError) -> JSONResponse:
-    # FastAPI's own answer repeats what it got, and fails where that is NaN or no text.
-    return JSONResponse(
-        {"detail": [{"loc": one["loc"], "msg": one["msg"]} for one in error.errors()]},
-        422,
-    )
+async def reject_invalid(
+    request: object, error: RequestValidationError
+) -> JSONResponse:
+    # FastAPI's default repeats the input, and fails if that is NaN or not text.
+    errors = [{"loc": one["loc"], "msg": one["msg"]} for one in error.errors()]
+    return JSONResponse({"detail": errors}, 422)
 
 
-# ------------------------------------------------------------------ an effect outside of the database
+# ---------------------------------------------------- an effect outside the database
 
 
 @app.post("/orders", status_code=201)
-def place(body: NewOrder, customer: Customer, key: Key) -> OrderOut:
+def place_order(body: NewOrder, customer: Customer, key: Key) -> OrderOut:
     def work(attempt: Attempt) -> OrderOut:
-        order, paid = attempt.step(
-            "order", lambda key: write(key, customer, body.amount)
+        order, charge = attempt.step(
+            "order", lambda key: write_order(key, customer, body.amount)
         )
-        charge = paid or attempt.step(
-            "charge", lambda key: ask_provider(f"{customer}:{key}", order, body.amount)
-        )
-        return settle(attempt, order, charge)
+        if charge is None:
+            charge = attempt.step(
+                "charge",
+                lambda key: charge_card(f"{customer}:{key}", order, body.amount),
+            )
+        return settle_order(attempt, order, charge)
 
     effect = IdempotentEffect(
         engine,
@@ -154,74 +154,69 @@ def place(body: NewOrder, customer: Customer, key: Key) -> OrderOut:
         result=OrderOut,
         ttl=TTL,
         record=[Declined],
-        free=[Away, Different],
+        free=[ProviderUnavailable, AmountMismatch],
     )
     try:
         return effect.run(work)
     except Declined as error:
         raise HTTPException(402, str(error)) from error
-    except Different as error:
-        raise HTTPException(
-            422, "there is an order of this key, for another amount"
-        ) from error
-    except Away as error:
-        raise HTTPException(
-            503, "the payment provider is away", {"Retry-After": "1"}
-        ) from error
+    except AmountMismatch as error:
+        raise HTTPException(422, "this key has an order for another amount") from error
+    except ProviderUnavailable as error:
+        detail = "the payment provider is unavailable"
+        raise HTTPException(503, detail, {"Retry-After": "1"}) from error
 
 
-def write(key: str, customer: int, amount: int) -> tuple[int, str | None]:
+def write_order(key: str, customer: int, amount: int) -> tuple[int, str | None]:
     new = Order(customer=customer, request=key, amount=amount)
     with SessionLocal.begin() as session:
         order = insert_once(session, new, key=[Order.customer, Order.request])
         if order.amount != amount:
-            raise Different
+            raise AmountMismatch
         return order.id, order.charge
 
 
-def ask_provider(key: str, order: int, amount: int) -> str:
-    headers = {"Content-Type": "application/json", "Idempotency-Key": key}
-    asked = Request(
+def charge_card(key: str, order: int, amount: int) -> str:
+    request = Request(
         f"{PROVIDER}/charges",
         json.dumps({"order": order, "amount": amount}).encode(),
-        headers,
+        {"Content-Type": "application/json", "Idempotency-Key": key},
     )
     try:
-        with urlopen(asked, timeout=10) as answer:
-            return Charge.model_validate_json(answer.read()).id
+        with urlopen(request, timeout=10) as response:
+            return Charge.model_validate_json(response.read()).id
     except HTTPError as error:
         if error.code == 402:
             raise Declined("the card was declined") from error
-        raise Away from error
-    except (
-        OSError,
-        http.client.HTTPException,
-        ValueError,
-    ) as error:  # a cut connection, a timeout, a proxy's page
-        raise Away from error
+        raise ProviderUnavailable from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        # A lost connection, a timeout, or an error page of a proxy.
+        raise ProviderUnavailable from error
 
 
-def settle(attempt: Attempt, order: int, charge: str) -> OrderOut:
+def settle_order(attempt: Attempt, order: int, charge: str) -> OrderOut:
     with SessionLocal.begin() as session:
         row = session.get_one(Order, order)
         row.charge = charge
         out = OrderOut(id=row.id, amount=row.amount, charge=charge)
-        attempt.complete(session, out)  # the row and the end of the key are one commit
+        attempt.complete(session, out)  # one commit for the row and the result
     return out
 
 
-# ------------------------------------------------------------------ an effect in the database
+# ---------------------------------------------------- an effect in the database
 
 
-voucher_key = Idempotent(session=get_session, principal=principal, result=VoucherOut)
+voucher_key = Idempotent(
+    session=get_session, principal=get_principal, result=VoucherOut
+)
+VoucherCall = Annotated[
+    IdempotentCall[VoucherOut], Depends(voucher_key, scope="function")
+]
 
 
 @app.post("/vouchers", status_code=201)
-def give_voucher(
-    body: NewOrder,
-    customer: Customer,
-    session: SessionDep,
-    call: Annotated[IdempotentCall[VoucherOut], Depends(voucher_key, scope="function")],
+def issue_voucher(
+    body: NewOrder, customer: Customer, session: SessionDep, call: VoucherCall
 ) -> VoucherOut:
     def work() -> VoucherOut:
         voucher = Voucher(customer=customer, amount=body.amount)
@@ -232,7 +227,7 @@ def give_voucher(
     return call.run(work)
 
 
-# ------------------------------------------------------------------ one at a time
+# ---------------------------------------------------- one request at a time
 
 
 order_lock = Locked("order:{order_id}", session=get_session, timeout=2)
@@ -242,8 +237,8 @@ order_lock = Locked("order:{order_id}", session=get_session, timeout=2)
     "/orders/{order_id}/shipment",
     dependencies=[Depends(get_customer), Depends(order_lock, scope="function")],
 )
-def ship(order_id: OrderId, customer: Customer, session: SessionDep) -> bool:
-    """Say whether this request is the one that ships the order."""
+def ship_order(order_id: OrderId, customer: Customer, session: SessionDep) -> bool:
+    """Return whether this request is the one that ships the order."""
     order = session.get(Order, order_id)
     if order is None or order.customer != customer:
         raise HTTPException(404)

@@ -1,4 +1,4 @@
-"""A payment provider in one file: it charges cards, and knows a request again by its idempotency key.
+"""A payment provider for tests: it charges a card once for each idempotency key.
 
 uvicorn provider:app --port 8001
 """

@@ -18,7 +18,7 @@ SHORT = 1
 """Seconds after which to send a request again where nothing is known of a better time."""
 
 _LATER = "Send this request again after the number of seconds in Retry-After."
-_INTERNAL = "The service could not handle this request because of an error of its own. Its log has the cause."
+_INTERNAL = "The service could not handle this request because of an internal error. Its log has the cause."
 
 
 # None of them repeats the message of an error, which may name keys, holders and tables.
