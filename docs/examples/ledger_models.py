@@ -1,4 +1,4 @@
-"""Models of a ledger: entries that are fenced by their book, and notes whose version the server counts."""
+"""Models of a ledger: fenced entries, and notes whose version the server counts."""
 
 from __future__ import annotations
 
