@@ -116,9 +116,9 @@ async def test_a_handle_enters_no_gate_of_another_installation(
                 raise AssertionError
         assert f"'{name}'" in str(caught.value)
         async with session(world, mapped) as work:
-            with pytest.raises(ValueError, match="another installation"):
+            with pytest.raises(ValueError, match="each installation"):
                 await world.call(held.fence, work)
-            with pytest.raises(ValueError, match="another installation"):
+            with pytest.raises(ValueError, match="each installation"):
                 await world.call(held.checkpoint, work, {})
         async with session(world, world.engine()) as work:  # by the search path, which finds the same one
             await world.call(held.fence, work)

@@ -421,7 +421,7 @@ async def test_a_statement_whose_rows_are_unknown_is_rejected(
     def work(session: Session) -> None:
         session.execute(*REFUSED[statement](cls))
 
-    with pytest.raises(FenceRequiredError, match="cannot be told"):
+    with pytest.raises(FenceRequiredError, match="cannot be determined"):
         await under(world, engine, {book: 3}, work)
     assert await on_session(world, engine, lambda session: rows(session, cls)) == [(1, book, 0, 3)]
 
@@ -460,7 +460,7 @@ async def test_a_statement_that_sets_the_token_itself_is_rejected(world: World, 
     """Only the fence writes the column that says which token wrote a row."""
     engine = world.engine()
     cls = await entry(world, engine)
-    with pytest.raises(ValueError, match="is set by the fence"):
+    with pytest.raises(ValueError, match="is set by pgfence"):
         await under(world, engine, own(cls, 3), lambda session: session.execute(*made(cls)))
 
 
@@ -503,7 +503,7 @@ async def test_inserts_and_updates_of_the_table_need_a_token_too(world: World) -
         if mode == "gate":
             await under(world, engine, own(cls, 4), lambda session, s=change: session.execute(s))
         else:
-            with pytest.raises(FenceRequiredError, match="cannot be told"):
+            with pytest.raises(FenceRequiredError, match="cannot be determined"):
                 await under(world, engine, own(cls, 4), lambda session, s=change: session.execute(s))
         found = await on_session(world, engine, lambda session, cls=cls: rows(session, cls))
         assert found == [(1, "a", 7, 4) if mode == "gate" else (1, "a", 0, 3)]
@@ -707,7 +707,7 @@ async def test_the_column_may_have_another_name(world: World) -> None:
     await under(world, engine, own(cls, 4), lambda s: s.execute(update(cls).where(cls.id == 1).values(amount=7)))
     found = await on_session(world, engine, lambda session: rows(session, cls))
     assert found == [(1, "a", 7, 4), (2, "a", 0, 3)]
-    with pytest.raises(ValueError, match="is set by the fence"):
+    with pytest.raises(ValueError, match="is set by pgfence"):
         await under(world, engine, own(cls, 4), lambda s: s.execute(update(cls).values(written_under=9)))
 
 

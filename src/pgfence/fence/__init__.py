@@ -1,8 +1,9 @@
-"""Transactions that PostgreSQL itself refuses when their holder has been overtaken.
+"""Transactions that PostgreSQL rejects once a newer holder has taken over.
 
-A transaction *enters the gate* of a resource with a token as its first statement, and stays inside until it
-ends. Whoever has the same token is let in beside it, a newer one waits for it, an older one is refused from then on, whatever
-statement or driver it uses. Tables guarded by `pgfence.schema.add_fence` also refuse those who enter no gate.
+A transaction *enters the gate* of a resource with a fencing token as its first statement, and stays inside until it ends.
+Transactions with the same token run concurrently. A newer token waits for them to finish; from then on PostgreSQL rejects
+older tokens, whatever statement or driver is used. Tables guarded by `pgfence.schema.add_fence` also reject transactions that
+enter no gate.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["Fenced", "fence", "fenced"]
 if not TYPE_CHECKING:  # checkers must report a misspelt name
 
     def __getattr__(name: str) -> object:
-        """Load the mixin when it is asked for: it needs SQLAlchemy's ORM, which costs twice what importing pgfence may."""
+        """Load the mixin on first access: it needs SQLAlchemy's ORM, which takes twice as long to import as pgfence may."""
         if name == "Fenced":
             from pgfence.fence._mixin import Fenced
 

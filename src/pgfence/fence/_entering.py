@@ -1,4 +1,4 @@
-"""How a transaction enters a gate: on a sync Session or Connection; async callers come here through `run_sync`."""
+"""Enter gates in a transaction of a sync Session or Connection; async callers call this through `run_sync`."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from pgfence._sql.gates import EnteredGates
     from pgfence._sql.storage import TableNames
 
-# What a routing Session is asked with. It is never sent; whatever sends reads elsewhere must send this to the primary.
+# Only passed to a routing Session to select its engine, never executed. A Session that routes reads must send this to the primary.
 _WRITE = update(table("pgfence_gate"))
 
 
 def is_async(work: object) -> TypeIs[AsyncWork]:
-    """Return whether a transaction belongs to an AsyncSession or AsyncConnection.
+    """Return whether the caller's transaction belongs to an AsyncSession or AsyncConnection.
 
     Raises:
-        TypeError: it has no transaction.
+        TypeError: it is neither a session nor a connection.
     """
     if is_async_session(work) or is_async_connection(work):
         return True
@@ -54,7 +54,7 @@ def is_async(work: object) -> TypeIs[AsyncWork]:
         return False
     opens = isinstance(work, Engine) or is_sessionmaker(work) or is_async_engine(work) or is_async_sessionmaker(work)
     way = "; open a transaction first, or use lease.begin(...)" if opens else ""
-    raise TypeError(f"a fence stands in a transaction: a Session or a Connection, not {type(work).__name__}{way}")
+    raise TypeError(f"a fence needs a transaction: pass a Session or a Connection, not {type(work).__name__}{way}")
 
 
 def tokens_of(resource: object, token: object) -> dict[str, int]:
@@ -62,31 +62,33 @@ def tokens_of(resource: object, token: object) -> dict[str, int]:
 
     Raises:
         TypeError: a resource is not a str, or a token is not an int.
-        ValueError: there is no resource, or a token is below 1.
+        ValueError: no resource was given, or a token is below 1.
     """
     if isinstance(resource, Mapping):
         if token is not None:
-            raise TypeError("a mapping has its tokens already: fence(session, {resource: token})")
+            raise TypeError("a mapping already contains the tokens: fence(session, {resource: token})")
         found: list[tuple[object, object]] = list(resource.items())
     elif isinstance(resource, (tuple, list, set, frozenset)):
-        raise TypeError("several resources are a mapping, each with its token: fence(session, {resource: token})")
+        raise TypeError("pass several resources as a mapping, each with its token: fence(session, {resource: token})")
     else:
         found = [(resource, token)]
     if not found:
-        raise ValueError("there is no resource to enter")
+        raise ValueError("no resource was given to enter")
     tokens: dict[str, int] = {}
     for name, number in found:
         text = qualify_name(name, "", "a resource")
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"the token for {name!r} must be an int, not {type(number).__name__}")
         if not 0 < number < 2**63:
-            raise ValueError(f"a fencing token is a bigint of 1 or more, not {number}: take the one of the lease")
+            raise ValueError(
+                f"a fencing token is a bigint of 1 or more, not {number}: pass the token of the lease or lock"
+            )
         tokens[text] = number
     return tokens
 
 
 def enter_named(work: SyncWork, tokens: Mapping[str, int], *, after_reads: bool = False) -> None:
-    """As `enter`, by the names that callers use."""
+    """Enter gates as `enter` does, by the names that callers use."""
     enter(work, tokens, after_reads=after_reads, named=True)
 
 
@@ -101,17 +103,17 @@ def enter(
     """Enter the gates of resources, which stay locked until the transaction ends. Entering one again costs nothing.
 
     Args:
-        work: the transaction; it begins here if it has not yet.
-        tokens: by resource, as it stands in the tables.
-        after_reads: allow statements of this transaction before it.
-        named: the resources are as callers name them; the configured namespace is added.
-        issued: the tables that the tokens come from, if that is known.
+        work: the transaction; begun here if necessary.
+        tokens: by resource, as stored in the tables.
+        after_reads: whether statements of this transaction may precede it.
+        named: the resources are names that callers use; the configured namespace is added.
+        issued: the tables that issued the tokens, if known.
 
     Raises:
         ValueError: the tokens come from another installation (schema or prefix) than that of this transaction.
-        StaleFencingTokenError: a token is not the newest. The transaction cannot commit any more.
+        StaleFencingTokenError: a token is not the newest. The transaction can no longer commit.
         LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`.
-        TransactionStateError: autocommit; or something was sent in this transaction already.
+        TransactionStateError: the connection is in autocommit, or another statement was already sent in this transaction.
         SchemaError: the tables or functions are missing, or this role may not use them.
     """
     connection, fresh, known = _open_transaction(work)
@@ -122,7 +124,7 @@ def enter(
 
 
 def enter_for_block(work: Session | Connection, tokens: Mapping[str, int], *, after_reads: bool = False) -> sql.Stay:
-    """As `enter_named`, and return the transaction that must outlive the block."""
+    """Enter gates as `enter_named` does, and return the transaction that must not end before the block does."""
     enter(work, tokens, after_reads=after_reads, named=True)
     return sql.Stay.of(work if isinstance(work, Connection) else work.connection(bind_arguments={"clause": _WRITE}))
 
@@ -142,7 +144,7 @@ def check_still_open(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
 
 
 def _enter_new(work: Session | Connection, tokens: Mapping[str, int], issued: TableNames | None) -> None:
-    """Enter gates in a transaction that pgfence has just opened, in which only hooks at its begin may have sent anything."""
+    """Enter gates in a transaction that pgfence has just opened, in which only hooks at BEGIN may have sent statements."""
     if isinstance(work, Connection):
         _enter(work, tokens, issued, fresh=False, unseen=True)
     else:
@@ -152,29 +154,29 @@ def _enter_new(work: Session | Connection, tokens: Mapping[str, int], issued: Ta
 def _enter(
     connection: Connection, tokens: Mapping[str, int], issued: TableNames | None, *, fresh: bool, unseen: bool
 ) -> None:
-    """Enter gates that were not entered yet.
+    """Enter the gates that were not entered yet.
 
     Args:
         connection: of the transaction.
-        tokens: by resource, as it stands in the tables.
-        issued: the tables that the tokens come from, if that is known.
-        fresh: nothing was sent in this transaction, except by hooks at its begin.
-        unseen: it may also be entered late, because the caller allows it or because what was sent cannot be known.
+        tokens: by resource, as stored in the tables.
+        issued: the tables that issued the tokens, if known.
+        fresh: nothing was sent in this transaction, except by hooks at its BEGIN.
+        unseen: entering late is allowed, because the caller permits it or because earlier statements are unknown.
     """
     place = table_names_of(connection)
     if issued is not None:
         _check_same_tables(place, issued, tokens)
     record, first = _get_record(connection, tokens, fresh=fresh)
-    # A gate that was entered under another token is entered again: the server decides which of the two counts.
+    # A gate entered under another token is entered again: the server decides which of the two is valid.
     missing = {name: token for name, token in tokens.items() if record.token_of(place, name) != token}
     if not missing:
         return
-    # Before the first statement: a snapshot that is older than the lock on the gate would not see what the last holder wrote.
+    # First statement: a snapshot older than the lock on the gate would not see what the last holder wrote.
     if not (first or unseen or record.first):
         raise TransactionStateError(
-            f"the gate of {_quote_names(missing)} must be entered by the first statement of the transaction: what was read before may"
-            " have been read before the last holder's commit. Enter all resources at once, right after the begin; or use"
-            " lease.begin(...); or pass after_reads=True if nothing was read yet that a write will rest on"
+            f"the gate of {_quote_names(missing)} must be entered by the first statement of the transaction, because anything read"
+            " earlier may predate the last holder's commit. Enter all resources at once, right after BEGIN; or use"
+            " lease.begin(...); or pass after_reads=True if no write depends on what was read"
         )
     try:
         gates.enter(connection, place, record, missing, config_of(connection).default_timeout)
@@ -187,9 +189,9 @@ def _enter(
 def _check_same_tables(place: TableNames, issued: TableNames, names: Iterable[str]) -> None:
     if place.contradicts(issued):
         raise ValueError(
-            f"the token for {_quote_names(names)} was issued by {issued.name('lease')}, and this transaction enters gates in"
-            f" {place.name('gate')}: another installation counts its own tokens. Use a sessionmaker or an engine with the same"
-            " schema and prefix; or, if that gate is meant, fenced(session, resource, token)"
+            f"the token for {_quote_names(names)} was issued by {issued.name('lease')}, but this transaction enters gates in"
+            f" {place.name('gate')}, and each installation numbers its own tokens. Use a sessionmaker or an engine with the same"
+            " schema and prefix; or, if you mean that gate, fenced(session, resource, token)"
         )
 
 
@@ -200,19 +202,19 @@ def save_checkpoint(
     data: str | None,
     issued: TableNames | None = None,
 ) -> None:
-    """Save what the next holder can resume from, in the caller's transaction, and enter the gate if that was not done.
+    """Save what the next holder can resume from in the caller's transaction, and enter the gate if necessary.
 
     Args:
-        work: the transaction; it begins here if it has not yet.
-        name: of the lease, as it stands in the tables.
+        work: the transaction; begun here if necessary.
+        name: of the lease, as stored in the tables.
         token: of the lease.
         data: JSON.
-        issued: the tables of the lease, if that is known.
+        issued: the tables of the lease, if known.
 
     Raises:
-        ValueError: this transaction writes under another installation.
-        StaleFencingTokenError: a newer holder has taken over. The transaction cannot commit any more.
-        TransactionStateError: autocommit.
+        ValueError: this transaction uses another installation.
+        StaleFencingTokenError: a newer holder has taken over. The transaction can no longer commit.
+        TransactionStateError: the connection is in autocommit.
     """
     connection, fresh, _ = _open_transaction(work)
     place = table_names_of(connection)
@@ -227,38 +229,38 @@ def save_checkpoint(
 
 
 def get_entered_token(connection: Connection, resource: str) -> int | None:
-    """Return the token with which the present transaction has entered the gate of a resource; None: it has not.
+    """Return the token with which the current transaction has entered the gate of a resource; None if it has not.
 
-    A ROLLBACK TO SAVEPOINT takes back what was entered since.
+    A ROLLBACK TO SAVEPOINT undoes what was entered since that savepoint.
 
     Args:
         connection: of the transaction.
-        resource: its name as it is stored in the tables.
+        resource: its name as stored in the tables.
     """
     return gates.EnteredGates.of(connection).token_of(table_names_of(connection), resource)
 
 
 def block_commit(work: SyncWork, error: StaleFencingTokenError) -> None:
-    """Make the present transaction fail at COMMIT. Only its outermost rollback ends that."""
+    """Make the current transaction fail at COMMIT. Only its outermost rollback ends that."""
     session = unwrap_session(work)
     connection = session if isinstance(session, Connection) else session.connection(bind_arguments={"clause": _WRITE})
     gates.block_commit(connection, error)
 
 
 def _open_transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
-    """Return the connection, whether its transaction begins only now, and whether what ran in it before is known."""
+    """Return the connection, whether its transaction begins only now, and whether its earlier statements are known."""
     session = unwrap_session(work)
     if isinstance(session, Connection):
-        # The caller of a Connection in a savepoint may own nothing but this savepoint.
+        # Code that gets a Connection inside a savepoint may own only that savepoint.
         return session, False, not session.in_nested_transaction()
-    # On a Connection of the caller's, others may have sent statements before the Session began on it.
+    # On the caller's own Connection, other code may have sent statements before the Session began on it.
     known = not isinstance(session.get_bind(clause=_WRITE), Connection)
     begun: list[object] = []
 
     def begin(*_: object) -> None:
         begun.append(True)
 
-    # "after_begin" tells a new transaction from an open one, whatever hooks have sent at its begin: settings are no reads.
+    # "after_begin" tells a new transaction from an open one, whatever hooks sent at BEGIN: those set options and read nothing.
     event.listen(session, "after_begin", begin)
     try:
         connection = open_connection(session, {"clause": _WRITE})
@@ -268,26 +270,26 @@ def _open_transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
 
 
 def _get_record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -> tuple[EnteredGates, bool]:
-    """Return what the transaction has entered, and whether the next statement counts as its first."""
+    """Return the gates that the transaction has entered, and whether the next statement counts as its first."""
     gates.translate(connection)
     state = sql.read_driver_state(connection)
     if state.autocommit:
         raise TransactionStateError(
-            f"the connection is in autocommit: the gate of {_quote_names(tokens)} would be left with the statement that entered it."
-            " Use a connection without AUTOCOMMIT"
+            f"the connection is in autocommit: the gate of {_quote_names(tokens)} would be left at the end of the statement that"
+            " enters it. Use a connection without AUTOCOMMIT"
         )
     if state.pipeline:
         raise TransactionStateError(
-            "the connection is in psycopg's pipeline mode, where a refusal may come with another statement: leave the"
-            " pipeline before entering a gate"
+            "the connection is in psycopg's pipeline mode, in which a rejection may be reported for another statement: leave the"
+            " pipeline before you enter a gate"
         )
     if not connection.in_transaction():
-        # Not left to our statement: what hooks send at the begin must come before the gate.
+        # Begun explicitly: statements that hooks send at BEGIN must come before the gate.
         connection.begin()
         fresh = True
     record = gates.EnteredGates.of(connection)
     if state.idle:
-        # The server is in no transaction: one that was entered here was ended in plain SQL.
+        # The server has no open transaction: an earlier one on this connection was ended in plain SQL.
         record.forget()
     return record, fresh or state.idle
 
@@ -303,13 +305,13 @@ def begin_fenced(
 
     Args:
         factory: a sessionmaker or an Engine.
-        tokens: by resource, as it stands in the tables.
-        issued: the tables that the tokens come from, if that is known.
+        tokens: by resource, as stored in the tables.
+        issued: the tables that issued the tokens, if known.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: it writes under another installation.
-        StaleFencingTokenError: a token is not the newest; from the block, or at its end.
+        TypeError: the factory is something else.
+        ValueError: it uses another installation.
+        StaleFencingTokenError: a token is not the newest; raised on entering, in the block or at its end.
     """
     if not isinstance(factory, Engine) and not is_sessionmaker(factory):
         raise _factory_error(factory, "a sessionmaker or an Engine")
@@ -340,5 +342,5 @@ def _factory_error(factory: object, wanted: str) -> TypeError:
         or is_async_session(factory)
         or is_async_connection(factory)
     )
-    way = ": for a transaction of your own use held.fence(session)" if has else ""
+    way = ": in a transaction that you began, call held.fence(session) instead" if has else ""
     return TypeError(f"begin() opens its own transaction and takes {wanted}, not {type(factory).__name__}{way}")

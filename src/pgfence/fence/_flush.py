@@ -37,7 +37,7 @@ CHUNK = 1000
 
 
 class _Flush:
-    """The present flush of a Session."""
+    """The current flush of a Session."""
 
     def __init__(self, context: UOWTransaction) -> None:
         # Weak: the context refers to the Session, which is the key of this object in _FLUSHES.
@@ -48,9 +48,9 @@ class _Flush:
         self._deleting: set[Mapper[object]] | None = None
 
     def choose_token(self, cls: type[Guarded], resource: str, connection: Connection) -> int:
-        """Return the token that this transaction brought for a resource; it stays the same during a flush."""
+        """Return the token that this transaction has for a resource. It stays the same during a flush."""
         key = cls, resource, connection
-        # Cached: for thousands of rows of one resource the gate is looked up once.
+        # Cached, so that the gate is looked up once for thousands of rows of one resource.
         token = self._tokens.get(key)
         if token is None:
             token = self._tokens[key] = choose_token(cls, resource, connection)
@@ -63,7 +63,7 @@ class _Flush:
         if context is None:
             return None
         if self._deleting is None:
-            # Not earlier: orphans are registered after before_flush and before the first mapper event.
+            # Computed late, because orphans are registered after before_flush and before the first mapper event.
             deleted = (state for state, (is_delete, _) in context.states.items() if is_delete)
             self._deleting = {state.mapper.base_mapper for state in deleted}
         if mapper.base_mapper not in self._deleting:
@@ -84,7 +84,7 @@ def before_insert(mapper: Mapper[object], connection: Connection, target: Guarde
     cls, flush = type(target), _flush_of(target)
     token = flush.choose_token(cls, find_flushed_resource(cls, target), connection)
     replaced = flush.find_replaced(mapper, target)
-    # No event is called for the deleted object, and its row may belong to another resource.
+    # No event is called for the deleted object, although its row may belong to another resource.
     if isinstance(replaced, Guarded):
         check_old_row(flush, inspect(type(replaced)), connection, replaced)
     set_attribute(target, ATTRIBUTE, token)
@@ -98,7 +98,7 @@ def before_update(mapper: Mapper[object], connection: Connection, target: Guarde
     token = flush.choose_token(cls, find_flushed_resource(cls, target), connection)
     check_old_row(flush, mapper, connection, target)
     set_attribute(target, ATTRIBUTE, token)
-    flag_modified(target, ATTRIBUTE)  # else SQLAlchemy would call the `onupdate` of a column that stays the same
+    flag_modified(target, ATTRIBUTE)  # otherwise SQLAlchemy calls the column's `onupdate` if the value stays the same
 
 
 def before_delete(mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
@@ -115,7 +115,7 @@ def forget_token(_mapper: Mapper[object], _connection: Connection, target: objec
 
 
 def check_old_row(flush: _Flush, mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
-    """Raise unless this transaction may write the row as it is in the table."""
+    """Raise unless this transaction may write the row as it is stored."""
     cls = type(target)
     row = (
         None if has_single_resource(cls) else View(cls, lambda name: _read_old_value(mapper, connection, target, name))
@@ -136,7 +136,7 @@ def _read_old_value(mapper: Mapper[object], connection: Connection, target: obje
         return history.deleted[0]
     if not history.added:
         return getattr(target, name)
-    # Assigned without having been loaded.
+    # Assigned without being loaded, so the old value must be read.
     column = mapper.column_attrs[name].columns[0]
     keys = zip(mapper.primary_key, identity_of(instance_state(target)), strict=True)
     found = select(column).select_from(mapper.selectable).where(*[key == value for key, value in keys])
@@ -161,19 +161,17 @@ def prelock_rows(session: Session, context: UOWTransaction, _instances: object) 
 
 
 def _read_newest(flush: _Flush, mapper: Mapper[object], connection: Connection, target: object) -> int:
-    """Return the token in a row, and lock the row unless `prelock_rows` has.
+    """Return the token in a row, and lock the row unless `prelock_rows` already did.
 
     Raises:
-        StaleDataError: the row is gone. If it was written again since, that may have been a newer holder.
+        StaleDataError: the row no longer exists. It may have been re-created by a newer holder in the meantime.
     """
     key = column_of(mapper), identity_of(instance_state(target))
     found = flush.locked.get(key)
     if found is None:
         found = _lock_rows(connection, mapper, [key[1]]).get(key)
     if found is None:
-        raise StaleDataError(
-            f"the row {key[1]!r} of {type(target).__name__} that was to be written is not there any more"
-        )
+        raise StaleDataError(f"the row {key[1]!r} of {type(target).__name__} to be written no longer exists")
     return found
 
 

@@ -1,4 +1,4 @@
-"""`fence` and `fenced`: for transactions that the caller began."""
+"""`fence` and `fenced`, for transactions that the caller began."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fence(session: SyncWork, tokens: Mapping[str, int], /, *, after_reads: bool 
 def fence(
     session: SyncWork | AsyncWork, resource: object, token: object = None, *, after_reads: bool = False
 ) -> Coro[None] | None:
-    """Enter the gate of a resource in a transaction that the caller began; it stays entered until that ends.
+    """Enter the gate of a resource in a transaction that you began. It stays entered until the transaction ends.
 
     ::
 
@@ -38,32 +38,32 @@ def fence(
             fence(session, "close:2026-04", token)
             session.get_one(Period, "2026-04").closed = True
 
-    Guarantees: a transaction with another token than the newest cannot commit; transactions with the same token run
-    concurrently. A newer holder's first transaction waits until the older ones that are inside have ended, and sees what they
-    wrote. A rejected transaction cannot commit, even if the error is swallowed: roll back.
+    Guarantees: a transaction whose token is not the newest cannot commit; transactions with the same token run concurrently.
+    The first transaction of a newer holder waits until the older ones inside the gate have ended, and sees what they wrote. A
+    rejected transaction cannot commit even if the error is swallowed: roll back.
 
     Limitations: nothing is guaranteed about writers that enter no gate, unless `pgfence.schema.add_fence` guards the tables,
-    or about effects outside this transaction. In REPEATABLE READ and SERIALIZABLE the snapshot is older than the wait: let the
-    first transaction with a new token be READ COMMITTED.
+    or about effects outside this transaction. In REPEATABLE READ and SERIALIZABLE the snapshot is older than the wait: use
+    READ COMMITTED for the first transaction with a new token.
 
     Args:
-        session: a Session, scoped_session or Connection, or an async one; then the result is awaited.
-        resource: its name, in the configured namespace; a lease's name is the resource of that name.
-        token: of the lease, or of an advisory lock with `token=True`.
-        tokens: several resources at once, in place of `resource` and `token`. They are entered in one order everywhere.
-        after_reads: allow statements of this transaction before it. What they read may be older than the last holder's
+        session: a Session, scoped_session or Connection; or an async one, in which case the result must be awaited.
+        resource: its name, in the configured namespace; the name of a lease is the resource of that lease.
+        token: the token of the lease, or of an advisory lock with `token=True`.
+        tokens: several resources at once, in place of `resource` and `token`. They are entered in the same order everywhere.
+        after_reads: whether statements of this transaction may precede it. What they read may be older than the last holder's
             commit, and a write based on it would undo that commit.
 
     Raises:
         StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was reset.
         LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or the
             session's own `lock_timeout`. PostgreSQL has aborted this transaction: roll back.
-        TransactionStateError: something was sent in this transaction already; or the connection is in autocommit.
+        TransactionStateError: another statement was already sent in this transaction, or the connection is in autocommit.
         CapacityError: the server's lock table is full. PostgreSQL has aborted this transaction.
         SchemaError: pgfence's tables are missing, or this role may not use them.
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted it.
-        TypeError: `session` has no transaction (an engine, a factory); a name is not a str, or a token not an int.
-        ValueError: a name is unusable, or a token is below 1.
+        TypeError: `session` has no transaction (an engine or a factory); a name is not a str, or a token is not an int.
+        ValueError: a name is not usable, or a token is below 1.
     """
     if is_async(session):
         return unwrap_session(session).run_sync(enter_named, tokens_of(resource, token), after_reads=after_reads)
@@ -90,22 +90,22 @@ def fenced(
 def fenced(
     session: SyncWork | AsyncWork, resource: object, token: object = None, *, after_reads: bool = False
 ) -> object:
-    """Enter the gate of a resource for the rest of the transaction, as a block. Leaving it releases nothing before COMMIT.
+    """Enter the gate of a resource for the rest of the transaction, as a block. Leaving the block does not leave the gate.
 
-    The block shows which statements belong to it. The gate is entered as by `fence`, with the same guarantees.
+    The block shows which statements are fenced. The gate is entered as by `fence`, with the same guarantees.
 
     Args:
-        session: a Session, scoped_session or Connection, or an async one; then it is an async block.
+        session: a Session, scoped_session or Connection; or an async one, in which case the block is an async one.
         resource: its name, in the configured namespace.
-        token: of the lease, or of an advisory lock with `token=True`.
+        token: the token of the lease, or of an advisory lock with `token=True`.
         tokens: several resources at once, in place of `resource` and `token`.
-        after_reads: allow statements of this transaction before it; see `fence`.
+        after_reads: whether statements of this transaction may precede it; see `fence`.
 
     Raises:
-        StaleFencingTokenError: on entering: the token is not the newest.
-        TransactionStateError: on entering: something was sent in this transaction already; or it is in autocommit. On
-            leaving: the transaction has ended inside the block. Not if the block itself raised.
-        TypeError, ValueError: as `fence`.
+        StaleFencingTokenError: on entering, if the token is not the newest.
+        TransactionStateError: on entering, if another statement was already sent in this transaction, or in autocommit. On
+            leaving, if the transaction has ended inside the block; not raised if the block itself raised.
+        TypeError, ValueError: as for `fence`.
     """
     if is_async(session):
         return AsyncHold(partial(_enter_async, session, tokens_of(resource, token), after_reads=after_reads))

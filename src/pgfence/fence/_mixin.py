@@ -1,6 +1,6 @@
-"""The mixin for mapped classes. What it does to a Session is in `_flush` and `_statements`, what it knows of a row in `_rows`.
+"""The mixin for mapped classes. `_flush` and `_statements` check what a Session writes; `_rows` determines a row's resource.
 
-Kept apart from the functions of this package: it needs SQLAlchemy's ORM, and importing pgfence does not.
+Separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SETTINGS = ("__fence__", "__fence_resource__", "__fence_column__")
 
 
 class Fenced(Guarded):
-    """A mixin for classes whose rows may be written under a fencing token only.
+    """Allow writes to the rows of a mapped class only under a fencing token. A mixin.
 
     ::
 
@@ -37,14 +37,14 @@ class Fenced(Guarded):
             session.add(Entry(id=1, book="2026-04"))
 
     For plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`) and SQLModel. It adds a column with
-    the highest token that wrote the row; what a program assigns to it does not count.
+    the highest token that wrote the row; values assigned by the program are ignored.
 
     Guarantees:
-        A Session writes such a row only in a transaction that brought a token for the row's resource, before the change and
+        A Session writes such a row only in a transaction that has a token for the row's resource, before the change and
         after it: by a flush, whatever hook it calls for the row (also `post_update`, and a DELETE and an INSERT of the same
         key that become one UPDATE), or by insert(), update() and delete() of the class. A write without the token raises an
-        error; no row is left out silently. Rows of other classes need no token. With `__fence__ = "gate"` the transaction is
-        behind the gate: its token was the newest when it entered and stays the newest until it ends.
+        error; no row is skipped silently. Rows of other classes need no token. With `__fence__ = "gate"` the transaction has
+        entered the gate: its token was the newest then and stays the newest until the transaction ends.
 
         `__fence__ = "row"` needs none of pgfence's tables. The token is that of the gate, if one was entered, otherwise of the
         lease or lock of that name which this task or thread holds. It is compared with the column of each row, which is locked
@@ -54,7 +54,7 @@ class Fenced(Guarded):
         In mode "row" no column can reject a stale INSERT of a new row, stale writes to rows that the newer holder has not
         written, and all stale writes before the newer holder's first one.
 
-        SQL in plain text, a DELETE of the Table and what the server changes on its own (`ON DELETE CASCADE`) are not seen:
+        SQL in plain text, a DELETE of the Table and changes that the server makes itself (`ON DELETE CASCADE`) are not seen:
         `schema.add_fence` guards against them with a trigger. If the resource depends on the row, or in mode "row", statements
         whose rows cannot be determined in advance (upserts, INSERT from SELECT, most Core statements) raise an error, and in a
         bulk update or delete the rows are read and locked first. The resource may depend on columns only. The reference shows
@@ -63,15 +63,15 @@ class Fenced(Guarded):
     Attributes:
         __fence_resource__: the resource: a str, or a static method from the row to a str. The configured namespace is added.
         __fence__: "gate" or "row".
-        __fence_column__: the column's name in the table; the attribute stays `fence_token`.
+        __fence_column__: the column's name in the table; the attribute is always `fence_token`.
 
     Raises:
-        FenceRequiredError: on writing: the transaction brought no token for the resource, or the rows cannot be told.
-        StaleFencingTokenError: on writing, in mode "row": a newer token wrote the row. The transaction cannot commit any more.
-        LockLostError: on writing, in mode "row": the lease or lock that the token would come from is lost.
-        StaleDataError: SQLAlchemy's own; on writing, in mode "row": a row that was to be changed or deleted is gone.
-        TypeError, ValueError: on mapping the class: one of the attributes is missing or unusable, or the mapping lets a flush
-            write the rows without their tokens. ValueError also for a statement that sets the column itself.
+        FenceRequiredError: on writing, if the transaction has no token for the resource, or the rows cannot be determined.
+        StaleFencingTokenError: on writing in mode "row", if a newer token wrote the row. The transaction can no longer commit.
+        LockLostError: on writing in mode "row", if the lease or lock that the token would come from is lost.
+        StaleDataError: SQLAlchemy's own error, on writing in mode "row", if a row to be changed or deleted no longer exists.
+        TypeError, ValueError: on mapping the class, if one of the attributes is missing or unusable, or a flush could write
+            the rows without their tokens. ValueError also for a statement that sets the column itself.
     """
 
     if TYPE_CHECKING:
@@ -88,20 +88,20 @@ class Fenced(Guarded):
                 server_default=text("0"),
                 insert_default=lambda context: on_insert(cls, context),
                 onupdate=lambda context: on_update(cls, context),
-                # Behind all others, whose defaults the resource may need.
+                # Last, because the resource may need the defaults of other columns.
                 sort_order=_LAST,
                 info={MODEL: cls},
             )
 
 
-# ------------------------------------------------------------ what cannot be fenced
+# ------------------------------------------------------------ mappings that cannot be fenced
 
 
 def check_mapping(mapper: Mapper[object], cls: type[Guarded]) -> None:
-    """Raise unless a table has the mixin's column, and all classes of its rows are fenced alike.
+    """Raise unless a table has the mixin's column and all classes of its rows have the same fence settings.
 
     Raises:
-        TypeError: it has not, or they are not.
+        TypeError: the column is missing or not the mixin's, or the settings differ.
     """
     base = None if mapper.concrete else mapper.inherits
     if base is not None and issubclass(base.class_, Guarded):
@@ -110,14 +110,13 @@ def check_mapping(mapper: Mapper[object], cls: type[Guarded]) -> None:
     if base is not None and base.local_table is mapper.local_table:
         raise TypeError(
             f"{cls.__name__} is fenced and {base.class_.__name__}, whose table it shares, is not, so that a write through"
-            f" {base.class_.__name__} would need no token: put the mixin on the class at the base"
+            f" {base.class_.__name__} would need no token: put the mixin on the base class"
         )
     column = mapper.local_table.c.get(cls.__fence_column__)
     if column is None or MODEL not in column.info:
         raise TypeError(
-            f"{cls.__name__} has a fencing column that is not the mixin's, or none: leave the attribute {ATTRIBUTE!r} to the"
-            " mixin; with concrete inheritance put the mixin on each class, and what"
-            " they share on a base that is not mapped"
+            f"{cls.__name__} has no fencing column, or one that the mixin did not create: leave the attribute {ATTRIBUTE!r} to the"
+            " mixin; with concrete inheritance put the mixin on each class, and shared attributes on a base that is not mapped"
         )
 
 
@@ -125,8 +124,8 @@ def _check_same_settings(cls: type[Guarded], base: type[Guarded]) -> None:
     for name in _SETTINGS:
         if getattr(cls, name) != getattr(base, name):
             raise TypeError(
-                f"{cls.__name__} has another {name} than {base.__name__}, and both write the same rows: set it on"
-                f" {base.__name__}; a function of the row can tell subclasses apart by the discriminator's column"
+                f"{cls.__name__} and {base.__name__} write the same rows and have different values of {name}: set it on"
+                f" {base.__name__}; a resource function can distinguish subclasses by the discriminator column"
             )
 
 
@@ -141,17 +140,17 @@ def _check_relationships(mapper: Mapper[object], _cls: type[object]) -> None:
 
 
 def _reject_fenced_secondary(prop: RelationshipProperty[object]) -> None:
-    """Raise for rows that a flush writes as those of a secondary table, without checking a token."""
+    """Raise if a flush would write rows of a fenced class as rows of a secondary table, without checking a token."""
     for mapper in prop.parent.registry.mappers:
         if issubclass(mapper.class_, Guarded) and prop.secondary in mapper.tables:
             raise TypeError(
-                f"{prop} writes rows of {mapper.class_.__name__} as its secondary table, without their tokens: pass"
+                f"{prop} writes rows of {mapper.class_.__name__} as its secondary table, without checking their tokens: pass"
                 f" viewonly=True, and write the rows as objects of {mapper.class_.__name__}"
             )
 
 
 def _check_post_update(prop: RelationshipProperty[object]) -> None:
-    """Raise for a `post_update` that writes another table than the one with the token."""
+    """Raise if a `post_update` writes another table than the one with the token."""
     to_many = prop.direction is RelationshipDirection.ONETOMANY
     written = prop.mapper if to_many else prop.parent
     if not issubclass(written.class_, Guarded):
@@ -160,7 +159,7 @@ def _check_post_update(prop: RelationshipProperty[object]) -> None:
     if any(column.table is not column_of(written).table for column in columns):
         raise TypeError(
             f"{prop} has post_update and writes a table of {written.class_.__name__} without the fencing column, so that the"
-            " UPDATE would need no token: leave post_update out, or put the foreign key into the table of the base class"
+            " UPDATE would need no token: remove post_update, or put the foreign key into the table of the base class"
         )
     if not has_single_resource(written.class_):
         # The UPDATE may move a row to another resource after the flush has written it.

@@ -38,7 +38,7 @@ _SCHEMAS = "schema_translate_map"
 
 
 class Guarded:
-    """The base of the mixin, for the modules below it. Without annotations at run time, because pydantic reads them."""
+    """The base of the mixin, for the modules below it. Has no annotations at run time, because pydantic reads them."""
 
     if TYPE_CHECKING:
         __fence__: ClassVar[Literal["gate", "row"]]
@@ -65,7 +65,7 @@ def check_settings(cls: type[Guarded]) -> None:
 
 
 def has_single_resource(cls: type[Guarded]) -> bool:
-    """Whether all rows of a class belong to one resource."""
+    """Return whether all rows of a class belong to one resource."""
     return isinstance(cls.__fence_resource__, str)
 
 
@@ -77,15 +77,15 @@ def column_of(mapper: Mapper[object]) -> Column[int]:
 
 
 class View:
-    """A row as it was or will be: its column values come from a function, its methods and properties from the class."""
+    """A past or future state of a row: a function provides its column values, the class its methods and properties."""
 
     def __init__(self, cls: type[Guarded], look: Callable[[str], object], *, exact: bool = True) -> None:
-        """Show a row.
+        """Create a view of a row.
 
         Args:
             cls: the class of the row.
             look: returns the value of an attribute.
-            exact: False: the row may belong to a subclass, and reading what subclasses define differently is an error.
+            exact: False if the row may belong to a subclass. Reading what subclasses define differently then raises.
         """
         self._cls = cls
         self._look = look
@@ -102,14 +102,14 @@ class View:
             return found.__get__(self, self._cls) if hasattr(found, "__get__") else found
         why = _explain_unusable(attributes[name])
         if why is not None:
-            raise AttributeError(f"{self._cls.__name__}.__fence_resource__ may look at columns, and {name} {why}")
+            raise AttributeError(f"{self._cls.__name__}.__fence_resource__ may use only columns, and {name} {why}")
         return self._look(name)
 
-    if not TYPE_CHECKING:  # to a checker it is a View
+    if not TYPE_CHECKING:  # type checkers must see a View
 
         @property
         def __class__(self):  # noqa: ANN204
-            """The class of the row, for isinstance()."""
+            """The class of the row, so that isinstance() works."""
             if not self._exact and len(list(mapped(self._cls).self_and_descendants)) > 1:
                 raise undetermined_error(
                     self._cls, "the resource of a row depends on its class, which the statement does not determine"
@@ -126,9 +126,9 @@ class View:
 
 
 def _explain_unusable(attribute: object) -> str | None:
-    """Return why a resource cannot depend on an attribute; None: it can."""
+    """Return why a resource cannot depend on an attribute; None if it can."""
     if not isinstance(attribute, ColumnProperty) or not isinstance(attribute.columns[0], Column):
-        return "is none"
+        return "is not a column"
     column = attribute.columns[0]
     if column.onupdate is not None or column.server_onupdate is not None or column.computed is not None:
         return "has another value after an UPDATE"
@@ -147,7 +147,7 @@ def _is_unsteady(cls: type[Guarded]) -> bool:
 
 
 def view_of(cls: type[Guarded], values: Mapping[str, object]) -> View:
-    """Return a row with these values. Reading any other column of it raises FenceRequiredError."""
+    """Return a row with these values. Reading any other of its columns raises FenceRequiredError."""
 
     def read(name: str) -> object:
         if name not in values:
@@ -173,7 +173,7 @@ def resource_of(cls: type[Guarded], row: object) -> str:
 
 
 def find_flushed_resource(cls: type[Guarded], target: object) -> str:
-    """Return the resource that a row will belong to when its object is flushed."""
+    """Return the resource that a row will belong to after its object is flushed."""
     asked = cls.__fence_resource__
     if isinstance(asked, str):
         return asked
@@ -182,26 +182,26 @@ def find_flushed_resource(cls: type[Guarded], target: object) -> str:
 
 
 def choose_token(cls: type[Guarded], resource: str, connection: Connection) -> int:
-    """Return the token that this transaction brought for a resource.
+    """Return the token that this transaction has for a resource.
 
     Raises:
-        FenceRequiredError: it brought none.
-        LockLostError: in mode "row": what this task or thread held under that name is lost.
-        TransactionStateError: the connection is in autocommit, so that the lock of a row ends before the row is written.
+        FenceRequiredError: it has none.
+        LockLostError: in mode "row", if the lock or lease that this task or thread held under that name is lost.
+        TransactionStateError: the connection is in autocommit, in which a row lock ends before the row is written.
     """
     name = qualify_name(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
     token = get_entered_token(connection, name)
-    # In mode "row" the token in the row is compared under its lock, so that a token that is only held here is enough.
+    # In mode "row" the stored token is compared under the row's lock, so a token that is only held by this task is sufficient.
     if token is None and cls.__fence__ == "row":
         if read_driver_state(connection).autocommit:
             raise TransactionStateError(
-                f"{cls.__name__} is fenced, and the connection is in autocommit, where a row that was compared is not locked"
-                " any more when it is written: use a connection without AUTOCOMMIT"
+                f"{cls.__name__} is fenced, and the connection is in autocommit, in which a row is no longer locked when it is"
+                " written after the comparison: use a connection without AUTOCOMMIT"
             )
         token = _find_held_token(name, table_names_of(connection))
     if token is None:
         raise FenceRequiredError(
-            f"{cls.__name__} is fenced by {unqualify_name(name)!r}, and this transaction brought no token for it: write inside"
+            f"{cls.__name__} is fenced by {unqualify_name(name)!r}, and this transaction has no token for it: write inside"
             f" lease.begin(...), or fenced(session, {resource!r}, token)",
             resource=unqualify_name(name),
         )
@@ -231,38 +231,38 @@ def read_schema_options(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def reject_stale(connection: Connection, resource: str, token: int, newest: int) -> Never:
-    """Raise because a newer token wrote a row; the transaction cannot commit any more."""
+    """Raise because a newer token wrote a row, and make the transaction unable to commit."""
     error = StaleFencingTokenError(
-        f"token {token} for {resource!r} is refused, a row was written under {newest}: a newer holder has taken over."
+        f"token {token} for {resource!r} is stale: a row was written under token {newest}, so a newer holder has taken over."
         " Nothing of this transaction is committed: roll back",
         resource=resource,
         token=token,
         newest=newest,
         sqlstate=None,
     )
-    # The caller may swallow the error, and the server has seen nothing that would make it reject the COMMIT.
+    # The caller may swallow the error, and the server has no reason of its own to reject the COMMIT.
     block_commit(connection, error)
     raise error
 
 
-# ------------------------------------------------------------ inserts past the flush: the default of the column
+# ------------------------------------------------------------ inserts outside a flush: the default of the column
 
 
 def on_insert(cls: type[Guarded], context: DefaultExecutionContext) -> int:
-    """Return the token for a row that is inserted past the flush: the default of the column, called for each row."""
+    """Return the token for a row that is inserted outside a flush. It is the default of the column, called for each row."""
     statement = context.compiled and context.compiled.statement
     if upsert_of(statement) is not None and not (has_single_resource(cls) and cls.__fence__ == "gate"):
-        raise undetermined_error(cls, "the rows that an upsert meets cannot be told before it runs")
+        raise undetermined_error(cls, "the rows that an upsert conflicts with cannot be determined before it runs")
     if has_single_resource(cls):
         return choose_token(cls, resource_of(cls, None), context.root_connection)
     if getattr(statement, "select", None) is not None:
-        raise undetermined_error(cls, "the rows of an INSERT from SELECT cannot be told before it runs")
+        raise undetermined_error(cls, "the rows of an INSERT from SELECT cannot be determined before it runs")
     return choose_token(cls, resource_of(cls, view_of(cls, _collect_given(cls, context))), context.root_connection)
 
 
 def _collect_given(cls: type[Guarded], context: DefaultExecutionContext) -> dict[str, object]:
     """Return the values that an INSERT gives to the row whose default is computed."""
-    # Not by context.get_current_parameters(), which fails for several VALUES and columns of mapped classes.
+    # context.get_current_parameters() fails for several VALUES and for columns of mapped classes.
     values, column, compiled = context.current_parameters, context.current_column, context.compiled
     assert values is not None
     assert column is not None

@@ -65,7 +65,7 @@ class Work(NamedTuple):
 
 
 def guard(state: ORMExecuteState) -> AnyResult | None:
-    """Execute a statement only if this transaction brought a token for each row that it writes."""
+    """Execute a statement only if this transaction has a token for each row that it writes."""
     mapper = state.bind_mapper
     if mapper is None or not (state.is_insert or state.is_update or state.is_delete):
         return None
@@ -86,7 +86,8 @@ def guard(state: ORMExecuteState) -> AnyResult | None:
         return None
     if state.is_delete or state.execution_options.get("dml_strategy") == "core_only":
         raise undetermined_error(
-            work.cls, "a statement that is sent once for each set of parameters cannot be told beforehand"
+            work.cls,
+            "the rows of a statement that runs once for each set of parameters cannot be determined before it runs",
         )
     return _guard_batch(work)
 
@@ -95,16 +96,16 @@ def _guard_insert(work: Work) -> None:
     """Reject the inserts that the default of the column, which is called for each row, cannot check."""
     statement, cls = work.state.statement, work.cls
     if not isinstance(statement, Insert):
-        raise undetermined_error(cls, "an INSERT inside another statement cannot be given its token")
+        raise undetermined_error(cls, "an INSERT inside another statement cannot get its token")
     if statement.select is not None and not (
         has_single_resource(cls) and statement.include_insert_from_select_defaults
     ):
-        raise undetermined_error(cls, "the rows of this INSERT from SELECT cannot be told before it runs")
+        raise undetermined_error(cls, "the rows of this INSERT from SELECT cannot be determined before it runs")
     upsert = upsert_of(statement)
     if upsert is None:
         return
     if not has_single_resource(cls) or cls.__fence__ == "row":
-        raise undetermined_error(cls, "the rows that an upsert meets cannot be told before it runs")
+        raise undetermined_error(cls, "the rows that an upsert conflicts with cannot be determined before it runs")
     assert isinstance(statement, postgresql.Insert)
     token = column_of(work.mapper)
     work.state.statement = set_on_conflict(
@@ -121,11 +122,11 @@ def _reject_assigned(work: Work) -> None:
     values += [row for many in getattr(statement, "_multi_values", ()) for row in many if isinstance(row, dict)]
     values.append(dict.fromkeys(getattr(statement, "_select_names", None) or ()))
     if any(name in names for row in values for name in map(find_value_name, row)):
-        raise ValueError(f"{work.cls.__name__}.{ATTRIBUTE} is set by the fence and by nobody else: leave it out")
+        raise ValueError(f"{work.cls.__name__}.{ATTRIBUTE} is set by pgfence and must not be assigned: leave it out")
 
 
 def values_of(statement: object) -> Iterator[tuple[str, object]]:
-    """Yield what `values()` was given, by name."""
+    """Yield the arguments of `values()`, by name."""
     for given in (getattr(statement, "_values", None), getattr(statement, "_ordered_values", None)):
         for key, value in dict(given or ()).items():
             yield find_value_name(key), value
@@ -139,7 +140,9 @@ def _bind_to_rows(work: Work) -> None:
     statement, parameters, token = work.state.statement, work.state.parameters or {}, column_of(work.mapper)
     assert isinstance(parameters, Mapping)
     if not isinstance(statement, (Update, Delete)):
-        raise undetermined_error(work.cls, "the rows of a statement inside another one cannot be told before it runs")
+        raise undetermined_error(
+            work.cls, "the rows of a statement inside another one cannot be determined before it runs"
+        )
     inside = token.table is work.mapper.local_table
     if work.cls.__fence__ == "row" and not inside:
         raise undetermined_error(work.cls, "its fencing column is in another table than this statement")
@@ -147,23 +150,23 @@ def _bind_to_rows(work: Work) -> None:
     rows = _read(work, query, parameters)
     tokens = [_choose_token(work, row) for row in rows]
     keys = get_key_columns(work.mapper, work.mapper.local_table)
-    # Also by key: a row that matches the criteria only after the read was not checked, so it is left out.
+    # Also restricted by key: a row that matches the criteria only after the read was not checked.
     listed = _build_key_table(keys, [_key_of(work, row) for row in rows], tokens)
     bound = statement.where(*_match_keys(keys, listed))
     work.state.statement = bound.values({ATTRIBUTE: listed.c[_NEW]}) if isinstance(bound, Update) and inside else bound
-    # "evaluate" cannot compare with the table of keys in Python.
+    # "evaluate" cannot evaluate the join with the key table in Python.
     if work.state.execution_options.get("synchronize_session") == "evaluate":
         work.state.update_execution_options(synchronize_session="fetch")
 
 
 def _read(work: Work, query: AnySelect, parameters: Mapping[str, object]) -> Sequence[AnyRow]:
-    """Return the rows of a query that runs where the statement runs: on its connection, in its schema."""
+    """Return the rows of a query that runs where the statement runs, on its connection and in its schema."""
     options, where = read_schema_options(work.state.execution_options), {"bind": work.connection}
     return work.state.session.execute(query, parameters, execution_options=options, bind_arguments=where).all()
 
 
 def _build_query(work: Work, changes: dict[str, object]) -> AnySelect:
-    """Return the locking SELECT of the columns that matter, with `changes` as their new values, in the order of the keys."""
+    """Return the locking SELECT of the columns that matter, with `changes` as their new values, ordered by key."""
     columns = {prop.key: prop.class_attribute for prop in work.mapper.column_attrs if _is_needed(work, prop)}
     asked = [attribute.label(key) for key, attribute in columns.items()]
     asked += [
@@ -254,6 +257,6 @@ def _guard_batch(work: Work) -> AnyResult:
     }
     # A row that appears between this read and the UPDATE would be written without a check.
     if missing := [key for key in wanted if key not in found]:
-        raise StaleDataError(f"rows of {work.cls.__name__} that were to be written are not there: {missing[:5]}")
+        raise StaleDataError(f"rows of {work.cls.__name__} to be written no longer exist: {missing[:5]}")
     tokens = [_choose_token(work, found[key], given) for key, given in zip(wanted, parameters, strict=True)]
     return work.state.invoke_statement(params=[{ATTRIBUTE: token} for token in tokens])

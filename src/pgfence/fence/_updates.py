@@ -1,6 +1,6 @@
-"""Check UPDATEs without a mapper event, such as those of `post_update`, as the `onupdate` of the column.
+"""Check UPDATEs without a mapper event, such as those of `post_update`, in the `onupdate` of the column.
 
-The row that a statement names by its primary key is read, locked and checked. All other statements are rejected.
+The row that a statement identifies by its primary key is read, locked and checked. All other statements are rejected.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class _RowGoneError(StaleDataError, DontWrapMixin):
-    """SQLAlchemy's own error, which it does not wrap in another one where it was raised inside a statement."""
+    """A StaleDataError that SQLAlchemy does not wrap in another error when it is raised inside a statement."""
 
 
 def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
@@ -62,29 +62,29 @@ def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
 
 
 def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
-    """Read and lock the one row that an UPDATE is about.
+    """Read and lock the one row that an UPDATE writes.
 
     Raises:
-        FenceRequiredError: the statement does not name it by its primary key.
-        StaleDataError: there is no such row. One that appears before the UPDATE runs would be written unchecked.
+        FenceRequiredError: the statement does not identify it by its primary key.
+        StaleDataError: the row does not exist. One that appears before the UPDATE runs would be written unchecked.
     """
     table = column_of(mapped(cls)).table
     named = _find_named_row(context)
     columns = get_key_columns(mapped(cls), table)
     # Without the whole key the statement may write several rows, of several resources.
     if not named.keys() >= set(columns):
-        raise undetermined_error(cls, "the rows of this UPDATE cannot be told before it runs")
+        raise undetermined_error(cls, "the rows of this UPDATE cannot be determined before it runs")
     query = select(*table.c).where(*[column == named[column] for column in columns]).with_for_update()
     options = read_schema_options(context.execution_options)
     row = context.root_connection.execute(query, execution_options=options).one_or_none()
     if row is None:
         key = tuple(named[column] for column in columns)
-        raise _RowGoneError(f"the row {key!r} of {cls.__name__} that was to be written is not there any more")
+        raise _RowGoneError(f"the row {key!r} of {cls.__name__} to be written no longer exists")
     return row
 
 
 def _find_named_row(context: DefaultExecutionContext) -> dict[object, object]:
-    """Return the column values that the WHERE of a statement demands: its equalities, joined by AND."""
+    """Return the column values that the WHERE of a statement requires: its equalities joined by AND."""
     parameters, compiled = context.current_parameters, context.compiled
     assert parameters is not None
     assert isinstance(compiled, SQLCompiler)
@@ -109,13 +109,13 @@ def _iterate_conjuncts(criteria: Iterable[object]) -> Iterator[object]:
 
 
 def _class_of(row: AnyRow, mapper: Mapper[Guarded]) -> type[Guarded]:
-    """Return the class of a row: with inheritance the one that its discriminator names."""
+    """Return the class of a row. With inheritance its discriminator determines it."""
     if len(list(mapper.self_and_descendants)) == 1:
         return mapper.class_
     told = mapper.polymorphic_on
     if told is None or told not in row._mapping:
         raise undetermined_error(
-            mapper.class_, "the class of a row cannot be told from the table with the fencing column"
+            mapper.class_, "the class of a row cannot be determined from the table with the fencing column"
         )
     return mapper.polymorphic_map.get(row._mapping[told], mapper).class_
 

@@ -1,4 +1,4 @@
-"""Handles of what brings a fencing token, sync and async: advisory locks with a token, and leases."""
+"""Handles with a fencing token, sync and async: those of leases, and of advisory locks with `token=True`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def _collect_tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, ...]) -> Mapping[str, int]:
-    """Return the gates to enter, as they stand in the table: those named, else the handle's own."""
+    """Return the gates to enter, as stored in the table: those of the given resources, or else the handle's own."""
     handle.check()
     own = handle._hold.stored
     if not resources:
@@ -43,7 +43,7 @@ def _collect_tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, 
 
 
 class _HasToken(_Handle):
-    """What both twins share that have a token."""
+    """What the sync and async handles with a token share."""
 
     __slots__ = ()
 
@@ -56,7 +56,7 @@ class _HasToken(_Handle):
 
 
 class _Leased(_HasToken):
-    """What both twins of a lease share."""
+    """What the sync and async handles of a lease share."""
 
     __slots__ = ()
 
@@ -84,45 +84,45 @@ class _Leased(_HasToken):
         return self._grant.checkpoint
 
     def remaining(self) -> float:
-        """Return the seconds until this process stops believing in it, the margin taken off; 0.0 when that is past. No I/O."""
+        """Return the seconds for which this process still considers it held, after the safety margin; 0.0 if expired. No I/O."""
         return self._grant.get_remaining()
 
     def progress(self) -> None:
-        """Say that the work goes on: `heartbeat="progress"` renews only then. No I/O."""
+        """Report that the work is progressing: with `heartbeat="progress"` the lease is renewed only then. No I/O."""
         self._grant.progress()
 
     def abandon(self) -> None:
-        """Stop renewing and give nothing back: it expires with its TTL. No I/O.
+        """Stop renewing without releasing, so that the lease expires with its TTL. No I/O.
 
         Raises:
-            LockNotHeldError: it was released before.
+            LockNotHeldError: it was already released.
         """
         self._leases.let_lapse(self._grant)
 
 
 class FencedHeld(_HasToken, Held):
-    """Something held whose grant brought a fencing token: a number that only grows for its name.
+    """A lock or lease that is held and has a fencing token, a number that only grows for its name.
 
-    Limitations: the token alone stops no writer. Only a transaction that entered a gate with it is rejected once it is stale:
-    use `begin`, or `fence` as the first statement.
+    Limitations: the token alone stops no writer. Only a transaction that has entered a gate with it is rejected once it is
+    stale: use `begin`, or `fence` as the first statement.
     """
 
     __slots__ = ()
 
     def fence(self, session: SyncWork, *resources: str) -> None:
-        """Enter the gate with a transaction that you began, as its first statement; it stays locked until that ends.
+        """Enter the gate in a transaction that you began, as its first statement. It stays entered until the transaction ends.
 
         Args:
             session: a Session or Connection.
-            resources: whose gates; none: the one of its own name.
+            resources: the resources whose gates are entered; by default the one of its name.
 
         Raises:
-            StaleFencingTokenError: another token counts by now; nothing of the transaction can be committed.
+            StaleFencingTokenError: another token is valid by now; nothing of the transaction can be committed.
             LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or
                 the session's own `lock_timeout`. This transaction is aborted: roll back.
-            TransactionStateError: it is in autocommit, or something was read before.
-            LockLostError, LockNotHeldError: it is not held any more, as far as this process knows.
-            SchemaError: the tables are missing, or not open to this role.
+            TransactionStateError: the connection is in autocommit, or another statement was already sent.
+            LockLostError, LockNotHeldError: it is no longer held, as far as this process knows.
+            SchemaError: the tables are missing, or this role may not use them.
             ValueError: the session is configured for another schema or prefix, whose installation has not issued this token.
         """
         enter(session, _collect_tokens(self, resources), issued=self._hold.place)
@@ -134,15 +134,16 @@ class FencedHeld(_HasToken, Held):
     def begin(self, factory: object, *resources: str) -> AbstractContextManager[object, None]:
         """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
 
-        Guarantees: once a newer token was granted, or has entered the gate, this transaction cannot commit. Limitations:
-        nothing is guaranteed about what was read before the block.
+        Guarantees: once a newer token has been granted or has entered the gate, this transaction cannot commit.
+
+        Limitations: nothing is guaranteed about what was read before the block.
 
         Args:
             factory: a sessionmaker, which yields a Session; or an Engine, which yields a Connection.
-            resources: whose gates; none: the one of its own name.
+            resources: the resources whose gates are entered; by default the one of its name.
 
         Raises:
-            PgfenceError: on entering, as `fence`; inside, when a statement meets a fence.
+            PgfenceError: on entering, as for `fence`; inside the block, if a statement meets a fence.
         """
         return begin_fenced(factory, _collect_tokens(self, resources), self._hold.place)
 
@@ -150,63 +151,67 @@ class FencedHeld(_HasToken, Held):
 class HeldLease(_Leased, FencedHeld):
     """A lease that is held. Release it, or use it as a context manager.
 
-    `state`, `lost` and `check()` look at the clock of this process: after a pause they say "lost" before anything was asked.
+    `state`, `lost` and `check()` use the clock of this process: after a pause they report a loss before any I/O.
     """
 
     __slots__ = ()
 
     def renew(self, ttl: Seconds | None = None) -> None:
-        """Renew it now, with another TTL from now on if one is given. Needed with `heartbeat="manual"`, else seldom.
+        """Renew the lease now, from now on with another TTL if one is given.
+
+        Needed with `heartbeat="manual"`, and rarely otherwise.
 
         Raises:
-            LockLostError: it is lost.
+            LockLostError: the lease is lost.
             LockNotHeldError: it was released.
-            UnreachableError: no answer; it stands until its deadline, and the heartbeat goes on trying.
-            ValueError, TypeError: as the `ttl` of a lease.
+            UnreachableError: the server did not respond. The lease is held until its deadline, and the heartbeat keeps trying.
+            ValueError, TypeError: as for the `ttl` of a lease.
         """
         run_sync(self._leases.renew, self._grant, ttl_of(ttl))
 
     def checkpoint(self, session: SyncWork, data: Json) -> None:
-        """Save what the next holder can go on from, in the caller's transaction, behind the gate of this lease.
+        """Save what the next holder can resume from, in your transaction, which enters the gate of this lease.
 
         Args:
-            session: a Session or Connection, best the one from `begin()`.
-            data: JSON; it takes the place of what was saved before.
+            session: a Session or Connection, preferably the one from `begin()`.
+            data: JSON; replaces what was saved before.
 
         Raises:
-            StaleFencingTokenError: another token counts by now.
-            LockLostError, LockNotHeldError: it is not held any more.
-            TypeError: it is not JSON.
-            ValueError: it is not JSON; or the session is configured for another schema or prefix.
+            StaleFencingTokenError: another token is valid by now.
+            LockLostError, LockNotHeldError: the lease is no longer held.
+            TypeError: `data` is not JSON.
+            ValueError: `data` is not JSON; or the session is configured for another schema or prefix.
         """
         self.check()
         save_checkpoint(session, self._hold.stored, self.token, encode_json(data, "a checkpoint"), self._hold.place)
 
     def hand_over(self) -> LeaseRef:
-        """Renew once, and return what another process needs to adopt it. This handle is released; the row waits for a TTL.
+        """Renew once, and return the reference with which another process adopts the lease. This handle is released.
+
+        The other process has one TTL to adopt it.
 
         Raises:
-            LockLostError, LockNotHeldError, UnreachableError: as `renew`; it is handed over to nobody then.
+            LockLostError, LockNotHeldError, UnreachableError: as for `renew`; the lease is not handed over then.
         """
         return run_sync(self._leases.hand_over, self._grant)
 
 
 def ttl_of(ttl: Seconds | None) -> float | None:
-    """Return a new TTL in seconds."""
+    """Return a checked TTL in seconds, or None."""
     from pgfence._leases import terms
 
     return None if ttl is None else terms.ttl_of(ttl)
 
 
 class AsyncFencedHeld(_HasToken, AsyncHeld):
-    """Something held whose grant brought a fencing token; see `FencedHeld`."""
+    """A lock or lease that is held and has a fencing token; see `FencedHeld`."""
 
     __slots__ = ()
 
     async def fence(self, session: AsyncWork, *resources: str) -> None:
-        """Enter the gate with a transaction that you began, as its first statement; it stays locked until that ends.
+        """Enter the gate in a transaction that you began, as its first statement. It stays entered until the transaction ends.
 
-        Arguments and errors are those of the sync twin.
+        Arguments and errors are those of `FencedHeld.fence`.
         """
         tokens, issued = _collect_tokens(self, resources), self._hold.place
         await unwrap_session(session).run_sync(lambda work: enter(work, tokens, issued=issued))
@@ -218,7 +223,7 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
     def begin(self, factory: object, *resources: str) -> AbstractAsyncContextManager[object, None]:
         """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
 
-        Promises, arguments and errors are those of the sync twin.
+        Guarantees, arguments and errors are those of `FencedHeld.begin`.
         """
         return begin_fenced_async(factory, _collect_tokens(self, resources), self._hold.place)
 
@@ -229,16 +234,16 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
     __slots__ = ()
 
     async def renew(self, ttl: Seconds | None = None) -> None:
-        """Renew it now; arguments and errors are those of the sync twin."""
+        """Renew the lease now; arguments and errors are those of `HeldLease.renew`."""
         await self._leases.renew(self._grant, ttl_of(ttl))
 
     async def checkpoint(self, session: AsyncWork, data: Json) -> None:
-        """Save what the next holder can go on from; arguments and errors are those of the sync twin."""
+        """Save what the next holder can resume from; arguments and errors are those of `HeldLease.checkpoint`."""
         self.check()
         name, token, text = self._hold.stored, self.token, encode_json(data, "a checkpoint")
         issued = self._grant.place
         await unwrap_session(session).run_sync(lambda work: save_checkpoint(work, name, token, text, issued))
 
     async def hand_over(self) -> LeaseRef:
-        """Renew once, and return what another process needs to adopt it; errors are those of the sync twin."""
+        """Renew once, and return the reference with which another process adopts the lease; see `HeldLease.hand_over`."""
         return await self._leases.hand_over(self._grant)
