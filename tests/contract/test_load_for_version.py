@@ -205,7 +205,7 @@ async def test_a_row_that_is_gone_is_a_conflict_with_nothing_found(desk: Desk, e
     await desk.make(cls, cls(id=1, title="old"))
     await desk.do(lambda session: session.delete(session.get_one(cls, 1)))
     async with desk.open() as session:
-        with pytest.raises(VersionConflictError, match="it is gone") as refused:
+        with pytest.raises(VersionConflictError, match="it no longer exists") as refused:
             await desk.load(session, cls, 1, expected)
     (item,) = refused.value.items
     assert (item.pk, item.found, refused.value.http_status) == ((1,), None, 412)
@@ -374,7 +374,7 @@ async def test_xmin_is_compared_but_is_not_an_etag(desk: Desk) -> None:
     async with desk.open() as session:
         row = await desk.load(session, cls, 1, seen)
         await desk.load(session, cls, 1, IfMatch(("*",)), lock=True)
-        with pytest.raises(TypeError, match="xmin, which does not outlive a dump"):
+        with pytest.raises(TypeError, match="xmin, which does not survive a dump"):
             etag(row)
         with pytest.raises(TypeError, match="xmin"):
             await desk.load(session, cls, 1, IfMatch(('"page-1"',)))
@@ -556,7 +556,7 @@ async def test_an_expired_row_is_loaded_for_its_tag(desk: Desk) -> None:
     async with desk.open(expire_on_commit=not desk.world.is_async) as session:
         row = await desk.load(session, cls, 1, 1)
         await desk.on(session, lambda session: setattr(row, "title", "mine"))
-        with pytest.raises(ValueError, match=r"not flushed: commit\(\) first"):
+        with pytest.raises(ValueError, match=r"unflushed changes: call commit\(\) first"):
             etag(row)
         await desk.world.call(session.commit)
         assert await desk.world.call(etag, row) == f'"{cls.__tablename__}-2"'
@@ -564,7 +564,7 @@ async def test_an_expired_row_is_loaded_for_its_tag(desk: Desk) -> None:
 
 def test_a_row_that_is_not_in_the_database_has_no_tag() -> None:
     """A new instance has no version yet, and a made-up one would match the next row."""
-    with pytest.raises(ValueError, match="not flushed"):
+    with pytest.raises(ValueError, match="unflushed"):
         etag(page()(id=1, title="new"))
 
 

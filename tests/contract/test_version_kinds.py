@@ -321,7 +321,7 @@ def test_a_class_switch_under_one_key_names_its_cause(engine: Any, models: Any, 
                     session.commit()
             else:
                 with pytest.raises(
-                    PgfenceError, match=r"Item .* was added under the key of a row of class Book .*flush\(\)"
+                    PgfenceError, match=r"Item .* was added with the key of a row of class Book .*flush\(\)"
                 ):
                     session.commit()
             session.rollback()

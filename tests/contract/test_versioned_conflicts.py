@@ -58,7 +58,7 @@ async def test_wherever_a_flush_happens_the_conflict_names_the_row(
             with session.begin_nested():
                 session.get_one(cls, 2).title = "ours"
 
-    with pytest.raises(VersionConflictError, match=r"Page 1 was read at version 1 and is at 2") as refused:
+    with pytest.raises(VersionConflictError, match=r"Page 1 was read at version 1 and is at version 2") as refused:
         await on_session(world, engine, work)
     error = refused.value
     assert error.items == (VersionConflict(cls, (1,), 1, 2),)
@@ -170,7 +170,7 @@ async def test_exactly_the_rows_that_others_have_written_are_listed(
         admin.execute(f"DELETE FROM {cls.__tablename__} WHERE id = 4".encode())
         session.commit()
 
-    with pytest.raises(VersionConflictError, match="Page 4 was read at version .* and is gone") as refused:
+    with pytest.raises(VersionConflictError, match="Page 4 was read at version .* and has been deleted") as refused:
         await on_session(world, engine, work, conflict_check=check)
     found = versions(admin, cls)[2]
     assert set(refused.value.items) == {(cls, (2,), before[2], found), (cls, (4,), before[4], None)}
@@ -443,7 +443,7 @@ async def test_a_row_that_a_policy_hides_counts_as_deleted(world: World, admin: 
             session.connection().execute(text("RESET ROLE"))
             session.commit()
 
-    with pytest.raises(VersionConflictError, match="gone, or hidden from this role"):
+    with pytest.raises(VersionConflictError, match="has been deleted, or is hidden from this role"):
         await on_session(world, engine, work)
     admin.execute(f"DROP OWNED BY {role}; DROP ROLE {role}".encode())
 
@@ -521,7 +521,7 @@ async def test_merge_rejects_an_xmin_from_elsewhere(world: World) -> None:
     page = await on_session(world, engine, lambda session: session.get_one(cls, 1))
 
     def work(session: Session) -> None:
-        with pytest.raises(VersionRequiredError, match="in the session that read it only"):
+        with pytest.raises(VersionRequiredError, match="only in the session that read it"):
             session.merge(page)
 
     await on_session(world, engine, work)

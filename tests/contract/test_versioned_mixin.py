@@ -219,7 +219,7 @@ class Form(SQLModel):
 def test_methods_of_sqlmodel_take_no_version(create: Callable[[Any], Any]) -> None:
     """They would drop it, because it is not a field of the model, and save a form that is out of date."""
     cls = page_class("sqlmodel")
-    with pytest.raises(AttributeError, match=r"Page\.version is counted by itself.*load_for_version"):
+    with pytest.raises(AttributeError, match=r"Page\.version is incremented automatically.*load_for_version"):
         create(cls)
 
 
@@ -258,7 +258,7 @@ def dataclass_without_init() -> Any:
 @pytest.mark.parametrize("build", [page_class, own_constructor, dataclass_without_init])
 def test_the_constructor_takes_no_version(build: Callable[[], Any]) -> None:
     """A keyword is an assignment like any other, also for a constructor that would ignore it."""
-    with pytest.raises(AttributeError, match="counted by itself"):
+    with pytest.raises(AttributeError, match="incremented automatically"):
         build()(**SENT)
 
 
@@ -266,7 +266,7 @@ def test_a_replaced_dataclass_takes_no_version() -> None:
     """dataclasses.replace() passes what it is given to the constructor."""
     with pytest.raises(TypeError, match="version"):
         dataclasses.replace(page_class("dataclass")(id=1), version=3)
-    with pytest.raises(AttributeError, match="counted by itself"):
+    with pytest.raises(AttributeError, match="incremented automatically"):
         dataclasses.replace(dataclass_without_init()(id=1), version=3)
 
 
@@ -524,7 +524,7 @@ async def test_a_rewrite_of_the_table_changes_xmin_and_no_real_version(
 
 def test_xmin_is_rejected_for_joined_inheritance() -> None:
     """A change of the child's table alone leaves the xmin of the parent's as it was."""
-    with pytest.raises(ValueError, match="with joined inheritance take the mode"):
+    with pytest.raises(ValueError, match="with joined inheritance use the mode"):
         family("xmin")
 
 
@@ -545,7 +545,7 @@ def test_unusable_options_are_rejected_on_mapping() -> None:
         page_class(__version_column__="")
     with pytest.raises(TypeError, match="must be a tuple of names"):
         page_class(__version_relationships__="lines")
-    with pytest.raises(ValueError, match="knows the mode 'client' only"):
+    with pytest.raises(ValueError, match="supports only the mode .client."):
         page_class(mode="uuid", __version_mode__="server")
 
 
@@ -556,11 +556,11 @@ def test_two_version_columns_are_rejected() -> None:
         pass
 
     own = Column("own", BigInteger)
-    with pytest.raises(TypeError, match="two version columns: leave version_id_col out"):
+    with pytest.raises(TypeError, match="two version columns: remove version_id_col"):
         page_class(own=own, __mapper_args__={"version_id_col": own})
     with pytest.raises(TypeError, match="two version columns: leave the attribute 'version'"):
         page_class(version=mapped_column(BigInteger))
-    with pytest.raises(TypeError, match="two version columns: take Versioned or"):
+    with pytest.raises(TypeError, match="two version columns: use either Versioned or"):
 
         class Both(Versioned, VersionedUUID, Base):  # type: ignore[misc]
             __tablename__ = "both"
@@ -577,7 +577,7 @@ def test_the_mixin_belongs_on_the_class_at_the_base() -> None:
         __tablename__ = "item"
         id: Mapped[int] = mapped_column(primary_key=True)
 
-    with pytest.raises(TypeError, match="put the mixin on the class at the base"):
+    with pytest.raises(TypeError, match="put the mixin on the base class"):
 
         class Book(Versioned, Item):
             __tablename__ = "book"
@@ -606,7 +606,7 @@ async def test_a_missing_trigger_is_noticed(world: World, admin: psycopg.Connect
     engine = world.engine()
     cls = await pages(world, engine, mode="server")
     await world.call(schema.drop_version_trigger, engine, cls)
-    with pytest.raises(SchemaError, match="no trigger has counted") as refused:
+    with pytest.raises(SchemaError, match="trigger that increments it is missing") as refused:
         await on_session(world, engine, change(cls))
     assert refused.value.command == "pgfence.schema.add_version_trigger(engine, Page)"
     assert stored(admin, cls)[0] == (1, "", 1)

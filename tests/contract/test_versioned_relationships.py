@@ -342,7 +342,7 @@ async def test_a_trigger_needs_a_column_to_write(world: World) -> None:
         append(session, one)
         session.commit()
 
-    with pytest.raises(TypeError, match="needs a column beside its key and its version"):
+    with pytest.raises(TypeError, match="needs a column besides its key and its version"):
         await on_session(world, engine, work)
 
 
@@ -391,7 +391,7 @@ def test_names_that_cannot_count_are_rejected(name: str) -> None:
         alias: Mapped[list[Line]] = relationship(other, primaryjoin=lambda: Order.owner_id == foreign(other().other_id))
 
     try:
-        with pytest.raises(ValueError, match=f"names {name!r}|{name} cannot count"):
+        with pytest.raises(ValueError, match=f"contains {name!r}|{name} cannot count"):
             configure_mappers()
     finally:
         Base.registry.dispose()

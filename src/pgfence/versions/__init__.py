@@ -1,4 +1,4 @@
-"""Versions of rows: a write applies to the version that was read, or fails and says which row and who was first."""
+"""Versions of rows: a write applies to the version that was read, or raises an error that lists the conflicting rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOME = {
 if not TYPE_CHECKING:  # checkers must report a misspelt name
 
     def __getattr__(name: str) -> object:
-        """Load what needs SQLAlchemy's ORM when it is asked for: it costs twice what importing pgfence may."""
+        """Load names on first access that need SQLAlchemy's ORM, which takes twice as long to import as pgfence may."""
         if name in _HOME:
             from importlib import import_module
 

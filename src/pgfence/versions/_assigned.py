@@ -1,7 +1,7 @@
-"""Rejects versions that are passed to constructors and methods.
+"""Reject versions that are passed to constructors and methods.
 
 A validator of the mixin rejects assignments to the attribute. Constructors and methods with their own list of fields, such
-as SQLModel's, ignore a version without assigning it, and the version that a client sent would be lost silently.
+as SQLModel's, ignore a version without assigning it, so that the version a client sent would be lost silently.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _METHODS = ("sqlmodel_update", "model_copy", "copy")
 def assigned_error(cls: type[object]) -> AttributeError:
     """Return the error for a version that is assigned to an instance of a class."""
     return AttributeError(
-        f"{cls.__name__}.{ATTRIBUTE} is counted by itself, and an assigned one would guard nothing: to check the version that a"
-        " client has seen, use load_for_version(session, Model, pk, expected)"
+        f"{cls.__name__}.{ATTRIBUTE} is incremented automatically, and assigning it would check nothing: to check the version"
+        " that a client has seen, use load_for_version(session, Model, pk, expected)"
     )
 
 
@@ -73,7 +73,7 @@ _NONE = object()
 
 
 def _version_of(given: object) -> object:
-    """Return the version in a client's data; an instance of a versioned class has its own, which no client has sent."""
+    """Return the version in a client's data. An instance of a versioned class has a version that no client has sent."""
     if isinstance(given, Mapping):
         return given.get(ATTRIBUTE, _NONE)
     return _NONE if isinstance(given, VersionedBase) else getattr(given, ATTRIBUTE, _NONE)

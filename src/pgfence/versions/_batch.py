@@ -1,4 +1,4 @@
-"""One flush of a VersionedSession, and the way in which it writes the rows of each table.
+"""One flush of a VersionedSession, and how it writes the rows of each table.
 
 SQLAlchemy sends the UPDATEs of a mapper with a version column one by one. If rows are to be written together, `_mapper` hides
 the column, and the versions are compared in another way:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Sent: TypeAlias = tuple[Callable[[Sequence[Mapping[Any, Any]]], list[Row]], Sequence[Mapping[Any, Any]], Outcome]
 
 LOCK_FROM = 4
-"""The number of rows from which on a lock ahead costs less than a round trip for each row."""
+"""The number of rows from which locking them first costs less than one round trip for each row."""
 
 
 class Flush:
@@ -49,12 +49,11 @@ class Flush:
         started: all listeners of before_flush, and `ahead`, have been called.
         ahead: called after these listeners, before any row is compared or written.
         emitting: rows are being written together, and mappers hide their version column.
-        locked: the version of each row that was compared, and that is locked since.
+        locked: the version of each row that was compared and has been locked since.
         expected: the rows whose statement compares them, with their versions, by their keys in that statement.
-        written: the rows that are written together and whose version is read after the flush, in that order.
+        written: the rows that are written together and whose version is read after the flush, in order.
         deleted: the rows that are deleted together after they were locked.
-        sent: the statements that were executed: a function that returns their rows, their parameters, and what became of
-            these rows.
+        sent: the statements that were executed: a function that returns their rows, their parameters, and the outcome.
         failed_rows: the rows as they were when the flush failed.
     """
 
@@ -80,7 +79,7 @@ class Flush:
         """Execute the flush; if it fails, read its rows before its transaction is rolled back."""
         context = self.context
         assert context is not None
-        # Remove this method, which `_session` has put there: as an attribute of the context it would be a reference cycle.
+        # Remove this method, which `_session` has set: on the context it would be a reference cycle.
         del context.execute
         try:
             if self.ahead is not None:
@@ -91,32 +90,32 @@ class Flush:
             if not self._ways and self._other_way is None:
                 context.execute()
                 return
-            # Locked in one order by all sessions, before the first write: two flushes of the same rows cannot deadlock.
+            # Locked before the first write, in an order that all sessions share: two flushes of the same rows cannot deadlock.
             self._compare(context)
             self.emitting = True
             context.execute()
             self.emitting = False
-            # Some drivers cannot count what a batch has written, and a trigger or a policy may have kept a row from it.
+            # Some drivers cannot count what a batch has written, and a trigger or a policy may have kept a row from being written.
             _confirm(self)
         except (StaleDataError, ObjectDeletedError):
             self.emitting = False
-            # Now: after the rollback the rows show what other processes have written since.
+            # Read before the rollback: afterwards the rows show what other processes have written since.
             self.record_failed_rows()
             raise
         finally:
             self.emitting = False
 
     def record_failed_rows(self) -> None:
-        """Read the rows of a flush that has failed, unless that was done."""
+        """Read the rows of a flush that has failed, unless they were already read."""
         if self._recorded:
             return
         self._recorded = True
         with suppress(DBAPIError):
-            # Those that were found by a comparison, and those of other tables, which it did not come to.
+            # The comparison found some of these rows; those of other tables it had not reached yet.
             self.failed_rows += read_failed_rows(self)
 
     def way_of(self, mapper: Mapper[object]) -> Way | None:
-        """Return how rows of a mapper are written together; None: each by a statement of its own."""
+        """Return how rows of a mapper are written together; None if each has its own statement."""
         if not getattr(mapper, "batches", False):
             return None
         found: Way | None = self._ways.get(mapper.base_mapper)
@@ -127,13 +126,13 @@ class Flush:
         compare(self, [*changed, *deleted], deleting=bool(deleted))
 
     def expect(self, state: State, version: object) -> None:
-        """Note the version that the statement which writes a row compares."""
+        """Record the version that the statement which writes a row compares."""
         assert self.context is not None
         key = find_key_in_update(self.context, state)
         self.expected[state.mapper.base_mapper, key] = state, version
 
     def note_compared(self, rows: Iterable[Row]) -> None:
-        """Note that rows were written by statements that have compared them; they are locked since."""
+        """Record that statements have compared and written rows, which are locked since then."""
         for row in rows:
             state, version = self.expected[row]
             self.locked[state] = version
@@ -145,15 +144,15 @@ class Flush:
         return self.session.connection(bind_arguments={"mapper": mapper})
 
     def shares_connection(self, mapper: Mapper[object]) -> bool:
-        """Return whether the session is bound to a Connection, whose rollback may undo what other sessions have written."""
+        """Return whether the session is bound to a Connection, whose rollback may undo writes of other sessions."""
         return isinstance(self.session.bind or self.session.get_bind(mapper), Connection)
 
     def collect_sent_rows(self, outcome: Outcome) -> set[Row]:
-        """Return the rows of the statements of this flush by what became of them."""
+        """Return the rows of this flush's statements that had a given outcome."""
         return {row for rows_of, parameters, found in self.sent if found == outcome for row in rows_of(parameters)}
 
     def has_added(self, state: State) -> bool:
-        """Return whether the transaction, or the savepoint, that is about to be rolled back has added a row."""
+        """Return whether the transaction or savepoint about to be rolled back has added a row."""
         return self.context is not None and state in self.context.transaction._new
 
     def collect_tables(self) -> set[str]:
@@ -163,7 +162,7 @@ class Flush:
         return {str(table.description) for mapper in mappers for table in mapper.tables}
 
     def find_replaced(self, state: State) -> State | None:
-        """Return the row that the flush deletes and whose key a new row takes over; SQLAlchemy sends one UPDATE for both."""
+        """Return the row that the flush deletes and whose key a new row takes; SQLAlchemy sends one UPDATE for both."""
         if self._deletes is None:
             # Computed once, at the first new row: by then all rows that cascades delete are known.
             self._deletes = any(deleted for deleted, _ in self.context.states.values()) if self.context else False
@@ -182,13 +181,13 @@ NOW: ContextVar[Flush | None] = ContextVar("pgfence_flush", default=None)
 
 
 def find_way(mapper: Mapper[object]) -> Way | None:
-    """Return how the flush that is running writes rows of a mapper together; None: it does not, or none is running."""
+    """Return how the running flush writes rows of a mapper together; None if it does not, or no flush is running."""
     flush = NOW.get()
     return flush.way_of(mapper) if flush is not None and flush.emitting else None
 
 
 def batch_of(state: State) -> Flush | None:
-    """Return the flush that is writing a row together with others now; None: the row is compared by its own UPDATE.
+    """Return the flush that is writing a row together with others; None if the row's own UPDATE compares it.
 
     Raises:
         TransactionStateError: rows of the table are written together, and this one belongs to another session.
@@ -209,7 +208,7 @@ def collect_written(context: UOWTransaction, chosen: Callable[[State], bool]) ->
     changed: list[State] = []
     deleted: list[State] = []
     for state, (gone, listed) in context.states.items():
-        # A row without a version cannot be compared; `check_version` rejects it when its turn comes.
+        # A row without a version cannot be compared; `check_version` rejects it before it is written.
         if state.key and not listed and chosen(state) and state.dict.get(ATTRIBUTE, state) is not None:
             if gone:
                 deleted.append(state)
@@ -219,15 +218,15 @@ def collect_written(context: UOWTransaction, chosen: Callable[[State], bool]) ->
 
 
 def _choose_ways(flush: Flush, context: UOWTransaction) -> dict[Mapper[object], Way]:
-    """Return the way of each table of which a flush may write several rows; a single row is cheapest by itself."""
-    # As the flush itself does first: relationships add the rows that they change. A second run finds nothing left to do.
+    """Choose how to write the rows of each table. A table with a single row is left out: one statement is cheapest there."""
+    # The flush itself does this first: relationships add the rows that they change. A second run finds nothing left to do.
     while any(action.execute(context) for action in list(context.presort_actions.values())):
         pass
     counts: dict[Mapper[object], int] = {}
     for state in context.states:
         if state.key and getattr(state.mapper, "batches", False):
             counts[state.mapper.base_mapper] = counts.get(state.mapper.base_mapper, 0) + 1
-    # The versions that a trigger makes are read by one more statement if the rows are written together.
+    # If the rows are written together, the versions that a trigger sets must be read by one more statement.
     several = [mapper for mapper, count in counts.items() if count > (1 if mapper.version_id_generator else 2)]
     ways: dict[Mapper[object], Way] = {}
     for mapper in several:
@@ -237,11 +236,11 @@ def _choose_ways(flush: Flush, context: UOWTransaction) -> dict[Mapper[object], 
 
 
 def _choose_way(flush: Flush, context: UOWTransaction, mapper: Mapper[object]) -> Way | None:
-    # Where several sessions write in one transaction, only a count of one row tells which row was not written.
+    # If several sessions write in one transaction, only a count for a single row tells which row was not written.
     if flush.session.connection_callable is not None or flush.shares_connection(mapper):
         return None
     connection = flush.session.connection(bind_arguments={"mapper": mapper})
-    # In AUTOCOMMIT there is no rollback that would undo the rows that a statement has written.
+    # In AUTOCOMMIT no rollback would undo the rows that a statement has written.
     if read_driver_state(connection).autocommit:
         return None
     if connection.dialect.supports_sane_multi_rowcount:
@@ -272,7 +271,7 @@ def compare(flush: Flush, states: list[State], *, deleting: bool = False, connec
 
 
 def _confirm(flush: Flush) -> None:
-    """Read the rows that a batch has sent, and raise if one was not written."""
+    """Read the rows that a batch has sent, and raise if one of them was not written."""
     unwritten: list[str] = []
     for mapper, some in _group_by_table(list(flush.written)):
         where = flush.session.connection(bind_arguments={"mapper": mapper})
@@ -294,7 +293,7 @@ def _confirm(flush: Flush) -> None:
         left = [state for state, version in zip(some, found, strict=True) if version is not None]
         unwritten += [f"{state.class_.__name__} {identity_of(state)}" for state in left]
     if unwritten:
-        raise not_written_error(f"Rows were sent and are as they were: {', '.join(unwritten)}.")
+        raise not_written_error(f"Rows were sent and remain unchanged: {', '.join(unwritten)}.")
 
 
 def _group_by_table(states: list[State]) -> list[tuple[Mapper[object], list[State]]]:

@@ -1,4 +1,4 @@
-"""Find the rows that SQLAlchemy's StaleDataError, which carries a text only, is about; and the errors that name them."""
+"""Find the rows that a StaleDataError is about, because SQLAlchemy's error has only a text, and build the errors that list them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SHOWN = 5
 class WrittenRow(NamedTuple):
     """A row that a failed flush was to write, as it was when the flush failed.
 
-    `settled` is False for a row that is gone and that this transaction may have deleted itself: whether another process has
-    deleted it shows only after the rollback. `flushed` is True if this flush may have written or deleted it, because one
-    statement was sent for several rows and their count was wrong. `ours` is True for a row that this transaction was the last
-    to write.
+    `settled` is False for a row that no longer exists and that this transaction may have deleted itself: only after the
+    rollback is it known whether another process has deleted it. `flushed` is True if this flush may have written or deleted
+    it, because one statement was sent for several rows and their count was wrong. `ours` is True for a row that this
+    transaction was the last to write.
     """
 
     mapper: Mapper[object]
@@ -53,7 +53,7 @@ class WrittenRow(NamedTuple):
 
 
 class FailedFlush(Protocol):
-    """What is known of a flush that has failed: the part of `_batch.Flush` that is used here."""
+    """A flush that has failed: the part of `_batch.Flush` that is used here."""
 
     session: Session
     context: UOWTransaction | None
@@ -72,7 +72,7 @@ class FailedFlush(Protocol):
 def read_failed_rows(flush: FailedFlush) -> list[WrittenRow]:
     """Return the rows of a flush that has just failed, without those that it has locked or written.
 
-    Call it before the rollback, in the transaction of the flush.
+    Must be called before the rollback, in the transaction of the flush.
     """
     found: list[WrittenRow] = []
     done, updated = flush.collect_sent_rows("written"), flush.collect_sent_rows("some updated")
@@ -97,7 +97,7 @@ def identify(
     flush: FailedFlush, connection: Connection, mapper: Mapper[object], rows: Iterable[tuple[State, object, object]]
 ) -> list[WrittenRow]:
     """Return rows, given with the version that was read and the one found, and whether this transaction has written them."""
-    # Sessions that share a connection write in one transaction, so that xmin does not tell whose write it was.
+    # Sessions that share a connection write in one transaction, so xmin does not tell which of them wrote a row.
     shared = flush.shares_connection(mapper)
     found: list[WrittenRow] = []
     unknown: list[int] = []
@@ -121,7 +121,7 @@ def _find_to_be_written(flush: FailedFlush) -> list[State]:
     """Return the versioned rows that a flush changes or deletes, as far as it knows them."""
     context = flush.context
     if not flush.started or context is None:
-        # A listener of before_flush has failed, because a row that it has read again is gone.
+        # A listener of before_flush has failed, because a row that it refreshed no longer exists.
         return [state for state in map(instance_state, flush.session.dirty) if state.key and is_versioned(state.mapper)]
     switched = {state.mapper._identity_key_from_state(state) for state in context.states if state.key is None}
     return [
@@ -138,7 +138,7 @@ def _find_to_be_written(flush: FailedFlush) -> list[State]:
 
 
 def explain_failure(flush: FailedFlush, error: Exception) -> Exception:
-    """Return the error to raise for a flush that did not find a row to write. Call it after the rollback.
+    """Return the error to raise for a flush that did not find a row to write. Must be called after the rollback.
 
     It is the given error if that is about other classes, or if the rows could not be read.
     """
@@ -164,9 +164,9 @@ def explain_failure(flush: FailedFlush, error: Exception) -> Exception:
 
 
 def _is_gone(row: WrittenRow) -> bool:
-    """Return whether a row is gone after the rollback, too, so that another process has deleted it."""
+    """Return whether a row is still missing after the rollback, which means that another process has deleted it."""
     connection = row.connection
-    # The session has rolled back. Its connection is still in a transaction only if that was to a savepoint.
+    # The session has rolled back. Its connection is still in a transaction only if that was a rollback to a savepoint.
     transaction = connection.begin_nested() if connection.in_transaction() else connection.begin()
     try:
         return versions_of(connection, row.mapper, [row.key]) == [None]
@@ -176,20 +176,22 @@ def _is_gone(row: WrittenRow) -> bool:
 
 def conflict_error(items: Sequence[VersionConflict], *, precondition: bool = False) -> VersionConflictError:
     """Return the error for rows that another process has written."""
-    way = "show it as it is to whoever asked" if precondition else "roll back, and read again before another attempt"
+    way = (
+        "show the current row to the client" if precondition else "roll back, and read the rows again before you retry"
+    )
     return VersionConflictError(
-        f"somebody else has written in between: {_describe_all(items)}. Nothing of this is kept: {way}",
+        f"another transaction has written in between: {_describe_all(items)}. Nothing of this was committed: {way}",
         items=items,
         precondition=precondition,
     )
 
 
 def own_statement_error(items: Sequence[VersionConflict]) -> PgfenceError:
-    """Return the error for rows that this session's own statement has written in a way that the session cannot follow."""
+    """Return the error for rows that this session's own statement has written in a way that the session cannot track."""
     return PgfenceError(
-        f"{_describe_all(items)}: this session's own statement or flush has written it since. This is not a conflict with another process, and"
-        " retrying would fail the same way. The session follows update(), insert() and synchronized delete() through"
-        " session.execute(), but no SQL text, nothing that is sent through session.connection(), and no rows that a trigger"
+        f"{_describe_all(items)}: a statement or flush of this session has written it since. This is not a conflict with another process,"
+        " and retrying would fail the same way. The session tracks update(), insert() and synchronized delete() through"
+        " session.execute(), but not SQL text, statements sent through session.connection(), or rows that a trigger"
         " changes: call session.refresh() after such a statement, before you change the instance or pass its version"
     )
 
@@ -204,12 +206,12 @@ def not_written_error(what: str) -> PgfenceError:
 
 
 def not_counted_error(mapper: Mapper[object], version: object) -> SchemaError:
-    """Return the error for a row that was written and whose version no trigger has raised."""
+    """Return the error for a row that was written and whose version no trigger has incremented."""
     table = get_version_table(mapper)
     command = f"pgfence.schema.add_version_trigger(engine, {mapper.base_mapper.class_.__name__})"
     return SchemaError(
-        f"a row of {table.fullname} was updated and its version stayed {version}: no trigger has counted. Nothing of this"
-        f" flush is kept: {command}",
+        f"a row of {table.fullname} was updated and its version is still {version}: the trigger that increments it is missing."
+        f" Nothing of this flush was committed. To create the trigger, call {command}",
         command=command,
     )
 
@@ -221,7 +223,7 @@ def _describe_all(items: Sequence[VersionConflict]) -> str:
 
 def _describe(item: VersionConflict) -> str:
     key = ", ".join(map(repr, item.pk))
-    now = "is gone, or hidden from this role" if item.found is None else f"is at {item.found}"
+    now = "has been deleted, or is hidden from this role" if item.found is None else f"is at version {item.found}"
     return f"{item.model.__name__} {key} was read at version {item.expected} and {now}"
 
 
@@ -229,8 +231,8 @@ def switched_class_error(state: State, replaced: State) -> PgfenceError:
     """Return the error for a new instance that has the key of a deleted one of another class."""
     name, other = state.class_.__name__, replaced.class_.__name__
     return PgfenceError(
-        f"{name} {identity_of(replaced)} was added under the key of a row of class {other} that the same flush deletes. SQLAlchemy makes"
-        f" one UPDATE of the two, which cannot exchange the rows in the tables of their own classes: call flush() after the"
+        f"{name} {identity_of(replaced)} was added with the key of a row of class {other} that the same flush deletes. SQLAlchemy"
+        " sends one UPDATE for both, which cannot exchange the rows in the tables of their classes: call flush() after the"
         f" delete, and add the {name} then"
     )
 
@@ -240,6 +242,6 @@ def missing_version_error(mapper: Mapper[object], key: Key) -> SchemaError:
     table = get_version_table(mapper)
     command = backfill(Target(table.name, table.schema).quoted, get_version_column(mapper).name)
     return SchemaError(
-        f"{mapper.class_.__name__} {key} has no version, and without one it cannot be guarded: {command}",
+        f"{mapper.class_.__name__} {key} has no version, so a write cannot be checked. To fill the column, run: {command}",
         command=command,
     )

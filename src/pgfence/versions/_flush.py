@@ -1,4 +1,4 @@
-"""Prepare each versioned row that a flush writes: check that its version was read, and raise it where SQLAlchemy does not."""
+"""Prepare each versioned row that a flush writes: check that its version was read, and increment it where SQLAlchemy does not."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def prepare_row(mapper: Mapper[object], state: State) -> None:
     elif sends_update(state):
         _update(mapper, state)
     elif mode_of(mapper) == "server" and state.dict.get(ATTRIBUTE, state) is None:
-        # SQLAlchemy would reject a NULL version as well, but would not say how to fill the column.
+        # SQLAlchemy would reject a NULL version as well, but without saying how to fill the column.
         check_version(mapper, state)
 
 
 def _insert(mapper: Mapper[object], state: State) -> None:
     flush, batch = NOW.get(), batch_of(state)
     if flush is None or flush.session is not state.session:
-        # In a plain Session SQLAlchemy compares the version, but with mode "server" it would send an UPDATE with an empty SET.
+        # In a plain Session SQLAlchemy compares the version, but in mode "server" it would send an UPDATE with an empty SET.
         if mapper.version_id_generator is False and (replaced := _find_deleted(mapper, state)) is not None:
             _touch_switched(state, replaced)
         return
@@ -87,7 +87,7 @@ def _update(mapper: Mapper[object], state: State) -> None:
 
 
 def _compare(batch: Flush, mapper: Mapper[object], state: State, *, by: State) -> object:
-    """Return the version of a row, which was compared, or will be by the UPDATE that writes an instance to it."""
+    """Return the version of a row that was compared, or that will be by the UPDATE that writes an instance to it."""
     if batch.way_of(mapper) == "counted":
         version = version_of(state)
         batch.expect(by, version)
@@ -109,7 +109,7 @@ def _before_delete(mapper: Mapper[object], connection: Connection, state: State)
     if batch.way_of(mapper) == "counted":
         version = version_of(state)
         if state in batch.locked:
-            # Written by post_update before.
+            # post_update has already written the row.
             generated = mapper.version_id_generator
             version = state.dict[ATTRIBUTE] if generated else versions_of(connection, mapper, [identity_of(state)])[0]
         batch.expect(state, version)
@@ -134,10 +134,10 @@ def _touch_switched(state: State, replaced: State) -> None:
     if name is None:
         if mode_of(state.mapper) != "server":
             raise TypeError(
-                f"{state.class_.__name__}: a row that has only a key cannot be replaced in one flush: flush() after the delete"
+                f"{state.class_.__name__}: a row that has only key columns cannot be replaced in one flush. Call flush() after the delete"
             )
         name = ATTRIBUTE
-    # The column itself as the value: the new instance does not have the value that is in the table.
+    # The value is the column itself, because the new instance does not have the value that is in the table.
     state.dict[name] = attributes[name].columns[0]
     flag_modified(state.obj(), name)
 
@@ -151,8 +151,8 @@ def _column_of(target: object) -> str:
         return name
     if mode_of(mapper) == "server":
         raise TypeError(
-            f"{mapper.class_.__name__}: there is nothing in {get_version_column(mapper).table} that could be written so that the"
-            " trigger counts: it needs a column beside its key and its version"
+            f"{mapper.class_.__name__}: {get_version_column(mapper).table} has no column that could be written so that the"
+            " trigger increments the version. It needs a column besides its key and its version"
         )
     return str(mapper.get_property_by_column(mapper.primary_key[0]).key)
 
@@ -191,7 +191,7 @@ def raise_version(mapper: Mapper[object], state: State, old: object) -> None:
 
 
 def check_version(mapper: Mapper[object], state: State) -> None:
-    """Raise unless a row to be written has a version; load it if it is not loaded."""
+    """Raise unless a row to be written has a version, which is loaded if necessary."""
     if state.dict.get(ATTRIBUTE) is None and getattr(state.obj(), ATTRIBUTE) is None:
         raise missing_version_error(mapper, identity_of(state))
 
@@ -201,7 +201,7 @@ def _load_version(state: State, _context: QueryContext, names: Iterable[str] | N
     session, target = state.session, state.obj()
     if ATTRIBUTE in state.dict or names is None or session is None or target is None:
         return
-    # A version that is read after the columns could belong to a later state of the row, and a change in between be lost.
+    # A version read after the columns could belong to a later state of the row, and the change in between would be lost.
     loaded = [name for name in names if name in state.mapper.column_attrs]
     if loaded:
         with session.no_autoflush:
@@ -218,8 +218,8 @@ def check_read(mapper: Mapper[object], state: State) -> None:
     for name in set(mapper.column_attrs.keys()) - keys:
         if name in state.dict and state.committed_state.get(name) is not NO_VALUE:
             raise VersionRequiredError(
-                f"{mapper.class_.__name__} {tuple(state.identity or ())} was read without its version, so that changes of other"
-                f" sessions since then would be lost: select the column of {mapper.class_.__name__}.{ATTRIBUTE} as well, or call"
+                f"{mapper.class_.__name__} {tuple(state.identity or ())} was read without its version, so changes that other"
+                f" sessions have made since would be lost: select {mapper.class_.__name__}.{ATTRIBUTE} as well, or call"
                 " session.refresh() before you change the instance"
             )
 

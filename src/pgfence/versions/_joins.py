@@ -1,4 +1,4 @@
-"""How rows refer to the row they belong to, for each relationship in `__version_relationships__`."""
+"""How rows refer to their owner, for each relationship in `__version_relationships__`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _UNKNOWN = object()
 class Join:
     """The condition by which rows refer to their owner.
 
-    In a many-to-many relationship the rows do not refer to their owners: only the deletion of a row counts, not its change.
+    In a many-to-many relationship the rows do not refer to their owners, so that only deleting a row counts, not changing it.
 
     Attributes:
         prop: the relationship.
-        shared: it is many-to-many.
+        shared: whether it is many-to-many.
         names: the attributes of the rows that occur in the condition.
-        key: the places among these of the owner's primary key, if the condition compares nothing but that.
+        key: the positions among `names` of the owner's primary key, if the condition compares nothing else.
     """
 
     def __init__(self, prop: RelationshipProperty[object]) -> None:
@@ -60,7 +60,7 @@ class Join:
         return tuple(places[each] for each in key) if set(key) == set(places) else None
 
     def get_before(self, state: State) -> Values | None:
-        """Return the values of a row as they are in its table; None if not all are in memory."""
+        """Return the values of a row as they are stored; None if not all of them are in memory."""
         values = tuple(
             state.committed_state[name] if name in state.committed_state else state.dict.get(name, _UNKNOWN)
             for name in self.names
@@ -79,8 +79,8 @@ class Join:
             if value is _UNKNOWN and name in self._pairs:
                 cls = state.class_.__name__
                 raise TypeError(
-                    f"{cls}.{name} refers to a row that counts changes of its {self.prop.key!r}, and its value is known only"
-                    f" after the {cls} was written, because it is an SQL expression or the default of the column: assign the"
+                    f"{cls}.{name} refers to a row that counts changes of its {self.prop.key!r}, but its value is known only"
+                    f" after the {cls} has been written, because it is an SQL expression or the column's default: assign the"
                     " value, or add the row through the relationship"
                 )
         return values
@@ -90,7 +90,7 @@ class Join:
         return any(name in coming or name in state.committed_state for name in self.names)
 
     def has_owner(self, values: Values) -> bool:
-        """Return whether a row with these values can have an owner: NULL refers to none."""
+        """Return whether a row with these values can have an owner: NULL refers to no row."""
         return all(value is not None for name, value in zip(self.names, values, strict=True) if name in self._pairs)
 
     def owner_of(self, values: Values) -> ColumnElement[bool]:
@@ -110,7 +110,7 @@ class Join:
 
 
 def register_join(prop: RelationshipProperty[object]) -> None:
-    """Register a relationship that counts with the class that it leads to.
+    """Register a relationship that counts, with the class that it leads to.
 
     Raises:
         ValueError: the owner of a row cannot be found by the columns of the row.
@@ -125,12 +125,12 @@ def register_join(prop: RelationshipProperty[object]) -> None:
             raise ValueError(
                 f"{prop} cannot count as a change of its {prop.parent.class_.__name__}, because the owner of a changed"
                 f" {prop.mapper.class_.__name__} cannot be found by its columns ({error}): map the columns that the join uses,"
-                " or leave the relationship out of __version_relationships__"
+                " or remove the relationship from __version_relationships__"
             ) from error
 
 
 def joins_of(mapper: Mapper[object]) -> list[Join]:
-    """Return how rows of a class refer to owners whose version they raise."""
+    """Return how rows of a class refer to the owners whose version they increment."""
     return [join for each in mapper.iterate_to_root() for join in each.class_manager.info.get(_INFO, {}).values()]
 
 
@@ -152,7 +152,7 @@ def collect_incoming(state: State) -> dict[str, object]:
 def collect_copied(
     prop: RelationshipProperty[object], source: State | None, target: Mapper[object]
 ) -> dict[str, object]:
-    """Return the foreign keys that a flush copies from one row into another; None where the first has no key yet."""
+    """Return the foreign keys that a flush copies from one row into another; None if the source row has no key yet."""
     return {
         _name(target, theirs): None if source is None else getattr(source.obj(), _name(source.mapper, ours))
         for ours, theirs in prop.synchronize_pairs

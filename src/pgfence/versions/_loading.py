@@ -1,4 +1,4 @@
-"""`load_for_version`: a row is loaded at the version that the caller has seen, or not at all."""
+"""`load_for_version`: load a row only if it is still at the version that the caller has seen."""
 
 from __future__ import annotations
 
@@ -45,30 +45,30 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
         page.title = request.form["title"]
         session.commit()
 
-    Guarantees: the row is read again even if the session has it already, and its version is compared before anything else is
+    Guarantees: the row is read again even if the session already has it, and its version is compared before anything else is
     sent. The flush compares the version that was read here, so if another process writes the row in between, the flush fails
     and no change is lost.
 
     Limitations: the flush is not guaranteed to succeed unless `lock=True`; in a plain Session its failure is SQLAlchemy's
     StaleDataError, in a `VersionedSession` a VersionConflictError. In REPEATABLE READ and SERIALIZABLE the row is as old as
-    the transaction's snapshot, and the UPDATE of a row that has changed since then fails with 40001. A row that was deleted and
-    created again starts at the same number; `VersionedUUID` tells the two apart.
+    the transaction's snapshot, and the UPDATE of a row that has changed since then fails with SQLSTATE 40001. A row that was
+    deleted and created again starts at the same number; `VersionedUUID` distinguishes the two.
 
     Args:
-        session: a Session or scoped_session, or an async one; then the result is awaited.
+        session: a Session or scoped_session; or an async one, in which case the result must be awaited.
         model: a class with `Versioned` or `VersionedUUID`.
         pk: the primary key, as for `Session.get`: a value, a tuple, or a dict by attribute.
-        expected: the version as the client has sent it: a number from a form, a UUID, or what `if_match` has read.
-        lock: lock the row (FOR UPDATE), so that no other transaction writes it before this one has ended. It waits for the
-            holder of the row up to the session's `lock_timeout`, and costs one more round trip. The lock is held until the
+        expected: the version that the client sent: a number from a form, a UUID, or the result of `if_match`.
+        lock: whether to lock the row (FOR UPDATE), so that no other transaction writes it before this one ends. This waits for
+            the holder of the row up to the session's `lock_timeout`, and costs one more round trip. The lock is held until the
             transaction ends, even after a conflict.
 
     Raises:
-        VersionConflictError: the row is at another version, `found` in its item; or it is gone, and `found` is None. Respond
-            with 412. It is not `retryable`, because the client must see the row first. The session stays usable.
-        TransactionStateError: the session has changes that are not flushed; reading the row again could lose them.
+        VersionConflictError: the row is at another version, `found` in its item; or it was deleted, and `found` is None.
+            Respond with 412. It is not `retryable`, because the client must see the row first. The session remains usable.
+        TransactionStateError: the session has unflushed changes, which reading the row again could lose.
         TypeError: `expected` is not a version of that class (such as None or "1"); the class is not versioned; or `session` is
-            not a session. With `__version_mode__ = "xmin"` also an IfMatch other than `*`: see `etag`.
+            not a session. With `__version_mode__ = "xmin"` also for an IfMatch other than `*`: see `etag`.
     """
     if is_async_session(session):
         return unwrap_session(session).run_sync(_load, _check_model(model, expected), pk, expected, lock)
@@ -88,7 +88,7 @@ def _check_model(model: type, expected: object) -> Mapper[object]:
     if not isinstance(expected, kind) or isinstance(expected, bool):
         raise TypeError(
             f"the version of {mapper.class_.__name__} is of type {kind.__name__}, and the expected one is {expected!r}: pass"
-            f" {kind.__name__}(...) of what the client has sent, or if_match(headers)"
+            f" {kind.__name__}(...) of what the client sent, or if_match(headers)"
         )
     return mapper
 
@@ -96,12 +96,12 @@ def _check_model(model: type, expected: object) -> Mapper[object]:
 def _load(session: Session, mapper: Mapper[object], pk: object, expected: object, lock: bool) -> object:
     _reject_unflushed(session, mapper)
     version = _mapping.get_version_column(mapper)
-    # A Session that reads from replicas reads this row from where the flush will write it.
+    # A Session that reads from replicas must read this row from the server to which the flush will write it.
     primary = {"bind": session.get_bind(mapper, clause=update(version.table))}
     with session.no_autoflush:
         if lock:
-            # Apart from the read: of the tables that a read joins, those that are not locked would be as old as the statement
-            # that waited, and FOR UPDATE of an outer join is refused.
+            # Separate from the read: tables that the read joins without locking would be as old as the statement that
+            # waited, and PostgreSQL rejects FOR UPDATE of an outer join.
             keys = zip(mapper.base_mapper.primary_key, _key_of(mapper, pk), strict=False)
             one = select(version).where(*(column == value for column, value in keys)).with_for_update()
             session.execute(one, bind_arguments=primary)
@@ -121,23 +121,23 @@ def _agrees(row: object, version: object, expected: object) -> bool:
 
 
 def _reject_unflushed(session: Session, mapper: Mapper[object]) -> None:
-    """Refuse to read anew over changes: also those of rows that the same SELECT loads beside this one would be lost."""
+    """Raise if there are unflushed changes, including those of rows that the same SELECT loads along: reading would lose them."""
     changed = [one for one in session.dirty if session.is_modified(one)] + list(session.deleted)
     if changed:
         kinds_of = ", ".join(sorted({type(one).__name__ for one in changed}))
         raise TransactionStateError(
-            f"the Session holds unflushed changes ({kinds_of}), and to read {mapper.class_.__name__} anew could lose them: call"
+            f"the Session has unflushed changes ({kinds_of}), and reading {mapper.class_.__name__} again could lose them: call"
             " load_for_version() before you change anything, or flush() in between"
         )
 
 
 def _conflict_error(mapper: Mapper[object], key: Key, expected: object, version: object) -> VersionConflictError:
     wanted = str(expected) if isinstance(expected, IfMatch) else expected
-    now = "it is gone" if version is None else f"it is at version {version}"
+    now = "it no longer exists" if version is None else f"it is at version {version}"
     named = ", ".join(map(repr, key))
     return VersionConflictError(
-        f"{mapper.class_.__name__} {named} is not at the version that was asked for ({str(wanted)[:_SHOWN]}): {now}. Show the"
-        " row as it is to whoever asked, who then decides anew",
+        f"{mapper.class_.__name__} {named} is not at the expected version ({str(wanted)[:_SHOWN]}): {now}. Show the current"
+        " row to the client, who then decides again",
         items=[VersionConflict(mapper.class_, key, wanted, version)],
         precondition=True,
     )

@@ -1,16 +1,16 @@
-"""The one mapper that overrides private attributes of SQLAlchemy, and the reason why.
+"""The one mapper that overrides private attributes of SQLAlchemy, and why.
 
 A flush sends the UPDATEs of a mapper with a version column one by one (`_emit_update_statements` in
-`sqlalchemy/orm/persistence.py`), whatever the dialect can do, and no event, option or Session hook changes that. A bulk
-UPDATE in `before_flush` would run ahead of `before_update` listeners, of the foreign keys that relationships copy, and of
-the INSERTs that it depends on. So a flush of several rows hides the version column while it writes. `_batch` has compared the
-versions ahead, or the classes below add them to the statements again.
+`sqlalchemy/orm/persistence.py`), whatever the dialect supports, and no event, option or Session hook changes that. A bulk
+UPDATE in `before_flush` would run before `before_update` listeners, before relationships copy foreign keys, and before the
+INSERTs that it depends on. Therefore a flush of several rows hides the version column while it writes. `_batch` has already
+compared the versions, or the classes below add them to the statements again.
 
-Private and overridden, as read in SQLAlchemy 2.0.40, 2.0.58 and 2.1.9 (`nox -s sqlalchemy_next` runs the tests on
+Private attributes that are overridden, as of SQLAlchemy 2.0.40, 2.0.58 and 2.1.9 (`nox -s sqlalchemy_next` runs the tests on
 newer ones):
 
 - `_version_id_prop`, `_version_id_has_server_side_value`: follow the hidden column
-- `_memo`: keeps the UPDATE, post-UPDATE and DELETE of each table, which are exchanged for the classes below
+- `_memo`: caches the UPDATE, post-UPDATE and DELETE of each table, which are replaced by the classes below
 - `_validate_polymorphic_identity`: called for each row after all `before_insert` and `before_update` listeners
 - `_should_undefer_in_wildcard`: columns that are loaded in spite of `load_only()` and `defer()`
 - `Update._execute_on_connection`, `Delete._execute_on_connection`: count each row, and record it for the flush
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 
 class SentUpdate(Update):
-    """The UPDATE of rows, at the versions they were read at.
+    """The UPDATE of rows, which compares the versions they were read at.
 
     Attributes:
         mapper: the base mapper of the rows.
-        way: how rows are written together; None: one by one.
-        version: their column.
+        way: how rows are written together; None if they are written one by one.
+        version: their version column.
     """
 
     inherit_cache = True
@@ -91,7 +91,7 @@ class SentUpdate(Update):
         return result
 
     def _record_counted(self, flush: Flush, parameters: Sequence[Parameters], result: CursorResult[Any]) -> None:
-        """Note rows that were written at the versions they were read at, all of them or not."""
+        """Record rows that were written at the versions they were read at, or raise if not all were."""
         written = result.rowcount == len(parameters)
         flush.sent.append((self.rows_of, parameters, "written" if written else "some updated"))
         if not written:
@@ -101,9 +101,9 @@ class SentUpdate(Update):
             )
 
     def _record_written(self, parameters: Parameters, result: CursorResult[Any]) -> object:
-        """Note a row that was written, and return its version where the server has made it."""
+        """Record a row that was written, and return its version if the server has set it."""
         if result.rowcount != 1:
-            # Raised here, before SQLAlchemy puts the next version into memory, which would lose the one that was expected.
+            # Raised here, before SQLAlchemy sets the next version in memory, which would lose the expected one.
             raise StaleDataError(
                 f"An UPDATE on table '{self.table.description}' expected to update 1 row(s); {result.rowcount} were matched."
             )
@@ -123,7 +123,7 @@ class SentUpdate(Update):
 
 
 class SentPostUpdate(SentUpdate):
-    """The UPDATE that a relationship with `post_update` sends after those of the rows themselves, or ahead of their DELETE."""
+    """The UPDATE that a relationship with `post_update` sends after those of the rows themselves, or before their DELETE."""
 
     inherit_cache = True
 
@@ -142,7 +142,7 @@ class SentPostUpdate(SentUpdate):
         for parameters in distilled_params:
             if parameters.get(column._label) is None:
                 raise missing_version_error(self.mapper, _get_key_in(self.mapper, parameters))
-            # One by one: executemany returns no versions, and its count does not say which row was not written.
+            # One by one: executemany returns no versions, and its count does not tell which row was not written.
             result = Update._execute_on_connection(self, connection, [parameters], execution_options)
             version = self._record_written(parameters, result)
             context = result.context
@@ -154,9 +154,9 @@ class SentPostUpdate(SentUpdate):
 
 
 class SentDelete(Delete):
-    """The DELETE of rows at the versions they were read at, which raises if one was not there.
+    """The DELETE of rows at the versions they were read at, which raises if a row was not at its version.
 
-    SQLAlchemy itself checks the count only where the driver can count several rows at once and `confirm_deleted_rows` is on.
+    SQLAlchemy itself checks the count only if the driver can count several rows at once and `confirm_deleted_rows` is on.
     """
 
     inherit_cache = True
@@ -183,7 +183,7 @@ class SentDelete(Delete):
     ) -> Any:
         flush, mapper = NOW.get(), self.mapper
         if len(distilled_params) > 1 and flush is not None and flush.shares_connection(mapper):
-            # Counted one by one and now: the rollback would restore rows that another session deleted on this connection.
+            # Counted immediately and one by one: the rollback would restore rows that another session deleted on this connection.
             results = [self._execute_on_connection(connection, [each], execution_options) for each in distilled_params]
             return SimpleNamespace(rowcount=len(results))
         if flush is not None and self.way == "counted":
@@ -220,9 +220,9 @@ def _add_versions(flush: Flush, rows: Sequence[Row], parameters: Sequence[Parame
 def _raise_versions(
     flush: Flush, mapper: Mapper[object], parameters: Sequence[Parameters], connection: Connection
 ) -> None:
-    """Lock and compare rows that are not locked yet, and raise the versions in the parameters of their UPDATE."""
+    """Lock and compare rows that are not locked yet, and increment the versions in the parameters of their UPDATE."""
     assert flush.context is not None
-    # By the keys in memory, as SQLAlchemy does for the parameters: a row that was added has no identity yet.
+    # By the keys in memory, as in SQLAlchemy's parameters: a row that was added has no identity yet.
     states = {
         tuple(state.mapper.primary_key_from_instance(state.obj())): state
         for state in flush.context.post_update_states[mapper][0]
@@ -266,13 +266,13 @@ class VersionedMapper(Mapper[object]):
 
     @memoized_property
     def batches(self) -> bool:
-        """Whether rows can be written together: there is a column for the version, and the statements are kept as below."""
+        """Whether rows can be written together: the version has a column, and the statements are replaced as below."""
         found = self.__dict__["version_id_col"]
         return found is not None and not found.system and isinstance(self.base_mapper, VersionedMapper)
 
     @property
     def confirm_deleted_rows(self) -> bool:
-        """Whether SQLAlchemy counts what it deletes. `SentDelete` does, and a table of a subclass has its row with the version."""
+        """Whether SQLAlchemy counts what it deletes. `SentDelete` does, and a subclass table has its row with the version."""
         asked: bool = self.__dict__["confirm_deleted_rows"]
         return asked and self.__dict__["version_id_col"] is None
 
@@ -291,7 +291,7 @@ class VersionedMapper(Mapper[object]):
 
     @HasMemoized.memoized_attribute
     def _should_undefer_in_wildcard(self) -> set[ColumnElement[Any]]:
-        # A version that is read after the other columns could belong to a later state, and a change in between be lost.
+        # A version read after the other columns could belong to a later state, and the change in between would be lost.
         found = self.__dict__["version_id_col"]
         cols: set[ColumnElement[Any]] = super()._should_undefer_in_wildcard
         return cols if found is None else {*cols, found}
@@ -303,7 +303,7 @@ class VersionedMapper(Mapper[object]):
 
     @property
     def _validate_polymorphic_identity(self) -> RowCheck:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What SQLAlchemy calls for each row that it inserts or updates, when all listeners of before_update have run."""
+        """The function that SQLAlchemy calls for each row to insert or update, after all before_update listeners."""
         return _prepare_row
 
     @_validate_polymorphic_identity.setter
@@ -316,7 +316,7 @@ class VersionedMapper(Mapper[object]):
 
     @memoized_property
     def identity_check(self) -> RowCheck:
-        """SQLAlchemy's look at the polymorphic identity of a row that is about to be written."""
+        """SQLAlchemy's own check of the polymorphic identity of a row that is about to be written."""
         return next(
             (mapper.__dict__["_check"] for mapper in self.iterate_to_root() if "_check" in mapper.__dict__), None
         )
@@ -325,7 +325,7 @@ class VersionedMapper(Mapper[object]):
         version, way = self.__dict__["version_id_col"], find_way(self)
         kind = _SENT.get(key[0])
         if version is None or kind is None or key[1] is not version.table:
-            # Under a key of its own: an UPDATE that was built without the version must not be reused where there is one.
+            # Under a separate key: an UPDATE that was built without the version must not be reused for one with it.
             return super()._memo((way, key) if way else key, callable_)
 
         def make() -> Any:

@@ -22,7 +22,7 @@ MODES = ("client", "server", "xmin")
 
 
 class VersionedBase:
-    """What both mixins have in common."""
+    """The attributes that both mixins have."""
 
     __version_column__: ClassVar[str] = ATTRIBUTE
     __version_mode__: ClassVar[Mode] = "client"
@@ -30,7 +30,7 @@ class VersionedBase:
 
 
 def is_versioned(mapper: Mapper[object]) -> bool:
-    """Whether rows of a class have a version."""
+    """Return whether rows of a class have a version."""
     return issubclass(mapper.class_, VersionedBase)
 
 
@@ -42,12 +42,12 @@ def find_versioned_class(mapper: Mapper[object]) -> type[VersionedBase]:
 
 
 def mode_of(mapper: Mapper[object]) -> Mode:
-    """Return who counts: this program, a trigger, or PostgreSQL itself."""
+    """Return what increments the version: this program, a trigger, or PostgreSQL itself."""
     return find_versioned_class(mapper).__version_mode__
 
 
 def get_version_column(mapper: Mapper[object]) -> Column[object]:
-    """Return the column; with joined inheritance it is in the table of the class at the base."""
+    """Return the version column; with joined inheritance it is in the table of the base class."""
     column = mapper.column_attrs[ATTRIBUTE].columns[0]
     assert isinstance(column, Column)
     return column
@@ -61,7 +61,7 @@ def get_version_table(mapper: Mapper[object]) -> Table:
 
 
 def is_local(mapper: Mapper[object]) -> bool:
-    """Whether a statement on the class's own table reaches the column."""
+    """Return whether a statement on the class's own table reaches the column."""
     return get_version_column(mapper).table is mapper.local_table
 
 

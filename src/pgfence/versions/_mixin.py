@@ -1,6 +1,6 @@
-"""The mixins for mapped classes. What they do to a flush is in `_flush`, to other statements in `_statements`.
+"""The mixins for mapped classes. `_flush` implements their effect on a flush, `_statements` that on other statements.
 
-Kept apart from the functions of this package: it needs SQLAlchemy's ORM, and importing pgfence does not.
+Separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not load.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Guarded(VersionedBase):
 
 
 class Versioned(_Guarded):
-    """A mixin for classes whose rows have a version: an UPDATE or DELETE applies to the version that was read, or fails.
+    """Give the rows of a mapped class a version: an UPDATE or DELETE applies to the version that was read, or raises. A mixin.
 
     ::
 
@@ -50,52 +50,53 @@ class Versioned(_Guarded):
 
         with Session() as session:  # a sessionmaker(engine, class_=VersionedSession)
             session.get_one(Page, 1).title = "new"
-            session.commit()  # VersionConflictError if somebody else has written the row since it was read
+            session.commit()  # VersionConflictError if another session has written the row since it was read
 
     For plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`), SQLModel and Flask-SQLAlchemy. With
-    joined or single-table inheritance it belongs on the class at the base. A new row has version 1, each UPDATE adds 1.
+    joined or single-table inheritance it belongs on the base class. A new row has version 1, and each UPDATE adds 1.
 
     Guarantees: a flush changes or deletes a row at the version at which its instance was read, and raises otherwise. update()
-    of the class raises the version of every row that it writes, or is rejected; see `bulk` of `VersionedSession`.
+    of the class increments the version of every row that it writes, or is rejected; see `bulk` of `VersionedSession`.
 
-    The version is read together with whatever columns are loaded. If columns were loaded without it, by SQL text that leaves
-    it out, a write of the row is rejected.
+    The version is read together with whatever columns are loaded. If columns were loaded without it, for example by SQL text
+    that omits it, a write of the row is rejected.
 
-    Limitations: nothing is guaranteed about instances whose row is read again before the flush, because they then have the newer
-    version; what a commit has expired is read again. Nor about statements outside the ORM, unless `__version_mode__ =
-    "server"`, whose trigger counts them. Nor about rows that belong to this one, unless `__version_relationships__` names their
-    relationship and a flush writes them.
+    Limitations: nothing is guaranteed about instances whose row is read again before the flush, because they then have the
+    newer version; after a commit, expired instances are read again. Nor about statements outside the ORM, unless
+    `__version_mode__ = "server"`, whose trigger counts them. Nor about rows that belong to this one, unless
+    `__version_relationships__` names their relationship and a flush writes them.
 
-    `__version_mode__ = "xmin"` uses PostgreSQL's mark of the last transaction that wrote the row, needs no column, and detects
-    every writer. It is only for the work of one session: it changes with a dump or a rewrite of the table, and is the same for
-    several writes of one transaction, so `etag` and `merge()` reject it.
+    `__version_mode__ = "xmin"` uses the id of the last transaction that wrote the row, which PostgreSQL stores. It needs no
+    column and detects every writer. It is only for the work of one session: it changes with a dump or a rewrite of the table,
+    and is the same for several writes of one transaction, so `etag` and `merge()` reject it.
 
     Attributes:
-        __version_mode__: who counts: "client", this program; "server", the trigger of `schema.add_version_trigger`; "xmin".
-        __version_column__: the column's name in the table; the attribute stays `version`.
+        __version_mode__: what counts the version: "client", this program; "server", the trigger of
+            `schema.add_version_trigger`; "xmin", PostgreSQL itself.
+        __version_column__: the column's name in the table; the attribute is always `version`.
         __version_relationships__: names of one-to-many and many-to-many relationships. Rows that are added, removed or
-            deleted, and for one-to-many also rows that are changed or moved on their own, count as one change of this row for
+            deleted, and for one-to-many also rows that are changed or moved themselves, count as one change of this row for
             each flush, whatever the relationship joins on. This row's own owner does not change with it. A subclass that sets
             the attribute replaces the list of its base: `(*Document.__version_relationships__, "lines")` extends it.
 
     Raises:
-        VersionConflictError: on writing, in a `VersionedSession`: the row is at another version, or gone.
-        StaleDataError: SQLAlchemy's own, in place of that in a plain Session.
+        VersionConflictError: on writing in a `VersionedSession`, if the row is at another version or was deleted.
+        StaleDataError: SQLAlchemy's own error, instead of VersionConflictError in a plain Session.
         AttributeError: on assigning `version`, also in the constructor and in SQLModel's `model_validate` and
-            `sqlmodel_update`: it would guard nothing. `load_for_version` does. A version that a library drops because it is not
-            in its own list of fields is not seen.
-        VersionRequiredError: on writing: columns of the row were read without its version.
-        SchemaError: on writing: the row's version is NULL, or in mode "server" no trigger has counted. `command` cures it.
-        TypeError, ValueError: on mapping the class: an attribute is unusable, there are two version columns, or a relationship
-            writes rows by statements that compare no version: `post_update` with a foreign key in the table of a joined
-            subclass, or a table of versioned rows as `secondary`. ValueError also for a name in `__version_relationships__`
-            that is not a relationship, leads to one row that others share, is `viewonly`, or joins on columns that are not
-            mapped.
+            `sqlmodel_update`, because that would check nothing; use `load_for_version`. A version that a library drops because
+            it is not in its own list of fields is not detected.
+        VersionRequiredError: on writing, if columns of the row were read without its version.
+        SchemaError: on writing, if the row's version is NULL, or in mode "server" the trigger is missing. `command` fixes it.
+        TypeError, ValueError: on mapping the class, if an attribute is unusable, there are two version columns, or a
+            relationship writes rows by statements that compare no version: `post_update` with a foreign key in the table of a
+            joined subclass, or a table of versioned rows as `secondary`. ValueError also for a name in
+            `__version_relationships__` that is not a relationship, leads to one row that others share, is `viewonly`, or joins
+            on columns that are not mapped.
     """
 
     if TYPE_CHECKING:
         version: Mapped[int]
-    else:  # without an annotation: dataclasses and pydantic would make a field of it
+    else:  # without an annotation, because dataclasses and pydantic would make it a field
 
         @declared_attr
         def version(cls):  # noqa: ANN202, N805
@@ -111,13 +112,13 @@ class Versioned(_Guarded):
 
 
 class VersionedUUID(_Guarded):
-    """`Versioned` with a random version in place of a number: an UPDATE or DELETE applies to the version that was read.
+    """Give the rows of a mapped class a random UUID as their version, instead of the number of `Versioned`. A mixin.
 
-    It tells a row from one that was deleted and made again under the same key, and says nothing about how often a row was
-    written. For the rest see `Versioned`; there is only the mode "client".
+    It distinguishes a row from one that was deleted and created again under the same key, and does not tell how often a row
+    was written. Otherwise it is like `Versioned`, with the mode "client" only.
 
     Attributes:
-        __version_column__: the column's name in the table; the attribute stays `version`.
+        __version_column__: the column's name in the table; the attribute is always `version`.
         __version_relationships__: names of relationships whose changes count as changes of this row, as in `Versioned`.
     """
 
@@ -130,13 +131,13 @@ class VersionedUUID(_Guarded):
             _check_settings(cls)
             if cls.__version_mode__ != "client":
                 raise ValueError(
-                    f"{cls.__name__}: VersionedUUID knows the mode 'client' only; Versioned has the others"
+                    f"{cls.__name__}: VersionedUUID supports only the mode 'client'; use Versioned for the others"
                 )
             return _make_column(cls.__version_column__, Uuid, insert_default=uuid4)
 
 
 def _make_column(name: str, kind: type[TypeEngine[_T]], **options: Any) -> MappedColumn[_T]:
-    # Behind all others, so that an INSERT of values by position stays right.
+    # Last, so that an INSERT with values by position remains correct.
     return mapped_column(name, kind, nullable=False, info={_OURS: True}, sort_order=_LAST, **options)
 
 
@@ -151,20 +152,20 @@ def _check_settings(cls: type[VersionedBase]) -> None:
 
 
 def _configure(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
-    """Make the mixin's column the one that SQLAlchemy compares, whatever `__mapper_args__` a class has of its own."""
+    """Make the mixin's column the one that SQLAlchemy compares, whatever `__mapper_args__` a class has."""
     if mapper.inherits is not None and not mapper.concrete:
         _check_inherited(mapper, cls, mapper.inherits)
         return
     if mapper.version_id_col is not None and not mapper.concrete:
-        raise _two_columns_error(cls, "leave version_id_col out of __mapper_args__")
+        raise _two_columns_error(cls, "remove version_id_col from __mapper_args__")
     if {Versioned, VersionedUUID} <= set(cls.__mro__):
-        raise _two_columns_error(cls, "take Versioned or VersionedUUID")
+        raise _two_columns_error(cls, "use either Versioned or VersionedUUID")
     table = mapper.local_table
     name = XMIN if cls.__version_mode__ == "xmin" else cls.__version_column__
     if mapper.concrete and name not in table.c:
         raise TypeError(
             f"{cls.__name__} inherits by concrete tables from a class with a version, whose column is in another table: put the"
-            " mixin on each of the classes, and what they share on a base that is not mapped"
+            " mixin on each of the classes, and shared attributes on a base that is not mapped"
         )
     if name not in table.c or _OURS not in table.c[name].info:
         raise _two_columns_error(
@@ -173,7 +174,7 @@ def _configure(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
     if name == XMIN and isinstance(table, Table) and table.dialect_options["postgresql"]["partition_by"]:
         raise ValueError(
             f"{cls.__name__}: PostgreSQL does not return the xmin of a row that it inserts into the partitioned table"
-            f" {table.fullname}: take the mode 'client' or 'server'"
+            f" {table.fullname}: use the mode 'client' or 'server'"
         )
     mapper.version_id_col = table.c[name]
     if cls.__version_mode__ != "client":
@@ -186,14 +187,17 @@ def _check_inherited(mapper: Mapper[object], cls: type[VersionedBase], base: Map
     if not issubclass(base.class_, VersionedBase):
         raise TypeError(
             f"{cls.__name__} has a version and {base.class_.__name__}, which it inherits from, has none, so that a change of the"
-            f" part in {base.local_table.description} would not count: put the mixin on the class at the base"
+            f" part in {base.local_table.description} would not count: put the mixin on the base class"
         )
     if cls.__version_mode__ != base.class_.__version_mode__:
-        raise ValueError(f"{cls.__name__} has another __version_mode__ than {base.class_.__name__}: set it there")
+        raise ValueError(
+            f"{cls.__name__} and {base.class_.__name__} have different values of __version_mode__: set it only on"
+            f" {base.class_.__name__}"
+        )
     if cls.__version_mode__ == "xmin" and mapper.local_table is not base.local_table:
         raise ValueError(
             f"{cls.__name__}: a change of {mapper.local_table.description} alone does not change xmin in"
-            f" {base.local_table.description}: with joined inheritance take the mode 'client' or 'server'"
+            f" {base.local_table.description}: with joined inheritance use the mode 'client' or 'server'"
         )
 
 
@@ -202,7 +206,7 @@ def _two_columns_error(cls: type[VersionedBase], way: str) -> TypeError:
 
 
 def _check_relationships(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
-    """Reject relationships that write versioned rows by statements which compare and count no version."""
+    """Reject relationships that write versioned rows by statements which compare and increment no version."""
     for prop in mapper.relationships:
         if prop.viewonly:
             continue
@@ -213,17 +217,17 @@ def _check_relationships(mapper: Mapper[object], cls: type[VersionedBase]) -> No
             for _, column in prop.synchronize_pairs:
                 if column.table is not table and not column.primary_key:
                     raise TypeError(
-                        f"{named} has post_update, which writes {column} and leaves {table.fullname} as it is, where the version"
-                        f" is: put the foreign key into {table.fullname}, or leave post_update out"
+                        f"{named} has post_update, which writes {column} and leaves {table.fullname}, which has the version,"
+                        f" unchanged: put the foreign key into {table.fullname}, or remove post_update"
                     )
         found = None if prop.secondary is None else _statements.find_mapper_of_table(prop.secondary)
         if found is not None:
             raise TypeError(
-                f"{named} adds and deletes rows of {found.class_.__name__} as its secondary table, without a look at their"
-                f" versions: give it viewonly=True, and write through a relationship to {found.class_.__name__}"
+                f"{named} adds and deletes rows of {found.class_.__name__} as its secondary table, without checking their"
+                f" versions: pass viewonly=True, and write through a relationship to {found.class_.__name__}"
             )
 
 
 event.listen(VersionedBase, "instrument_class", _configure, propagate=True)
-# Of all classes: one without a version can have a relationship to one with a version.
+# For all classes: one without a version can have a relationship to one with a version.
 event.listen(Mapper, "mapper_configured", _check_relationships)

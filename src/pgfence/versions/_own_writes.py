@@ -1,6 +1,6 @@
-"""Keep instances apart from conflicts when a statement of their own session writes their rows.
+"""Keep instances free of false conflicts when a statement of their own session writes their rows.
 
-A pending change that is based on the current row gets the version that the statement has made. A pending change that was out
+A pending change that is based on the current row gets the version that the statement has set. A pending change that was out
 of date before the statement keeps its version, so that the flush rejects it.
 """
 
@@ -42,12 +42,12 @@ def collect_instances(state: ORMExecuteState, mapper: Mapper[object]) -> dict[St
     for transaction in _iterate_savepoints(session):
         _IN_SAVEPOINT.setdefault(transaction, set()).add(base)
     if state.execution_options.get("autoflush", True):
-        session._autoflush()  # the statement would do it anyway; here it comes before rows are locked
+        session._autoflush()  # the statement would do it anyway, but it must happen before rows are locked
     return {each: version_of(each) for each in session.identity_map.all_states() if each.mapper.base_mapper is base}
 
 
 def follow(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[State, object]) -> Callable[[], None]:
-    """Take instances with pending changes out of `loaded`. Return a function that moves them to the versions of a statement."""
+    """Remove instances with pending changes from `loaded`. Return a function that sets them to a statement's versions."""
     session, base = state.session, mapper.base_mapper
     if session._is_clean():
         return lambda: None
@@ -56,7 +56,7 @@ def follow(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[State, o
     if not known:
         return lambda: None
     connection = session.connection(bind_arguments=dict(state.bind_arguments))
-    # Before the statement: afterwards a version that another session wrote looks like one of the statement's.
+    # Read before the statement: afterwards a version that another session wrote looks like one of the statement's.
     current = _lock_current(connection, base, known)
 
     def move() -> None:
@@ -156,7 +156,7 @@ def _iterate_savepoints(session: Session) -> Iterator[SessionTransaction]:
 def _note_flushed(session: Session, context: UOWTransaction) -> None:
     """Record the keys of the rows that a flush in a savepoint has written."""
     for transaction in _iterate_savepoints(session):
-        # By key: the instance may be dropped, and another one loaded for the row.
+        # By key: the instance may be garbage-collected, and another one loaded for the row.
         states = [each for each in context.states if is_versioned(each.mapper)]
         keys = {each.key or each.mapper._identity_key_from_state(each) for each in states}
         _FLUSHED_IN_SAVEPOINT.setdefault(transaction, set()).update(keys)

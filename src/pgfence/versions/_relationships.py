@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from pgfence.versions._joins import Join, Values
 
 
-# What is known without a read, also of collections that were not loaded and were changed from the other side.
+# What is known without reading, including unloaded collections that were changed from the other side.
 _KNOWN = PassiveFlag.PASSIVE_NO_INITIALIZE | PassiveFlag.INCLUDE_PENDING_MUTATIONS
 
 _KEYS, _CONDITIONS = 1000, 100
-"""How many keys, and how many conditions, one SELECT of owners has at most."""
+"""The maximum number of keys, and of conditions, in one SELECT of owners."""
 
 _USED: set[str] = set()
-"""The names that count in some class: without one, a flush is left alone."""
+"""The names that count in any class. If there are none, flushes are not touched."""
 
 
 def _check_names(_mapper: Mapper[object], cls: type[VersionedBase]) -> None:
@@ -49,11 +49,11 @@ def _register_joins(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
         prop = mapper.relationships.get(name)
         if prop is None:
             raise ValueError(
-                f"{cls.__name__}.__version_relationships__ names {name!r}, which is not a relationship of it"
+                f"{cls.__name__}.__version_relationships__ contains {name!r}, which is not a relationship of the class"
             )
         if prop.direction is RelationshipDirection.MANYTOONE or prop.viewonly:
             raise ValueError(
-                f"{cls.__name__}.__version_relationships__ names {name!r}, which leads to one row that others share, or cannot"
+                f"{cls.__name__}.__version_relationships__ contains {name!r}, which leads to one row that others share, or cannot"
                 " be written: only one-to-many and many-to-many relationships can count"
             )
         _joins.register_join(prop)
@@ -69,7 +69,7 @@ def _before_flush(session: Session, context: UOWTransaction, _instances: object)
         return
 
     def execute() -> None:
-        # All listeners of before_flush have been called, and nothing was written yet.
+        # All listeners of before_flush have been called, and nothing has been written yet.
         del context.execute
         _count(context)
         context.execute()
@@ -79,7 +79,7 @@ def _before_flush(session: Session, context: UOWTransaction, _instances: object)
 
 def _count(context: UOWTransaction) -> None:
     """Let a flush write the owners of the rows that it writes."""
-    # Cascades may bring rows into the flush. SQLAlchemy does not repeat what was done here.
+    # Cascades may bring rows into the flush. SQLAlchemy does not repeat what is done here.
     while True in [action.execute(context) for action in list(context.presort_actions.values())]:
         pass
     owners = {state: state.obj() for state in _find_changed_collections(context)}
@@ -109,7 +109,7 @@ def _find_changed_collections(context: UOWTransaction) -> Iterator[State]:
 
 
 def _find_moved(context: UOWTransaction) -> dict[State, dict[str, object]]:
-    """Return the rows that come to a collection or leave one, with the foreign keys that the flush copies into them."""
+    """Return the rows that enter or leave a collection, with the foreign keys that the flush copies into them."""
     found: dict[State, dict[str, object]] = {}
     for mapper, states in context.mappers.items():
         for prop in mapper.relationships:
@@ -137,7 +137,7 @@ def _note_owners(
     values: dict[Join, dict[Values, None]],
     stored: dict[Join, list[State]],
 ) -> None:
-    """Note which owners a row has before and after the flush, if the flush writes it."""
+    """Record the owners that a row has before and after the flush, if the flush writes it."""
     deleted, listed = context.states[state]
     if listed and state not in moved:
         return
@@ -192,7 +192,7 @@ def _deletes(context: UOWTransaction, state: State) -> bool:
 
 
 def _counts(owner: object, prop: RelationshipProperty[object]) -> bool:
-    """Return whether a relationship counts for a row, whose class may be a subclass with a list of its own."""
+    """Return whether a relationship counts for a row, whose class may be a subclass with its own list."""
     mapper = instance_state(owner).mapper
     return (
         prop.key in find_versioned_class(mapper).__version_relationships__

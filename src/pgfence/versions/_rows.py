@@ -49,13 +49,13 @@ _XIDS = 2**32
 def versions_of(
     connection: Connection, mapper: Mapper[object], keys: Sequence[Key], lock: dict[str, bool] | None = None
 ) -> list[object]:
-    """Return the version of each row, None where there is none.
+    """Return the version of each row, or None for a row that does not exist.
 
     Args:
-        connection: where they are read.
-        mapper: their class.
+        connection: used for reading.
+        mapper: the class of the rows.
         keys: their primary keys.
-        lock: options of a row lock, which is taken in the order of the keys; None: the rows are not locked.
+        lock: options of a row lock, which is taken in the order of the keys; None if the rows are not locked.
     """
     query, names = _build_query(mapper, None if lock is None else tuple(lock.items()))
     values = {name: [key[place] for key in keys] for place, name in enumerate(names)}
@@ -82,7 +82,7 @@ def _build_key_table(
     names = [f"key_{place}" for place in range(len(columns))]
     arrays = [_build_array(name, each.type) for name, each in zip(names, columns, strict=True)]
     given = [column(name, each.type) for name, each in zip(names, columns, strict=True)]
-    # Rows are matched by position: the key that comes back may have another type than the one that was sent.
+    # Rows are matched by position: the returned key may have another type than the one that was sent.
     wanted = func.unnest(*arrays).table_valued(*given, with_ordinality="place").render_derived("wanted")
     return wanted, and_(*[each == wanted.c[name] for each, name in zip(columns, names, strict=True)]), columns, names
 
@@ -93,14 +93,14 @@ def lock_rows(
     """Lock rows in the order of their keys.
 
     Args:
-        connection: in whose transaction.
-        mapper: their class.
+        connection: in whose transaction the rows are locked.
+        mapper: the class of the rows.
         keys: their primary keys.
-        deleting: some will be deleted, so that no other transaction may add rows that refer to them.
+        deleting: whether some will be deleted, so that no other transaction may add rows that refer to them.
 
     Returns:
-        The version of each row, None where there is none; and the keys of rows that exist and were not locked, because a
-        row-level security policy lets this role only read them.
+        The version of each row, None if it does not exist; and the keys of rows that exist and were not locked, because a
+        row-level security policy allows this role only to read them.
     """
     found = versions_of(connection, mapper, keys, lock={"key_share": not deleting})
     missing = [place for place, version in enumerate(found) if version is None]
@@ -119,7 +119,7 @@ def check_transaction(connection: Connection, way: str) -> None:
     """
     if read_driver_state(connection).autocommit:
         raise TransactionStateError(
-            "the connection is in autocommit, where the lock of a versioned row ends before the row is written: use a"
+            "the connection is in autocommit, in which the lock of a versioned row ends before the row is written: use a"
             f" connection without AUTOCOMMIT, or {way}"
         )
 
@@ -134,7 +134,7 @@ def find_written_here(connection: Connection, mapper: Mapper[object], keys: Sequ
 @lru_cache(maxsize=1000)
 def _build_written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
     wanted, same, _, names = _build_key_table(mapper)
-    # Unqualified: if the table is a view, which has no xmin, the name resolves to the one of `absent`, NULL.
+    # Unqualified: if the table is a view, which has no xmin, the name resolves to the NULL column of `absent`.
     name: ColumnElement[object] = literal_column("xmin")
     xmin = select(name).select_from(get_version_column(mapper).table).where(same).correlate(wanted).scalar_subquery()
     absent = select(null().label("xmin")).subquery("absent")
@@ -143,11 +143,11 @@ def _build_written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
     )
     own = _to_number(func.pg_catalog.pg_current_xact_id_if_assigned())
     end = _to_number(func.pg_catalog.pg_snapshot_xmax(func.pg_catalog.pg_current_snapshot()))
-    # xmin is the lower 32 bits of the number. A savepoint has a higher number than its transaction.
+    # xmin is the lower 32 bits of the transaction id. A savepoint has a higher id than its transaction.
     later = (rows.c.xmin - own % _XIDS + _XIDS) % _XIDS
     status = func.pg_catalog.pg_xact_status(cast(cast(own + later, Text), _Xid8))
-    # Other transactions whose rows this statement sees ended before its snapshot, so their numbers are below `end`.
-    # pg_xact_status would raise an error for higher numbers.
+    # Other transactions whose rows this statement sees ended before its snapshot, so their ids are below `end`.
+    # pg_xact_status would raise an error for higher ids.
     here = case(
         (later == 0, true()),
         (later >= _XIDS // 2, false()),
@@ -158,7 +158,7 @@ def _build_written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
 
 
 class Xid(UserDefinedType[int]):
-    """The type of the system column xmin: an int in Python, an xid in PostgreSQL, which starts at 0 again after 2**32."""
+    """The type of the system column xmin: an int in Python, an xid in PostgreSQL, which wraps around after 2**32."""
 
     cache_ok = True
 
@@ -170,14 +170,14 @@ class Xid(UserDefinedType[int]):
         return "XID"
 
     def bind_expression(self, bindvalue: BindParameter[int]) -> ColumnElement[int]:
-        # By way of text: PostgreSQL does not compare an integer with an xid, and an int4 would be negative for half of them.
+        # Cast through text: PostgreSQL does not compare an integer with an xid, and an int4 would be negative for half of them.
         return cast(cast(bindvalue, Text), Xid)
 
     def bind_processor(self, dialect: Dialect) -> _BindProcessorType[int]:
         return lambda value: None if value is None else str(value)
 
     def result_processor(self, dialect: Dialect, coltype: object) -> _ResultProcessorType[int]:
-        # psycopg and psycopg2 give a str, asyncpg an int.
+        # psycopg and psycopg2 return a str, asyncpg an int.
         return lambda value: None if value is None else int(value)
 
 

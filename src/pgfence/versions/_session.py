@@ -1,4 +1,4 @@
-"""The Session that says of a conflict which rows it is about."""
+"""The Session whose conflict errors list the rows that another transaction has written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHECKS = ("auto", "row", "batch")
 
 
 class VersionedSession(Session):
-    """A Session whose conflicts are a VersionConflictError that names the rows.
+    """A Session that raises VersionConflictError, with the conflicting rows, instead of StaleDataError.
 
     ::
 
@@ -41,41 +41,41 @@ class VersionedSession(Session):
 
     Guarantees:
         If a flush fails because other processes have written rows of classes with `Versioned`, the error lists these rows
-        and no others, each with the version that was read and the one that is there now, whichever way the flush was to write
-        them: as a change or a deletion of their own, by a cascade, by `post_update`, or as a new row under the key of one that
-        it deletes. Unless `conflict_check` is "batch", these are the rows that the flush knew of when it came to the first
-        conflict. The look at them
-        goes through the session's own connection, before the transaction, or the savepoint in which the flush was, is rolled
-        back; what was before the savepoint is usable. merge() of an instance that was read elsewhere compares its version as
-        well, and one without a version is rejected where there is a row that it would overwrite.
+        and no others, each with the version that was read and the current one, however the flush was going to write them: as
+        a change or a deletion, by a cascade, by `post_update`, or as a new row under the key of one that it deletes. Unless
+        `conflict_check` is "batch", these are the rows that the flush had reached when it met the first conflict. They are
+        read through the session's own connection, before the transaction, or the savepoint that contains the flush, is rolled
+        back; what precedes the savepoint remains usable. merge() of an instance that was read elsewhere compares its version
+        as well, and rejects an instance without a version if there is a row that it would overwrite.
 
     Limitations:
         In REPEATABLE READ and SERIALIZABLE PostgreSQL itself rejects such a write with SQLSTATE 40001. The legacy methods
-        `bulk_save_objects` and `bulk_update_mappings` compare versions and list no rows. The session cannot follow SQL text,
-        statements on session.connection() and triggers that write rows of its instances: refresh() these before changing them,
-        or the flush raises a PgfenceError. Two sessions on one Connection are told apart by versions only, so that such a
-        row is a conflict there.
+        `bulk_save_objects` and `bulk_update_mappings` compare versions and list no rows. The session cannot track SQL text,
+        statements on session.connection() and triggers that write rows of its instances: refresh() these before you change
+        them, or the flush raises a PgfenceError. Two sessions on one Connection are distinguished by versions only, so that
+        such a row is a conflict there.
 
     Args:
-        bind: an Engine, or a Connection whose transaction is the caller's.
-        bulk: what becomes of statements on versioned classes beside the flush. "bump" raises the version of each row that
-            they write, and refuses those that cannot be made to; an UPDATE inside of a SELECT is looked for one level deep.
-            "refuse" refuses all that would not have it by themselves, at any depth; "ignore" sends them as they are.
-        conflict_check: "auto" writes several rows of a table together and a single row by itself, whichever costs fewer round
-            trips. With psycopg and psycopg2, one statement has the versions of all rows that change alike, and the driver counts
-            the rows that it matches. asyncpg cannot count them: four rows or more are locked and compared first. Rows of a
-            class with the mode "xmin", of a Session on a Connection, and in AUTOCOMMIT are written one by one.
-            "row" sends and counts one UPDATE for each row. "batch" locks and compares all rows of the flush first, names every
+        bind: an Engine, or a Connection whose transaction you control.
+        bulk: how statements on versioned classes outside a flush are handled. "bump" increments the version of each row that
+            they write, and rejects those for which that is impossible; an UPDATE inside a SELECT is detected one level deep.
+            "refuse" rejects all statements that do not increment versions themselves, at any depth. "ignore" sends them
+            unchanged.
+        conflict_check: "auto" writes several rows of a table together and a single row separately, whichever costs fewer round
+            trips. With psycopg and psycopg2, one statement contains the versions of all rows that change alike, and the driver
+            counts the rows that it matches. asyncpg cannot count them: four rows or more are locked and compared first. Rows
+            of a class with the mode "xmin", of a Session on a Connection, and in AUTOCOMMIT are written one by one.
+            "row" sends and counts one UPDATE for each row. "batch" locks and compares all rows of the flush first, lists every
             conflict at once, and then writes rows that change alike together; in AUTOCOMMIT, where a row lock does not last, it
             raises TransactionStateError.
-        **session_options: for Session.
+        **session_options: passed to Session.
 
     Raises:
         ValueError: `bulk` or `conflict_check` has another value.
     """
 
     def __new__(cls, *_: object, **options: object) -> Self:
-        """Take the base class along whose `db` argument and routing Flask-SQLAlchemy expects of a session class."""
+        """Add the base class that Flask-SQLAlchemy expects of a session class, for its `db` argument and routing."""
         made: type[Any] = _add_flask_base(cls) if "db" in options else cls  # type: ignore[arg-type]
         found: Self = super().__new__(made)
         return found
@@ -96,13 +96,13 @@ class VersionedSession(Session):
         self.conflict_check: Literal["auto", "row", "batch"] = conflict_check
 
     def flush(self, objects: Sequence[Any] | None = None) -> None:
-        """Flush, and name the rows that somebody else has written. autoflush and commit come here as well.
+        """Flush, and list the rows that another transaction has written in the error. autoflush and commit call this too.
 
         Raises:
-            VersionConflictError: rows are not at the version they were read at. What the transaction or savepoint had is
-                rolled back: call rollback().
-            PgfenceError: no other process has written them, but they were not written: a trigger or a policy is in the way, or
-                this session has changed the rows by a statement which it cannot follow.
+            VersionConflictError: rows are not at the version they were read at. The transaction or savepoint was rolled back:
+                call rollback().
+            PgfenceError: no other process has written the rows, but they were not written: a trigger or a policy prevents it,
+                or this session has changed the rows by a statement that it cannot track.
         """
         flush = Flush(self, self.conflict_check)
         before = NOW.set(flush)
@@ -118,11 +118,11 @@ class VersionedSession(Session):
             NOW.reset(before)
 
     def merge(self, instance: _O, *, load: bool = True, options: Sequence[ORMOption] | None = None) -> _O:
-        """Merge, if what would be overwritten is at the version that the instance was read at.
+        """Merge an instance if the row it would overwrite is at the version that the instance was read at.
 
         Raises:
-            VersionRequiredError: it has no version, and there is a row of its key; or its class has the mode "xmin".
-            VersionConflictError: the row is at another version, or gone. Not `retryable`: the instance stays as it is.
+            VersionRequiredError: it has no version, and a row with its key exists; or its class has the mode "xmin".
+            VersionConflictError: the row is at another version or was deleted. Not `retryable`: the instance keeps its version.
         """
         if load:
             _check_merge(self, instance)
@@ -131,7 +131,7 @@ class VersionedSession(Session):
     def merge_all(
         self, instances: Iterable[_O], *, load: bool = True, options: Sequence[ORMOption] | None = None
     ) -> Sequence[_O]:
-        """As `merge`, for several; SQLAlchemy has it since 2.1."""
+        """Merge several instances, each as `merge` does; SQLAlchemy has this method since 2.1."""
         found = list(instances)
         for instance in found if load else ():
             _check_merge(self, instance)
@@ -139,19 +139,19 @@ class VersionedSession(Session):
 
 
 def _check_merge(session: Session, instance: object) -> None:
-    """Raise unless an instance, and those that merge() takes along, may overwrite what is in the database.
+    """Raise unless an instance, and those that merge() cascades to, may overwrite what is in the database.
 
     Raises:
-        VersionRequiredError: one has no version that counts, and there is a row of its key.
-        VersionConflictError: one was read at another version, or its row is gone.
+        VersionRequiredError: one has no valid version, and a row with its key exists.
+        VersionConflictError: one was read at another version, or its row was deleted.
     """
     state = inspect(instance, raiseerr=False)
     if not isinstance(state, InstanceState):
-        return  # merge() raises for what is not mapped
+        return  # merge() raises for objects that are not mapped
     if overwriting := [
         each for each in _iterate_cascade(state) if is_versioned(each.mapper) and each.session is not session
     ]:
-        session._autoflush()  # as merge() does: not inside a flush
+        session._autoflush()  # as merge() does, except inside a flush
         with session.no_autoflush:
             conflicts = [item for each in overwriting for item in _find_conflicts(session, each)]
         if conflicts:
@@ -173,9 +173,9 @@ def _find_conflicts(session: Session, state: State) -> list[VersionConflict]:
     version, pk = state.dict.get(ATTRIBUTE), tuple(key[1])
     if there is not None and (version is None or mode_of(mapper) == "xmin"):
         named = f"{mapper.class_.__name__} {', '.join(map(repr, pk))}"
-        why = "has no version" if version is None else "has a version that counts in the session that read it only"
+        why = "has no version" if version is None else "has a version that is valid only in the session that read it"
         raise VersionRequiredError(
-            f"{named} {why}, and merge() would overwrite whatever others have written: use load_for_version(session,"
+            f"{named} {why}, and merge() would overwrite changes of other transactions: use load_for_version(session,"
             f" {mapper.class_.__name__}, pk, expected) and assign to what it returns"
         )
     found = None if there is None else getattr(there, ATTRIBUTE)

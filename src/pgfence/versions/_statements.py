@@ -1,7 +1,7 @@
-"""Make insert(), update() and delete() of a versioned class raise the version of each row that they write.
+"""Make insert(), update() and delete() of a versioned class increment the version of each row that they write.
 
-Sessions that have read the rows then notice the change. A statement that cannot be made to raise them is rejected. In mode
-"server" the trigger raises them, and only the instances in the session are updated here.
+Sessions that have read the rows then detect the change. A statement that cannot be changed accordingly is rejected. In mode
+"server" the trigger increments the versions, and only the instances in the session are updated here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pgfence._orm import AnyResult, Key, State
 
 _TABLES: WeakKeyDictionary[Table, ref[Mapper[object]]] = WeakKeyDictionary()
-"""The class of each table, for statements that name a Table."""
+"""The class of each table, for statements on a Table."""
 
 
 def guard(state: ORMExecuteState) -> AnyResult | None:
@@ -90,7 +90,7 @@ def _note_table(mapper: Mapper[object], _cls: type[object]) -> None:
 
 
 def _mapper_of(statement: Insert | Update) -> Mapper[object] | None:
-    """Return the mapper of what a statement writes, if it is versioned."""
+    """Return the mapper of the rows that a statement writes, if it is versioned."""
     subject = statement._propagate_attrs.get("plugin_subject")
     if subject is not None:
         return subject.mapper if is_versioned(subject.mapper) else None
@@ -105,8 +105,8 @@ def find_mapper_of_table(table: FromClause) -> Mapper[object] | None:
 
 def _unversioned_error(mapper: Mapper[object], reason: str, way: str = "") -> VersionRequiredError:
     return VersionRequiredError(
-        f"a statement that changes {mapper.class_.__name__} would leave versions as they are, and who has read the rows would"
-        f" not notice: {reason}. "
+        f"a statement that changes {mapper.class_.__name__} would leave versions unchanged, and sessions that have read the rows"
+        f" would not detect the change: {reason}. "
         + (
             way
             or 'Load the rows and flush them, or map the class with mode "server", whose trigger sees every statement'
@@ -120,7 +120,7 @@ def _unversioned_error(mapper: Mapper[object], reason: str, way: str = "") -> Ve
 def _raise_versions(
     state: ORMExecuteState, statement: Insert | Update, mapper: Mapper[object], *, refuse: bool
 ) -> None:
-    """Make a statement raise the version of each row that it changes."""
+    """Make a statement increment the version of each row that it changes."""
     if not _changes_rows(statement):
         return
     if not is_local(mapper):
@@ -131,7 +131,7 @@ def _raise_versions(
         return
     given = list(_find_assigned(statement, state.parameters, mapper)) if isinstance(statement, Update) else []
     if any(isinstance(value, (BindParameter, ColumnClause)) or not isinstance(value, ClauseElement) for value in given):
-        raise ValueError(f"{mapper.class_.__name__}.{ATTRIBUTE} is raised by itself: leave it out of values()")
+        raise ValueError(f"{mapper.class_.__name__}.{ATTRIBUTE} is incremented automatically: leave it out of values()")
     if given:
         return
     if refuse:
@@ -143,7 +143,7 @@ def _raise_versions(
         state.statement = set_on_conflict(statement, upsert, names, version.key, _increment(version))
         return
     if getattr(statement, "_maintain_values_ordering", False) or getattr(statement, "_ordered_values", None):
-        raise _unversioned_error(mapper, "ordered_values() has no place for them", "Use values()")
+        raise _unversioned_error(mapper, "ordered_values() cannot include them", "Use values()")
     subject = statement._propagate_attrs.get("plugin_subject")
     if subject is None:
         name = get_version_column(mapper).key
@@ -161,7 +161,7 @@ def _increment(version: ColumnElement[Any]) -> ColumnElement[Any]:
 
 
 def _find_assigned(statement: object, parameters: object, mapper: Mapper[object]) -> Iterator[object]:
-    """Yield what a statement sets the version to."""
+    """Yield the values that a statement assigns to the version."""
     sets: list[Any] = parameters if isinstance(parameters, list) else [parameters]
     for given in (getattr(statement, "_values", None), getattr(statement, "_ordered_values", None), *sets):
         for key, value in dict(given or ()).items():
@@ -175,14 +175,14 @@ def _may_hold_another(statement: object) -> bool:
         return True
     if not isinstance(statement, Select):
         return False
-    # One level deep only: traversing the whole of each SELECT is expensive.
+    # One level deep only, because traversing the whole of each SELECT is expensive.
     joined = [each[0] for each in statement._setup_joins]
     read = [getattr(each, "table", each) for each in (*statement._raw_columns, *statement._from_obj, *joined)]
     return any(isinstance(each, CTE) for each in read)
 
 
 def _find_written_inside(statement: object, *, refuse: bool) -> set[Mapper[object]]:
-    """Return the classes whose rows are changed by statements inside of another one."""
+    """Return the classes whose rows are changed by statements inside another one."""
     found: set[Mapper[object]] = set()
     for part in visitors.iterate(statement) if isinstance(statement, ClauseElement) else ():
         if part is not statement and isinstance(part, (Insert, Update)) and _changes_rows(part):
@@ -192,8 +192,8 @@ def _find_written_inside(statement: object, *, refuse: bool) -> set[Mapper[objec
             if refuse and mode_of(mapper) == "client" and not _raises_itself(part, mapper):
                 raise _unversioned_error(
                     mapper,
-                    "it is inside of another statement",
-                    f"Execute it by itself, or give it a {ATTRIBUTE} in values()",
+                    "it is inside another statement",
+                    f"Execute it separately, or set {ATTRIBUTE} in its values()",
                 )
             found.add(mapper)
     return found
@@ -216,14 +216,14 @@ def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[obj
     if statement._where_criteria:
         raise _unversioned_error(
             mapper,
-            "with a WHERE of its own, a row at another version is left out and nobody is told",
-            "Leave the WHERE out",
+            "with its own WHERE, a row at another version is skipped silently",
+            "Remove the WHERE",
         )
     # For a version of None SQLAlchemy would send the UPDATE without comparing anything.
     if lacking := [row for row in rows if row.get(ATTRIBUTE) is None]:
         raise _unversioned_error(
             mapper,
-            f"{len(lacking)} of the {len(rows)} rows come without one",
+            f"{len(lacking)} of the {len(rows)} rows have none",
             f"Give each the {ATTRIBUTE!r} that it was read at",
         )
     names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
@@ -235,14 +235,14 @@ def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[obj
         result, loaded = _execute_followed(state, mapper)
     except StaleDataError as error:
         raise not_written_error(str(error)) from error
-    # SQLAlchemy sets the version from the parameters, which is the old one.
+    # SQLAlchemy sets the version from the parameters, which contain the old one.
     written = {mapper.identity_key_from_primary_key(key) for key in keys}
     expire(state.session, [each for each in loaded if each.key in written])
     return result
 
 
 def _compare(state: ORMExecuteState, mapper: Mapper[object], keys: list[Key], expected: list[object]) -> None:
-    """Lock and compare the rows, so that a conflict names them and is raised before the first is written."""
+    """Lock and compare the rows, so that a conflict lists them and is raised before the first is written."""
     session = state.session
     session._autoflush()
     connection = session.connection(bind_arguments=dict(state.bind_arguments))
@@ -273,9 +273,9 @@ def _execute(
 
     Args:
         state: the execution.
-        mappers: classes for whose instances SQLAlchemy does nothing.
-        synchronized: the class for which it does what `synchronize_session` says. What has another version is read again: a
-            new version beside columns that somebody else has changed since would let them be overwritten.
+        mappers: classes whose instances SQLAlchemy does not synchronize.
+        synchronized: the class for which it applies `synchronize_session`. Instances with another version are read again: a
+            new version next to columns that another session has changed since would let them be overwritten.
     """
     found = [(mapper, loaded) for mapper in mappers if (loaded := collect_instances(state, mapper))]
     kept = collect_instances(state, synchronized) if synchronized is not None else {}
@@ -297,7 +297,7 @@ def _execute(
 
 
 def _execute_followed(state: ORMExecuteState, mapper: Mapper[object]) -> tuple[AnyResult, dict[State, object]]:
-    """Execute a statement. Return the instances without pending changes, too."""
+    """Execute a statement, and return its result and the instances without pending changes."""
     loaded = collect_instances(state, mapper)
     move = follow(state, mapper, loaded)
     result = state.invoke_statement()

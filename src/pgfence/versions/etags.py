@@ -1,4 +1,4 @@
-"""The version of a row as HTTP has it: an entity tag, and the If-Match header that brings it back (RFC 9110, 8.8.3 and 13.1.1)."""
+"""The version of a row in HTTP: an entity tag, and the If-Match header that returns it (RFC 9110, 8.8.3 and 13.1.1)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Headers", "IfMatch", "etag", "if_match"]
 _STAR = "*"
 _WEAK = "W/"
 # One element of a list, which may be empty, with what separates it from the next. The blanks are possessive: a header of
-# blanks alone takes time in proportion to its length, not to its square.
+# blanks alone takes time proportional to its length, not to its square.
 _ELEMENT = re.compile(r'[ \t]*+(?P<tag>(?:W/)?"[\x21\x23-\x7e\x80-\xff]*+")?[ \t]*+(?P<end>,|\Z)')
 _SHOWN = 60
 
@@ -23,23 +23,23 @@ class Headers(Protocol):
     """Headers of a request: Werkzeug's, Starlette's, or a plain dict."""
 
     def get(self, key: str, /) -> str | None:
-        """Return the header of that name, or None."""
+        """Return the header with that name, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class IfMatch:
-    """What an If-Match header asks for: `*`, or one of several entity tags.
+    """What an If-Match header requires: `*`, or one of several entity tags.
 
     Attributes:
-        tags: as they stand in the header, quotes and all; `("*",)` for any version, `()` for a list without a tag.
+        tags: as written in the header, with quotes; `("*",)` for any version, `()` for a list without a tag.
     """
 
     tags: tuple[str, ...]
 
     def matches(self, tag: str) -> bool:
-        """Say whether the row with this tag may be changed, by the strong comparison: a weak tag matches nothing.
+        """Return whether the row with this tag may be changed, by the strong comparison: a weak tag matches nothing.
 
-        `*` matches every row that is there.
+        `*` matches every row that exists.
         """
         return self == ANY or (tag in self.tags and not tag.startswith(_WEAK))
 
@@ -48,7 +48,7 @@ class IfMatch:
 
 
 ANY = IfMatch((_STAR,))
-"""Any version, of a row that is there."""
+"""Any version of a row that exists."""
 
 
 def etag(instance: object, /) -> str:
@@ -66,12 +66,12 @@ def etag(instance: object, /) -> str:
 
     Args:
         instance: of a versioned class, with its changes flushed. An expired one is loaded again, which an AsyncSession cannot
-            do here: give that `expire_on_commit=False`.
+            do here: use `expire_on_commit=False` with it.
 
     Raises:
-        ValueError: the row is not in the database yet, or has changes that are not flushed: its next version is not known.
-        TypeError: it is no instance of a versioned class; or one with `__version_mode__ = "xmin"`, whose version does not
-            outlive a dump of the database, as a tag may.
+        ValueError: the row is not in the database yet, or has unflushed changes, so that its next version is not known.
+        TypeError: it is not an instance of a versioned class; or its class has `__version_mode__ = "xmin"`, whose version does
+            not survive a dump of the database, as a tag may.
     """
     from sqlalchemy import inspect
     from sqlalchemy.orm import InstanceState
@@ -85,9 +85,9 @@ def etag(instance: object, /) -> str:
         )
     name = state.class_.__name__
     if _mapping.mode_of(state.mapper) == "xmin":
-        raise TypeError(f"the version of {name} is xmin, which does not outlive a dump: a tag needs a column")
+        raise TypeError(f"the version of {name} is xmin, which does not survive a dump: an ETag needs a version column")
     if state.key is None or (state.session is not None and state.session.is_modified(instance)):
-        raise ValueError(f"{name} has changes that are not flushed: commit() first, then take its tag")
+        raise ValueError(f"{name} has unflushed changes: call commit() first, then etag()")
     return (
         f'"{quote(_mapping.get_version_table(state.mapper).fullname, safe="")}-{getattr(instance, _mapping.ATTRIBUTE)}"'
     )
@@ -100,16 +100,16 @@ def if_match(headers: Headers, /) -> IfMatch:
         headers: of Flask, FastAPI, Starlette, or a dict with `If-Match` or `if-match`. Several lines are one list.
 
     Returns:
-        What `load_for_version` takes as `expected`.
+        The value to pass to `load_for_version` as `expected`.
 
     Raises:
-        VersionRequiredError: there is no such header; answer 428.
-        ValueError: it is no list of entity tags, and the message has what is wrong in it; answer 400.
+        VersionRequiredError: there is no such header; respond with 428.
+        ValueError: it is not a list of entity tags, and the message shows the invalid part; respond with 400.
     """
     lines = _read_lines(headers)
     if not lines:
         raise VersionRequiredError(
-            "the request names no version: read the row first and send its ETag in an If-Match header"
+            "the request has no version: read the row first and send its ETag in an If-Match header"
         )
     value = ", ".join(lines).strip(" \t")
     return ANY if value == _STAR else IfMatch(tuple(_parse_tags(value)))
@@ -117,7 +117,7 @@ def if_match(headers: Headers, /) -> IfMatch:
 
 def _read_lines(headers: Headers) -> list[str]:
     get_all = getattr(headers, "getlist", None)
-    if get_all is not None:  # its get() may know the first line alone
+    if get_all is not None:  # its get() may return only the first line
         return list(get_all("If-Match"))
     value = headers.get("If-Match")
     if value is None:
@@ -131,7 +131,7 @@ def _parse_tags(value: str) -> list[str]:
         element = _ELEMENT.match(value, place)
         if element is None:
             raise ValueError(
-                f"no entity tag at {value[place : place + _SHOWN]!r}: If-Match is * or a list of tags in double quotes"
+                f"invalid entity tag at {value[place : place + _SHOWN]!r}: If-Match must be * or a list of tags in double quotes"
             )
         if element["tag"] is not None:
             found.append(element["tag"])
