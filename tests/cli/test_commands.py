@@ -234,7 +234,7 @@ def test_a_missing_driver_is_named_with_the_way_to_get_one(
     assert main(["run", "--dsn", url, "x", "--", "true"]) == 64
     err = capfd.readouterr().err
     assert said in err
-    assert 'pip install "psycopg[binary]"' in err
+    assert "pip install 'pgfence[psycopg" in err
 
 
 def test_an_unexpected_error_has_its_own_exit_code(

@@ -70,7 +70,7 @@ def test_with_yes_it_evicts_and_says_whom(
     assert main(["evict", name, *WHY, "--yes"]) == 0
     out = capfd.readouterr().out
     assert "worker-7 on host-1" in out
-    assert f"Token {token} is refused from now on; {token + 1} counts" in out
+    assert f"From now on token {token} is rejected; the newest token is {token + 1}." in out
     assert audited(admin, name) == [("ann", "hung since 3 a.m.")]
     assert newest(admin, name) == token + 1
 
@@ -182,7 +182,7 @@ def test_a_holder_that_came_after_the_confirmation_is_not_evicted(
     monkeypatch.setattr(terminal, "readline", lambda *_: change())
     monkeypatch.setattr(sys, "stdin", terminal)
     assert main(["evict", name, *WHY]) == 75
-    assert "changed hands" in capfd.readouterr().err
+    assert f"the holder of {name!r} has changed" in capfd.readouterr().err
     assert (audited(admin, name), newest(admin, name)) == ([], token + 1)
 
 

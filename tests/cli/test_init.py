@@ -53,7 +53,7 @@ def test_alembic_itself_takes_a_template_by_its_path(template: str, capfd: pytes
     ("text", "said"),
     [
         ("[alembic]\n", "script_location is missing"),
-        ("[alembic]\nscript_location = %(here)s/old\n", "old: `alembic` goes on without migrations"),
+        ("[alembic]\nscript_location = %(here)s/old\n", "old: `alembic` does not use migrations"),
         ("no ini", "script_location is not to be read"),
     ],
 )
@@ -66,7 +66,7 @@ def test_an_ini_file_that_is_there_stays_and_it_says_that_nothing_uses_the_new_e
     assert Path("alembic.ini").read_text(encoding="utf-8") == text
     err = capfd.readouterr().err
     assert said in err
-    assert err.endswith("until it says script_location = %(here)s/migrations\n")
+    assert err.endswith("until you set script_location = %(here)s/migrations\n")
 
 
 def test_the_ini_file_may_stand_in_a_directory_that_is_made_with_the_environment() -> None:
@@ -80,20 +80,20 @@ def test_an_ini_file_that_names_the_new_environment_is_enough(capfd: pytest.Capt
     """It was made before, or by hand."""
     Path("alembic.ini").write_text("[alembic]\nscript_location = %(here)s/migrations\n", encoding="utf-8")
     assert main(["init", "migrations"]) == Code.OK
-    assert "made migrations: set target_metadata" in capfd.readouterr().err
+    assert "created migrations. Next: set target_metadata" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["migrations"], "migrations is there already, and not empty"),
-        (["file"], "file is there already"),
-        ([], "which directory?"),
-        (["new", "--template", "django"], "there are async, multitenant, sync"),
-        (["file/below"], "cannot be made"),
+        (["migrations"], "migrations already exists and is not empty"),
+        (["file"], "file already exists"),
+        ([], "give the directory to create"),
+        (["new", "--template", "django"], "--template must be one of async, multitenant, sync"),
+        (["file/below"], "cannot create"),
         (["10%new"], "choose another name"),
-        (["new", "-c", "none/alembic.ini"], "there is no directory none"),
-        (["new", "-c", "migrations"], "migrations is no file"),
+        (["new", "-c", "none/alembic.ini"], "the directory none does not exist"),
+        (["new", "-c", "migrations"], "migrations is not a file"),
     ],
 )
 def test_what_cannot_be_made_is_misuse(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def test_it_makes_everything_and_may_run_twice(
     """With schema and prefix from the options; one line says so, none with --quiet."""
     words = ["install", "--dsn", dsn, "--schema", str(place.schema), "--prefix", place.prefix]
     assert main(words) == Code.OK
-    assert capfd.readouterr() == ("", "pgfence: tables and functions are there\n")
+    assert capfd.readouterr() == ("", "pgfence: tables and functions are installed\n")
     assert main([*words, "--quiet"]) == Code.OK
     assert tables(admin, place) == len(schema.tables(_metadata()))
     assert capfd.readouterr() == ("", "")
@@ -104,8 +104,8 @@ def test_the_settings_of_the_applications_engine_count(
 @every_row(
     ("words", "message"),
     [
-        (["--sql", "--dsn", "postgresql://h/d"], "--sql asks no server"),
-        (["--sql", "--engine", "a:b"], "--sql asks no server"),
+        (["--sql", "--dsn", "postgresql://h/d"], "--sql contacts no server"),
+        (["--sql", "--engine", "a:b"], "--sql contacts no server"),
         (["--schema", "", "--sql"], "schema must not be empty"),
         (["--dsn", "postgresql://h/d", "--schema", ""], "schema must not be empty"),
         (["--prefix", "p" * 41, "--sql"], "longer than 40 bytes"),

@@ -97,15 +97,15 @@ def test_without_stuck_keys_the_output_says_so(
     """Exit code 0: there is nothing to do; too young a key is none either. Of keys not asked for it says nothing."""
     claim(admin, name)
     for options, said in (
-        ((), f"No key without a namespace whose scope begins with '{name}:none' is stuck."),
-        (("--older-than", "3600"), f" with '{name}:none' and that was claimed 3600 s ago or before is stuck."),
-        (("--namespace", "shop"), f"No key in the namespace 'shop' whose scope begins with '{name}:none' is stuck."),
+        ((), f"No unfinished keys without a namespace whose scope begins with '{name}:none'."),
+        (("--older-than", "3600"), f" with '{name}:none' and that were first claimed at least 3600 s ago."),
+        (("--namespace", "shop"), f"No unfinished keys in the namespace 'shop' whose scope begins with '{name}:none'."),
     ):
         assert main(["keys", "--scope", f"{name}:none", *options]) == 0
         out = capfd.readouterr().out
-        assert said in out and "Every" not in out
+        assert said in out and "Other keys were not searched." in out
     assert main(["keys", "--namespace", name]) == 0
-    assert capfd.readouterr().out == f"Every key in the namespace '{name}' that was begun is finished or free.\n"
+    assert capfd.readouterr().out == f"No unfinished keys in the namespace '{name}'.\n"
     assert main(["keys", "--scope", name, "--older-than", "3600", "--json"]) == 0
     assert json.loads(capfd.readouterr().out) == {"keys": []}
 
@@ -118,7 +118,7 @@ def test_with_yes_it_frees_and_says_what(
     assert main(["keys", "free", name, "k", *WHY, "--yes"]) == 0
     out = capfd.readouterr().out
     assert "attempt 1 of worker-7 on host-1 (pid 7), running" in out
-    assert "The next caller is attempt 2" in out
+    assert "The next caller runs attempt 2" in out
     assert state(admin, name) == ("free", 1, 1)
     told = admin.execute("SELECT actor, reason FROM pgfence_audit WHERE resource = %s", [name + SEPARATOR + "k"])
     assert told.fetchone() == ("ann", "hung since 3 a.m.")
@@ -185,7 +185,7 @@ def test_a_key_under_which_nothing_is_stuck(name: str, capfd: pytest.CaptureFixt
     ("words", "said"),
     [
         (["--older-than", "-1"], "older_than"),
-        (["--json", "free", "s", "k", *WHY], "write --json behind free"),
+        (["--json", "free", "s", "k", *WHY], "write --json after `free`"),
         (["free", "s", "k", *WHY], "--yes"),
         (["free", "s", "k", "--reason", " ", "--yes"], "reason"),
         (["free", "s", "", *WHY, "--yes"], "the key must not be empty"),

@@ -39,9 +39,9 @@ def test_it_says_how_many_are_gone(admin: psycopg.Connection[Any], capfd: pytest
     """One line on stdout, none with --quiet; nothing to do is a success too."""
     expire(admin, 25)
     assert main(["purge", "--batch", "10"]) == 0
-    assert capfd.readouterr() == ("25 expired keys taken away\n", "")
+    assert capfd.readouterr() == ("deleted 25 expired keys\n", "")
     assert main(["purge"]) == 0
-    assert capfd.readouterr().out == "0 expired keys taken away\n"
+    assert capfd.readouterr().out == "deleted 0 expired keys\n"
     expire(admin, 1)
     assert main(["purge", "--quiet"]) == 0
     assert capfd.readouterr() == ("", "")
@@ -55,7 +55,7 @@ def test_json_is_one_object_in_every_outcome(admin: psycopg.Connection[Any], cap
     assert json.loads(capfd.readouterr().out) == {
         "purged": 3,
         "exit_code": 0,
-        "message": "3 expired keys taken away",
+        "message": "deleted 3 expired keys",
     }
     assert main(["purge", "--json", "--prefix", "absent_"]) == 78
     told = json.loads(capfd.readouterr().out)
@@ -71,7 +71,7 @@ def test_schema_and_prefix_find_the_table(admin: psycopg.Connection[Any], capfd:
         expire(admin, 4, "purge_cli.my_idempotency_key")
         expire(admin, 1)
         assert main(["purge", *where]) == 0
-        assert capfd.readouterr().out == "4 expired keys taken away\n"
+        assert capfd.readouterr().out == "deleted 4 expired keys\n"
     finally:
         admin.execute("DROP SCHEMA purge_cli CASCADE")
 
@@ -108,4 +108,4 @@ def test_a_purge_that_the_server_ends_is_75(
         assert main(["purge", "--dsn", login]) == 75
     out, err = capfd.readouterr()
     assert out == ""
-    assert err == "pgfence: canceling statement due to lock timeout. What was purged before stays so\n"
+    assert err == "pgfence: canceling statement due to lock timeout. Batches that were finished before stay deleted\n"

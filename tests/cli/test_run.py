@@ -147,7 +147,8 @@ def test_a_wait_that_is_too_short_is_busy(cli: Cli, dsn: str, name: str) -> None
         done = cli.run("--wait", "0.5", name, "--", "true")
     assert time.monotonic() - start >= 0.5
     assert done.returncode == 75
-    assert done.stderr.splitlines()[-1].startswith(f"pgfence: {name!r} is busy after 0.5 s: held by other-deploy")
+    assert done.stderr.splitlines()[-1].startswith(f"pgfence: {name!r} is held by other-deploy")
+    assert done.stderr.endswith("; waited 0.5 s\n")
     password = psycopg.conninfo.conninfo_to_dict(dsn).get("password")
     assert not password or str(password) not in done.stderr
 
@@ -208,7 +209,7 @@ def test_a_lost_lock_stops_the_command(
         assert first_line(process) == "stopping"
         _out, err = process.communicate(timeout=20)
     assert process.returncode == 76
-    assert f"the lock {name!r} is lost (killed)" in err
+    assert f"the lock {name!r} was lost (killed)" in err
 
 
 def test_a_deaf_command_is_killed_after_the_grace(
@@ -233,7 +234,7 @@ def test_the_command_may_outlive_its_lock(
         assert first_line(process) == "ready"
         terminate(admin, backend())
         assert process.stderr is not None
-        assert "others may run the same command now" in process.stderr.readline()
+        assert "other hosts may run the same command now" in process.stderr.readline()
         process.communicate("\n", timeout=20)
     assert process.returncode == 4
 

@@ -64,6 +64,8 @@ def test_a_server_that_cannot_do_it_has_a_code_of_its_own(cli: Cli, dsn: str, na
     done = cli.run("--engine", "pooled:engine", name, "--", "echo", "ran")
     assert (done.returncode, done.stdout) == (78, "")
     assert "transaction mode" in done.stderr
+    assert all(advice in done.stderr for advice in ("--dsn", "--lease", "pgfence install"))
+    assert "configure" not in done.stderr
     again = cli.run("--engine", "pooled:engine", "--pooler", "session", name, "--", "true")
     assert again.returncode == 64
     assert "--pooler" in again.stderr
@@ -122,11 +124,11 @@ def test_without_a_url_libpq_finds_the_server(cli: Cli, dsn: str, name: str) -> 
 
 
 def test_a_missing_server_setting_is_explained(cli: Cli, name: str) -> None:
-    """In an empty environment, such as a crontab's, the message says that no server was named."""
+    """In an empty environment, such as a crontab's, the message says that no server was given."""
     del cli.environment["DATABASE_URL"]
     done = cli.run(name, "--", "echo", "ran", PGCONNECT_TIMEOUT="5", PGUSER="ann", PGPASSWORD="s3cret")
     assert (done.returncode, done.stdout) == (69, "")
-    assert "no session at the default host: no server was named: give --dsn or --engine, or set" in done.stderr
+    assert "no session at the default host: no server was given: give --dsn or --engine, or set" in done.stderr
     assert "?." not in done.stderr
     assert done.stderr.count("\n") == 1
     assert "s3cret" not in done.stderr

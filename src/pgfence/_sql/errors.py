@@ -165,7 +165,11 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
     if context.owner:
         of = _OWNED.search(said)
         command = "" if of is not None and not of[1].startswith(place.prefix) else place.command
-        advice = f"Run `{command}` as a role that may" if command else "Do it as its owner"
+        advice = (
+            f"Run `{command}` or call pgfence.schema.create_all(engine) as a role that may"
+            if command
+            else "Do it as its owner"
+        )
         return SchemaError(
             f"this role may not do that: {said}. {advice}", needed=VERSION, command=command, sqlstate=NO_RIGHT
         )

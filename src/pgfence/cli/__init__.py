@@ -1,4 +1,4 @@
-"""The command `pgfence`: arguments in, lines and an exit code out. What it does is done by the library below it."""
+"""The command `pgfence`: parses arguments, calls the library, prints lines and returns an exit code."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MISSING = "the command line is not installed: pip install 'pgfence[cli]'"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; see `codes` for what each means.
 
-    A mistake of the user ends in one line on stderr, an error that nobody foresaw in a traceback.
+    A mistake on the command line prints one line to stderr; an unexpected error prints a traceback.
 
     Args:
-        argv: the words after `pgfence`; None takes those of this process.
+        argv: the arguments after `pgfence`; None takes those of this process.
     """
-    # The library's warnings go where an application sends them. Here they would say a second time what we say ourselves.
+    # The command prints its own messages. The library's warnings, printed by the last-resort handler, would repeat them.
     logging.getLogger("pgfence").addHandler(logging.NullHandler())
     words = sys.argv[1:] if argv is None else list(argv)
     if argv is not None:

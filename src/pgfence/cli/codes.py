@@ -1,4 +1,4 @@
-"""Exit codes, and the error that becomes one. The numbers are part of the contract: scripts and unit files test for them."""
+"""Exit codes, and the exceptions that become one. The numbers are public: scripts and unit files test for them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from enum import IntEnum
 
 
 class Code(IntEnum):
-    """Exit codes of pgfence itself. Those of sysexits.h where it has one, as mail systems and systemd know them."""
+    """Exit codes of pgfence itself; where sysexits.h has a code for it, that one."""
 
     OK = 0
     MISUSE = 64
     """The command line, a name or the database URL cannot be used."""
     TIME = 65
-    """A slot is done that has not begun, because the server's clock was set back; or host and server differ on a time zone."""
+    """A slot that has not begun is done, because the server's clock was set back; or host and server differ on a time zone."""
     NOBODY = 67
-    """Nobody has that name: there was nothing to evict."""
+    """No holder has that name, or nothing is stuck under that key: there was nothing to do."""
     UNAVAILABLE = 69
-    """No session with the server could be had, or it has no room for another lock."""
+    """No connection to the server, or the server has no room for another lock."""
     BUG = 70
-    """An error that nobody foresaw; a traceback tells more."""
+    """An unexpected error; its traceback is printed."""
     BUSY = 75
-    """Somebody else holds the lock. Trying again later may succeed."""
+    """Another process holds the lock. A later attempt may succeed."""
     LOST = 76
-    """The lock was lost before it was given back; a command that was still running was stopped."""
+    """The lock was lost before it was released; a command that was still running was stopped."""
     DECLINED = 77
-    """The question was not answered with yes: nothing was done."""
+    """The user did not confirm: nothing was done."""
     REFUSED = 78
-    """The server answered and session locks are not safe there: a pooler, a standby, no PostgreSQL."""
+    """The server responded, but pgfence cannot work there: a pooler, a standby, not PostgreSQL, missing tables or rights."""
     NOT_EXECUTABLE = 126
     NOT_FOUND = 127
     SIGNAL = 128

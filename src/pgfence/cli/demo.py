@@ -1,4 +1,4 @@
-"""`pgfence demo`: which server, who watches, and the exit code."""
+"""`pgfence demo`: find the server, run the demo, print the result, choose the exit code."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _LEAST_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What the user wants.
+    """The options of one call.
 
     Attributes:
         dsn: the database; None starts a server for the demo.
-        seconds: that each act lasts.
-        processes: how many move money at a time.
-        keep: leave everything there to be looked at.
-        as_json: for programs.
+        seconds: length of each act.
+        processes: number of worker processes.
+        keep: keep server and tables.
+        as_json: print JSON.
     """
 
     dsn: str | None
@@ -55,7 +55,7 @@ class DemoOptions:
 
 
 class DemoInterrupted(KeyboardInterrupt):
-    """A signal asks for the end. As its base class, no `except Exception` on the way takes it for an error."""
+    """A signal asked the demo to end. Not an `Exception`, so that no handler on the way takes it for an error."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -63,7 +63,7 @@ class DemoInterrupted(KeyboardInterrupt):
 
 
 def demo(options: DemoOptions, speaker: Console) -> int:
-    """Play the demo, show what came of it, and return the exit code.
+    """Run the demo, print the result, and return the exit code.
 
     Raises:
         MisuseError: an option or the URL cannot be used.
@@ -78,7 +78,7 @@ def demo(options: DemoOptions, speaker: Console) -> int:
     except DemoInterrupted as stop:
         return Code.SIGNAL + stop.signum
     except LockTimeoutError:
-        speaker.warn("another demo is being played in this database")
+        speaker.warn("another demo is running in this database")
         return Code.BUSY
     except (UnreachableError, CapacityError, LockLostError) as error:
         speaker.warn(str(error))
@@ -87,14 +87,14 @@ def demo(options: DemoOptions, speaker: Console) -> int:
         speaker.warn(str(error))
         return Code.REFUSED
     except DBAPIError as error:
-        speaker.warn(f"the server refused or left: {error.orig}")
+        speaker.warn(f"the server rejected a statement or closed the connection: {error.orig}")
         return Code.UNAVAILABLE
 
 
 def _play(options: DemoOptions, speaker: Console) -> int:
     begin = clock()
     with ExitStack() as stack:
-        # Without the driver's name: whichever is installed will do.
+        # Without the driver's name, so that any installed driver is used.
         dsn = options.dsn or stack.enter_context(server()).replace("+psycopg", "", 1)
         engine = find_engine(dsn=dsn, path=None, environ={})
         stack.callback(engine.dispose)
@@ -121,14 +121,14 @@ def _keep(engine: Engine, options: DemoOptions, speaker: Console) -> None:
             f"the tables are in the schema {SCHEMA} of that database; DROP SCHEMA {SCHEMA} CASCADE removes them"
         )
         return
-    with suppress(DemoInterrupted):  # as soon as it is on the screen, Ctrl-C is no failure
-        speaker.write(f"The server runs until Ctrl-C. To look at it:\n\n    {build_psql_command(engine)}\n")
+    with suppress(DemoInterrupted):  # the text is printed: from now on Ctrl-C is the normal end
+        speaker.write(f"The server runs until you press Ctrl-C. To connect:\n\n    {build_psql_command(engine)}\n")
         threading.Event().wait()
 
 
 @contextmanager
 def _handle_signals() -> Iterator[None]:
-    """Turn the first signal that asks for the end into an exception, and let nothing disturb the clean-up after it."""
+    """Raise `DemoInterrupted` at the first signal that asks for the end, and ignore later ones during the clean-up."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def interrupt(signum: int, _frame: FrameType | None) -> NoReturn:

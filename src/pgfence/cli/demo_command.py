@@ -18,7 +18,10 @@ from pgfence.cli.report import Console
         ("1", "A guarded act lost money, or no process took over from a holder that was gone."),
         ("3", "The unguarded control lost nothing, so the demo proves nothing."),
         ("64", "Misuse: an option or the URL cannot be used."),
-        ("69", "The server did not respond or went away; or there are no PostgreSQL binaries to start one."),
+        (
+            "69",
+            "The server did not respond or closed the connection; or there are no PostgreSQL binaries to start one.",
+        ),
         ("75", "Another demo is running in this database."),
         ("78", "The server cannot run the demo: a pooler, a standby, no right to create a schema."),
         ("128 + N", "Signal N ended it."),

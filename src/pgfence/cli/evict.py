@@ -1,4 +1,4 @@
-"""`pgfence evict`: shows who holds a name, asks, ends the hold; one line in the audit says who did it and why."""
+"""`pgfence evict`: show the holder of a name, ask, end the hold, and record who did it and why."""
 
 from __future__ import annotations
 
@@ -103,16 +103,21 @@ class _Eviction:
         return self._evict(seen)
 
     def _evict(self, seen: Found) -> AdminReport[Found]:
-        # Between look, answer and eviction another one may have come: that one was not meant.
+        # While the user reads and answers, the name may change hands. Evict only the holder that was shown.
         order = replace(self._order, only=seen)
         found = requests.perform(self._engine, statements.evict, order)
         if found.newest is None:
-            who = "; ".join(map(str, found.holders)) or "nobody"
+            who = "; ".join(map(str, found.holders)) or "no holder"
             return AdminReport(
-                "changed", Code.BUSY, [f"{self._name!r} changed hands, and nothing was done: now {who}"], found
+                "changed",
+                Code.BUSY,
+                [f"the holder of {self._name!r} has changed, so nothing was done; it is now {who}"],
+                found,
             )
-        raised = f" Token {found.token} is refused from now on; {found.newest} counts." if found.token else ""
-        done = "Evicted, and written to the audit." if found.holders else "Written to the audit."
+        raised = (
+            f" From now on token {found.token} is rejected; the newest token is {found.newest}." if found.token else ""
+        )
+        done = "Evicted, and recorded in the audit table." if found.holders else "Recorded in the audit table."
         return AdminReport("evicted", Code.OK, [*self._list_holders(found), done + raised], found)
 
     def _list_holders(self, found: Found) -> list[str]:

@@ -1,4 +1,4 @@
-"""The guard of one command: ends it when the `pgfence run` that started it is gone.
+"""The guard of one command: ends it when the `pgfence run` that started it has been killed.
 
 If `pgfence run` is killed with SIGKILL, the server frees the lock at once, and nothing in that process can stop the command
 any more. So this second, small process ends the command and what it started: SIGTERM, and SIGKILL after the grace.
@@ -17,7 +17,7 @@ import sys
 import time
 from contextlib import suppress
 
-# The start of this process is a part of that of the command: `typing` and `subprocess` would take half of it.
+# The command starts only after this process has: importing `typing` and `subprocess` would double that time.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ PATIENCE = 10.0
 
 
 class ProcessRow:
-    """A line of the process table. `started` counts ticks since boot and is 0 where only ps(1) can be asked."""
+    """A line of the process table. `started` counts ticks since boot; it is 0 where only ps(1) is available."""
 
     __slots__ = ("group", "parent", "running", "started")
 
@@ -123,7 +123,7 @@ class Ending:
 
 
 class _Left:
-    """What a command and its dead `pgfence run` have left."""
+    """The processes that remain of a command whose `pgfence run` has died."""
 
     def __init__(self, command: int) -> None:
         self._command = command
@@ -145,7 +145,7 @@ class _Left:
 
 
 def main() -> None:
-    """Report signals, read whom to end, then wait for the end of the input."""
+    """Report signals, read which process to end, then wait for the end of the input."""
     # At a terminal the guard is in the process group of the shell's job: what reaches it was sent to the group, so the command
     # has it already. The byte of each signal goes straight to `pgfence run`.
     os.set_blocking(1, False)
@@ -156,7 +156,7 @@ def main() -> None:
     os.write(1, READY)
     # Only `pgfence run` holds the other end of this pipe: end of file means that it died.
     while words := os.read(0, 64).split():
-        # Numbers are whom to end. A question mark asks for all reports so far: this byte comes after them.
+        # A number is the process to end. A question mark asks for all reports so far: the READY byte follows them.
         command = next((int(word) for word in words if word.isdigit()), command)
         if b"?" in words:
             os.write(1, READY)

@@ -1,4 +1,4 @@
-"""`pgfence init`: makes a migration environment whose upgrades run one at a time."""
+"""`pgfence init`: create a migration environment whose upgrades run one at a time."""
 
 from __future__ import annotations
 
@@ -57,51 +57,51 @@ def init(directory: Path | None, template: str, ini: Path, path: bool, quiet: bo
     Use it instead of `alembic init`. No server is contacted.
     """
     if template not in environment.list_templates():
-        raise MisuseError(f"--template: there is no {template!r}; there are {', '.join(environment.list_templates())}")
+        raise MisuseError(f"--template must be one of {', '.join(environment.list_templates())}, not {template!r}")
     if path:
         print(environment.TEMPLATES / template)
         return
     if directory is None:
-        raise MisuseError("which directory? `pgfence init migrations`, for example")
+        raise MisuseError("give the directory to create, for example `pgfence init migrations`")
     if "%" in str(directory):
-        raise MisuseError(f"{directory}: a per cent sign begins something else in the ini file: choose another name")
+        raise MisuseError(f"{directory}: a percent sign has a special meaning in the ini file; choose another name")
     kept = ini.exists()
     _make(directory, template, ini)
     if kept and (instead := _find_other_environment(ini, directory)):
         Console(quiet=quiet).warn(instead)
         return
     Console(quiet=quiet).tell(
-        f"made {directory}{'' if kept else f' and {ini}'}: set target_metadata in {directory / 'env.py'}, the database in"
-        " DATABASE_URL, then `alembic revision --autogenerate` and `alembic upgrade head`"
+        f"created {directory}{'' if kept else f' and {ini}'}. Next: set target_metadata in {directory / 'env.py'} and DATABASE_URL in the"
+        " environment, then run `alembic revision --autogenerate` and `alembic upgrade head`"
     )
 
 
 def _find_other_environment(ini: Path, directory: Path) -> str | None:
-    """Say that an ini file, which was there, names another environment than this one, if it does."""
+    """Return a warning if the existing ini file points to another environment."""
     named = environment.find_location(ini)
     if named is not None and Path(named).resolve() == directory.resolve():
         return None
     wanted = os.path.relpath(directory.resolve(), ini.resolve().parent)
     return (
-        f"made {directory}, but kept {ini}, whose script_location is {named or 'missing'}: `alembic` goes on without {directory}"
-        f" until it says script_location = %(here)s/{wanted}"
+        f"created {directory}, but kept {ini}, whose script_location is {named or 'missing'}: `alembic` does not use {directory}"
+        f" until you set script_location = %(here)s/{wanted}"
     )
 
 
 def _make(directory: Path, template: str, ini: Path) -> None:
     if ini.exists() and not ini.is_file():
-        raise MisuseError(f"{ini} is no file")
+        raise MisuseError(f"{ini} is not a file")
     made = directory.resolve()
     if not ini.parent.is_dir() and ini.resolve().parent not in {made, *made.parents}:
-        raise MisuseError(f"{ini} cannot be made: there is no directory {ini.parent}")
+        raise MisuseError(f"cannot create {ini}: the directory {ini.parent} does not exist")
     try:
         environment.make(directory, template, ini)
-    except ImportError as error:  # also where a folder called alembic is all there is of that name
+    except ImportError as error:  # also if the only thing of that name is a folder alembic/
         if error.name != "alembic":
             raise
-        Console().warn("Alembic is not installed here: pip install 'pgfence[alembic]'")
+        Console().warn("Alembic is not installed: pip install 'pgfence[alembic]'")
         raise CommandExit(Code.REFUSED) from None
     except FileExistsError:
-        raise MisuseError(f"{directory} is there already, and not empty") from None
+        raise MisuseError(f"{directory} already exists and is not empty") from None
     except OSError as error:
-        raise MisuseError(f"{error.filename or directory} cannot be made: {error.strerror}") from None
+        raise MisuseError(f"cannot create {error.filename or directory}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""`pgfence install`: makes tables and server functions, or prints the script that does."""
+"""`pgfence install`: create tables and server functions, or print the script that does."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def install(
     Use it once per database, or in a deployment: a second run changes nothing. Advisory and transaction locks need no tables.
     """
     if sql and (dsn or engine):
-        raise MisuseError("--sql asks no server: give it without --dsn and --engine")
+        raise MisuseError("--sql contacts no server: use it without --dsn and --engine")
     if sql:
         print(_build_script(schema, prefix), end="")
         return
@@ -57,7 +57,7 @@ def install(
         except PgfenceError as error:
             Console().warn(str(error))
             raise CommandExit(choose_code(error)) from None
-    Console(quiet=quiet).tell("tables and functions are there")
+    Console(quiet=quiet).tell("tables and functions are installed")
 
 
 def _build_script(schema: str | None, prefix: str | None) -> str:

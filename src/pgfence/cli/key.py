@@ -1,4 +1,4 @@
-"""`pgfence key`: show the key of a name."""
+"""`pgfence key`: print the key of a name."""
 
 from __future__ import annotations
 

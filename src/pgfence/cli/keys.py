@@ -1,4 +1,4 @@
-"""`pgfence keys`: idempotency keys that were begun and not finished; `pgfence keys free` lets the next caller begin."""
+"""`pgfence keys`: list unfinished idempotency keys; `pgfence keys free` lets the next caller start a new attempt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     cls=Group,
     invoke_without_command=True,
     codes=[
-        ("0", "The keys were shown, also if there are none."),
+        ("0", "Success, also if no keys are unfinished."),
         ("64", "Misuse."),
         ("69", "The server did not respond."),
         ("78", "The tables or a permission are missing."),
@@ -82,7 +82,7 @@ def keys(
     if context.invoked_subcommand is not None:
         sources = {name: context.get_parameter_source(name) for name in context.params}
         if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
-            raise MisuseError(f"write {_build_option(given[0])} behind {context.invoked_subcommand}")
+            raise MisuseError(f"write {_build_option(given[0])} after `{context.invoked_subcommand}`")
         return
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         try:
@@ -101,13 +101,13 @@ def keys(
 
 
 def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
-    """Return what it means that none was found: of those that were not asked for it says nothing."""
+    """Return the sentence for an empty list. It claims nothing about keys that the options excluded."""
     where = f"in the namespace {namespace!r}" if namespace else "without a namespace"
     asked = [f"whose scope begins with {scope!r}"] if scope else []
-    asked += [f"that was claimed {older_than:g} s ago or before"] if older_than else []
+    asked += [f"that were first claimed at least {older_than:g} s ago"] if older_than else []
     if not asked:
-        return f"Every key {where} that was begun is finished or free."
-    return f"No key {where} {' and '.join(asked)} is stuck. Others were not looked at."
+        return f"No unfinished keys {where}."
+    return f"No unfinished keys {where} {' and '.join(asked)}. Other keys were not searched."
 
 
 @keys.command(
@@ -185,20 +185,20 @@ class _Freeing:
     def _run(self, *, dry_run: bool, yes: bool) -> AdminReport[StuckKey]:
         row = perform(self._engine, statements.find, self._order)
         if row is None:
-            nothing = f"Nothing is stuck under {self._order}: it is unknown, finished or free."
+            nothing = f"Nothing is stuck under {self._order}: the key is unknown, finished or free."
             return AdminReport("nobody", Code.NOBODY, [nothing])
         seen = stuck_keys.to_stuck_key(row)
         if dry_run:
             return AdminReport("seen", Code.OK, [_format_line(seen), "Nothing was done."], seen)
         if not yes and not confirm([_format_line(seen)], "Free it?"):
             return AdminReport("declined", Code.DECLINED, ["nothing was done"], seen)
-        # Between look, answer and this another attempt may have begun: that one was not meant.
+        # While the user reads and answers, another attempt may start. Free only the one that was shown.
         freed = perform(self._engine, statements.free, replace(self._order, only=row))
         if freed is None or freed.claim_id != row.claim_id:
             now = None if freed is None else stuck_keys.to_stuck_key(freed)
-            said = f"something happened meanwhile, and nothing was done: now {now or 'nothing is stuck there'}"
+            said = f"the key has changed, so nothing was done; now {now or 'nothing is stuck there'}"
             return AdminReport("changed", Code.BUSY, [said], now)
-        done = f"Freed, and written to the audit. The next caller is attempt {seen.attempt + 1}."
+        done = f"Freed, and recorded in the audit table. The next caller runs attempt {seen.attempt + 1}."
         return AdminReport("freed", Code.OK, [_format_line(seen), done], seen)
 
 
@@ -209,7 +209,7 @@ def _format_line(key: StuckKey) -> str:
 
 
 def _format_table(found: Sequence[StuckKey]) -> Iterator[str]:
-    """Yield a line for each key below a line of titles; nothing is cut off."""
+    """Yield a line of titles and a line for each key, with all values in full."""
     rows: list[tuple[str, ...]] = [("STATE", "ATTEMPT", "BEGUN", "LOCKED UNTIL", "OWNER", "STEPS DONE", "SCOPE", "KEY")]
     for key in found:
         times = (at.isoformat(timespec="seconds") for at in (key.since, key.locked_until))

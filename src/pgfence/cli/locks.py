@@ -1,4 +1,4 @@
-"""What `pgfence run` holds while the command runs: an advisory lock, a lease, or a slot that is run once."""
+"""What `pgfence run` holds while the command runs: an advisory lock, a lease, or a slot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PERIODS = {"day": timedelta(days=1), "hour": timedelta(hours=1), "minute": timed
 DEFAULT_TTL = 60.0
 DAY = 86_400.0
 
-# By these a script can tell what it holds, and a half-done run that it is not the first.
+# Environment variables of the command: what it holds, and whether an earlier attempt was not finished.
 TOKEN_VARIABLE = "PGFENCE_TOKEN"  # noqa: S105
 SLOT_VARIABLE = "PGFENCE_SLOT"
 RESUMED_VARIABLE = "PGFENCE_RESUMED"
@@ -33,7 +33,7 @@ RESUMED_VARIABLE = "PGFENCE_RESUMED"
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What kind of hold the user wants; None where nothing was said. Times in seconds."""
+    """The kind of lock that the user wants; None for options that were not given. Times in seconds."""
 
     lease: bool = False
     once_per: str | None = None
@@ -43,34 +43,34 @@ class Terms:
     max_hold: float | None = None
 
     def check(self) -> None:
-        """Refuse what does not go together.
+        """Reject options that exclude each other.
 
         Raises:
-            MisuseError: it does not; the message says what does.
+            MisuseError: two options do, or a TTL is out of range.
         """
         if self.lease and self.once_per is not None:
-            raise MisuseError("give --once-per or --lease, not both: a slot is held by a lease already")
+            raise MisuseError("use --once-per or --lease, not both: --once-per already holds a lease")
         if self.tz is not None and self.once_per is None:
-            raise MisuseError("--tz goes with --once-per: it says where the day begins")
+            raise MisuseError("--tz needs --once-per: it sets the time zone in which a day begins")
         timed = {"--ttl": self.ttl, "--min-hold": self.min_hold, "--max-hold": self.max_hold}
         given = [option for option, value in timed.items() if value is not None]
         if given and not (self.lease or self.once_per is not None):
-            raise MisuseError(f"{given[0]} goes with --lease: a plain lock has no time of its own")
+            raise MisuseError(f"{given[0]} needs --lease: an advisory lock does not expire")
         if self.min_hold is not None and self.once_per is not None:
-            raise MisuseError("--min-hold goes with --lease: a slot runs once, however short the command")
+            raise MisuseError("--min-hold needs --lease: a slot runs once, however short the command")
         if self.ttl is not None and self.ttl < SHORTEST_TTL:
             raise MisuseError(
-                f"--ttl must be {SHORTEST_TTL:g} seconds or more, not {self.ttl:g}: it is renewed for as long as the"
-                " command runs. 30 to 60 suit most work"
+                f"--ttl must be {SHORTEST_TTL:g} seconds or more, not {self.ttl:g}: the lease is renewed while the command"
+                " runs. 30 to 60 suit most work"
             )
         if self.ttl is not None and self.ttl > DAY:
-            raise MisuseError("--ttl must be at most 86400 seconds: it is renewed for as long as the command runs")
+            raise MisuseError("--ttl must be at most 86400 seconds: the lease is renewed while the command runs")
 
 
 def lock_on(
     engine: Engine, name: str, namespace: str | None, terms: Terms, report: Report
 ) -> Once | Lease | AdvisoryLock[Held]:
-    """Return what to acquire.
+    """Create the lock, lease or slot to acquire.
 
     Raises:
         MisuseError: the name or one of the terms cannot be used.
@@ -106,9 +106,9 @@ def _create_lease(engine: Engine, name: str, namespace: str | None, terms: Terms
 
 
 def _name_options(message: str) -> str:
-    """Return a message of the library in the words of the command line."""
+    """Replace the names of arguments in a message by the names of options."""
     if message.startswith("cron="):
-        return f"--once-per={message.removeprefix('cron=')}. Or one word instead of a line: {', '.join(PERIODS)}"
+        return f"--once-per={message.removeprefix('cron=')}. Or use one of: {', '.join(PERIODS)}"
     if message.startswith("tz="):
         return f"--{message}"
     first, _, rest = message.partition(" ")
@@ -120,7 +120,7 @@ _TIMES = frozenset({"ttl", "min_hold", "max_hold"})
 
 
 def build_variables(held: Held | None) -> dict[str, str]:
-    """Return what the command is told of its hold."""
+    """Return the environment variables that describe the hold to the command."""
     told: dict[str, str] = {}
     if isinstance(held, FencedHeld):
         told[TOKEN_VARIABLE] = str(held.token)
@@ -139,7 +139,7 @@ def _find_slot(held: Held | None) -> Slot | None:
 
 
 def note(held: Held, report: Report) -> None:
-    """Note in the report what is held."""
+    """Record token and slot in the report."""
     if isinstance(held, FencedHeld):
         report.token = held.token
     if (slot := _find_slot(held)) is not None:
@@ -148,14 +148,14 @@ def note(held: Held, report: Report) -> None:
 
 
 class CommandFailedError(Exception):
-    """Ends a slot whose command has failed: it is free for another attempt."""
+    """The command of a slot has failed. Frees the slot for another attempt."""
 
 
 def give_back(held: Held, *, well: bool) -> None:
-    """Release what is held; a slot is done only if all went well.
+    """Release the hold. A slot is done only if the command succeeded.
 
     Raises:
-        LockLostError: it was lost before.
+        LockLostError: it was lost before the release.
     """
     if not well and (slot := _find_slot(held)) is not None:
         slot.check()

@@ -77,7 +77,7 @@ class Command(click.Command):
 
 
 class Group(Command, click.Group):
-    """A command with commands of its own."""
+    """A command that has subcommands."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write options and commands."""

@@ -1,4 +1,4 @@
-"""`pgfence purge`: takes expired idempotency keys away; for a crontab."""
+"""`pgfence purge`: delete expired idempotency keys."""
 
 from __future__ import annotations
 
@@ -84,5 +84,5 @@ def _perform(engine: Engine, batch: int) -> tuple[int | None, Code, str]:
     except PgfenceError as error:
         return None, choose_code(error), str(error)
     except DBAPIError as error:
-        return None, Code.BUSY, f"{message_of(error)}. What was purged before stays so"
-    return purged, Code.OK, f"{purged} expired keys taken away"
+        return None, Code.BUSY, f"{message_of(error)}. Batches that were finished before stay deleted"
+    return purged, Code.OK, f"deleted {purged} expired keys"

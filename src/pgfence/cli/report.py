@@ -1,4 +1,4 @@
-"""What commands say: lines for people, and one JSON object for programs. What `pgfence run` says is on stderr, all of it."""
+"""What commands print: lines for people, and one JSON object for programs. `pgfence run` prints to stderr only."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ Outcome: TypeAlias = Literal[
 
 @dataclass(slots=True)
 class Report:
-    """How one run went; grows while it goes on.
+    """The result of one run; filled in while it proceeds.
 
     Attributes:
         name: of the lock.
         key: its 64-bit number, once the namespace is known; a lease has none.
-        outcome: what became of it.
+        outcome: how it ended, in a word.
         exit_code: of pgfence.
         locked: the command ran under the lock.
-        waited: seconds until the lock was granted or refused.
+        waited: seconds until the lock was granted or the wait ended.
         ran: seconds that the command ran; None if it did not.
         command_code: its exit status, 128 + N for signal N; None if it did not run.
         token: the fencing token of a lease.
         slot: which slot was run or is done, as an instant in ISO 8601; None without one.
-        resumed: an earlier attempt at this slot had died half way.
+        resumed: an earlier attempt at this slot was not finished.
         loss_reason: why the lock was lost.
-        message: what people are told at the end.
-        holders: who had the lock when it was busy.
+        message: the line printed at the end.
+        holders: the holders of the lock, if it was busy.
     """
 
     name: str
@@ -61,22 +61,22 @@ class Report:
     holders: list[dict[str, str | int | None]] = field(default_factory=list)
 
     def end(self, outcome: Outcome, exit_code: int, message: str | None = None) -> Report:
-        """Note what became of it, and return it."""
+        """Set outcome, exit code and message, and return the report."""
         self.outcome, self.exit_code, self.message = outcome, exit_code, message
         return self
 
     def as_json(self) -> str:
-        """Return it as one line of JSON."""
+        """Return the report as one line of JSON."""
         return json.dumps(asdict(self) | {"waited": round(self.waited, 3), "ran": self.ran and round(self.ran, 3)})
 
 
 def describe(holders: Sequence[Holder]) -> str:
-    """Return who holds the lock, for a line."""
-    return "; ".join(map(str, holders)) or "a process that has released it by now, or whose grant is not committed yet"
+    """Return the holders of a lock as text."""
+    return "; ".join(map(str, holders)) or "a process that has released it since, or whose grant is not yet committed"
 
 
 def as_data(holder: Holder) -> dict[str, str | int | None]:
-    """Return what is known of a holder, for JSON."""
+    """Return the known fields of a holder, for JSON."""
     fields = ("owner", "host", "pid", "backend_pid", "application_name", "purpose", "since")
     known = {name: getattr(holder, name) for name in fields}
     return known | {"since": holder.since.isoformat() if holder.since else None}
@@ -84,7 +84,7 @@ def as_data(holder: Holder) -> dict[str, str | int | None]:
 
 @dataclass(frozen=True, slots=True)
 class Console:
-    """Writes lines to stderr, at once and past any buffer. A reader that has gone ends neither us nor the command."""
+    """Writes lines to stderr, unbuffered. A closed pipe ends neither pgfence nor the command."""
 
     quiet: bool = False
     verbose: bool = False
@@ -95,29 +95,29 @@ class Console:
             os.write(2, f"{line}\n".encode(errors="backslashreplace"))
 
     def warn(self, line: str) -> None:
-        """Say it in any case; drivers break their messages into lines, we do not."""
+        """Print a line in any case. Line breaks in messages of drivers are removed."""
         self.write(f"pgfence: {' '.join(line.split())}")
 
     def tell(self, line: str) -> None:
-        """Say it unless quiet."""
+        """Print a line unless quiet."""
         if not self.quiet:
             self.warn(line)
 
     def trace(self, line: str) -> None:
-        """Say it only when verbose."""
+        """Print a line only if verbose."""
         if self.verbose:
             self.warn(line)
 
 
 @dataclass(frozen=True, slots=True)
 class AdminReport(Generic[F]):
-    """How a command went that ends a hold or frees a key.
+    """The result of a command that ends a hold or frees a key.
 
     Attributes:
-        outcome: in one word.
+        outcome: how it ended, in a word.
         code: the exit code.
         lines: for people.
-        found: what was there, if that was seen.
+        found: what the command found, if it got that far.
     """
 
     outcome: str
@@ -126,12 +126,12 @@ class AdminReport(Generic[F]):
     found: F | None = None
 
     def show(self, *, as_json: bool, target: dict[str, str], found: dict[str, object]) -> NoReturn:
-        """Show it, and end the command.
+        """Print the report, and end the command.
 
         Args:
-            as_json: for programs.
-            target: what the command was for.
-            found: what was there.
+            as_json: print one JSON object.
+            target: the arguments that select the lock or key.
+            found: what the command found.
         """
         if as_json:
             how = {"outcome": self.outcome, "exit_code": int(self.code)}
@@ -144,7 +144,7 @@ class AdminReport(Generic[F]):
 
 
 def run_reported(work: Callable[[], AdminReport[F]]) -> AdminReport[F]:
-    """Return what the work reports, or the error that it ended with."""
+    """Return the report of `work`, or one made of the error that it raised."""
     try:
         return work()
     except LockTimeoutError as error:
@@ -155,18 +155,18 @@ def run_reported(work: Callable[[], AdminReport[F]]) -> AdminReport[F]:
 
 
 def choose_code(error: PgfenceError) -> Code:
-    """Return the exit code for an error of the server's, or for none that was reached."""
+    """Return the exit code for an error: no server, or a server that rejected the request."""
     return Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED
 
 
 def expect_answer(*, dry_run: bool, yes: bool) -> None:
-    """Raise MisuseError where a question could not be answered."""
+    """Raise MisuseError if a question is needed and stdin is not a terminal."""
     if not (dry_run or yes or sys.stdin.isatty()):
-        raise MisuseError("nobody is there to be asked: add --yes, or --dry-run to look only")
+        raise MisuseError("cannot ask for confirmation without a terminal: add --yes, or --dry-run to look only")
 
 
 def confirm(lines: Sequence[str], question: str) -> bool:
-    """Show lines on stderr, and ask."""
+    """Print lines to stderr, and ask for confirmation."""
     import click
 
     for line in lines:

@@ -1,4 +1,4 @@
-"""`pgfence run`: take the lock, run the command, give the lock back; and what each way of failing becomes."""
+"""`pgfence run`: acquire the lock, run the command, release the lock; and report each way of failing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ from pgfence._process.clock import clock
 from pgfence.cli.codes import Code
 from pgfence.cli.locks import Terms, build_variables, give_back, lock_on, note
 from pgfence.cli.report import Report, as_data, describe
-from pgfence.cli.server import find_engine, settle
+from pgfence.cli.server import describe_pooler, find_engine, settle
 from pgfence.cli.supervise import Interrupted, Supervisor
-from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, StandbyError, UnreachableError
+from pgfence.errors import (
+    CapacityError,
+    LockLostError,
+    LockTimeoutError,
+    PgfenceError,
+    PoolerError,
+    StandbyError,
+    UnreachableError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,19 +36,19 @@ if TYPE_CHECKING:
     from pgfence.lease import Lease
     from pgfence.once import Once
 
-# By it a script can tell that it is guarded, and by which lock.
+# Lets a script check that it runs under a lock, and under which one.
 NAME_VARIABLE = "PGFENCE_NAME"
 
 
 class OnLost(StrEnum):
-    """What to do with a command whose lock is lost."""
+    """What to do with the command when its lock is lost."""
 
     STOP = "stop"
     WARN = "warn"
 
 
 class OnUnreachable(StrEnum):
-    """What to do when there is no server to ask."""
+    """What to do when no server can be reached."""
 
     FAIL = "fail"
     SKIP = "skip"
@@ -48,7 +56,7 @@ class OnUnreachable(StrEnum):
 
 
 class Pooler(StrEnum):
-    """What stands between us and the server, in the user's word."""
+    """The kind of pooler in front of the server, as the user declares it."""
 
     AUTO = "auto"
     DIRECT = "direct"
@@ -58,7 +66,7 @@ class Pooler(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the user wants; times in seconds."""
+    """The options of one call; times in seconds."""
 
     name: str
     command: Sequence[str]
@@ -77,7 +85,7 @@ class RunOptions:
 
 
 def run(options: RunOptions, speaker: Console, environ: Mapping[str, str]) -> Report:
-    """Run one command under a lock and return how it went.
+    """Run one command under a lock and return the report.
 
     Raises:
         MisuseError: the name, the engine or the URL cannot be used.
@@ -95,8 +103,8 @@ def run(options: RunOptions, speaker: Console, environ: Mapping[str, str]) -> Re
             if options.on_unreachable is not OnUnreachable.RUN or not error.retryable:
                 return _report_unreachable(options, report, error)
             speaker.warn(
-                f"{error}. Running WITHOUT the lock, as --on-unreachable=run says: nothing keeps others from running"
-                " the same command now"
+                f"{error}. Running WITHOUT the lock because of --on-unreachable=run: other hosts may run the same"
+                " command now"
             )
             held = None
         except PgfenceError as error:
@@ -119,10 +127,13 @@ def _find_engine(options: RunOptions, environ: Mapping[str, str]) -> Engine:
 
 
 def _acquire(options: RunOptions, speaker: Console, environ: Mapping[str, str], report: Report) -> Held:
-    lock = lock_on(_find_engine(options, environ), options.name, options.namespace, options.terms, report)
+    engine = _find_engine(options, environ)
+    lock = lock_on(engine, options.name, options.namespace, options.terms, report)
     start = clock()
     try:
         held = _take(lock, options, speaker, start)
+    except PoolerError as error:
+        raise describe_pooler(engine, error) from error
     finally:
         report.waited = clock() - start
     note(held, report)
@@ -148,7 +159,7 @@ def _take(lock: Once | Lease | AdvisoryLock[Held], options: RunOptions, speaker:
         try:
             return lock.acquire(timeout=timeout)
         except UnreachableError as error:
-            # A holder that was named may be running without the server: its TTL must be over before the command may.
+            # The holder that was seen may still be running without the server. The command must not start before its TTL is over.
             runs = options.on_unreachable is OnUnreachable.RUN and error.retryable
             timeout = find_unsafe_time(error) if runs else 0.0
             if not timeout:
@@ -169,19 +180,18 @@ def _report_busy(options: RunOptions, report: Report, error: LockTimeoutError) -
         return report.end("clock", Code.TIME, str(error))
     if isinstance(error, SlotOverError):
         return report.end("done", options.busy_code, str(error))
-    after = f" after {options.wait:g} s" if options.wait > 0 else ""
-    told = f"{options.name!r} is busy{after}: held by {describe(error.holders)}"
-    return report.end("busy", options.busy_code, told)
+    waited = f"; waited {options.wait:g} s" if options.wait > 0 else ""
+    return report.end("busy", options.busy_code, f"{options.name!r} is held by {describe(error.holders)}{waited}")
 
 
 def _report_interrupted(report: Report, stop: Interrupted) -> Report:
     name = signal.Signals(stop.signum).name
-    return report.end("interrupted", Code.SIGNAL + stop.signum, f"{name} came before the command was started")
+    return report.end("interrupted", Code.SIGNAL + stop.signum, f"received {name} before the command was started")
 
 
 def _report_unreachable(options: RunOptions, report: Report, error: UnreachableError) -> Report:
     if options.on_unreachable is OnUnreachable.SKIP and error.retryable:
-        return report.end("skipped", Code.OK, f"{error}. The command was not run, as --on-unreachable=skip says")
+        return report.end("skipped", Code.OK, f"{error}. The command was not run because of --on-unreachable=skip")
     return report.end("unavailable", Code.UNAVAILABLE, str(error))
 
 
@@ -223,25 +233,27 @@ class _GuardedRun:
         if self._options.on_lost is OnLost.WARN:
             return self._report.end("lost", code)
         name, why = self._options.name, self._report.loss_reason
-        late = f"the lock {name!r} was lost ({why}) before it was given back: the command may have ended without it"
+        late = f"the lock {name!r} was lost ({why}) before it was released: the command may have finished without it"
         return self._report.end("lost", Code.LOST, None if stopped else late)
 
     def _on_continue(self, supervisor: Supervisor) -> None:
-        """Look at once whether a lease has expired while this process was stopped."""
+        """Check whether a lease has expired while this process was stopped."""
         if self._held is not None and self._held.lost:
             supervisor.lose()
 
     def _on_loss(self) -> bool:
         assert self._held is not None
-        lost = f"the lock {self._options.name!r} is lost ({self._held.loss_reason})"
+        lost = f"the lock {self._options.name!r} was lost ({self._held.loss_reason})"
         if self._options.on_lost is OnLost.WARN:
-            self._speaker.warn(f"{lost}: others may run the same command now. It goes on, as --on-lost=warn says")
+            self._speaker.warn(
+                f"{lost}: other hosts may run the same command now. The command continues because of --on-lost=warn"
+            )
             return False
         self._speaker.warn(f"{lost}: stopping the command; SIGKILL in {self._options.grace:g} s if it does not end")
         return True
 
     def _release(self, *, well: bool) -> bool:
-        """Give the lock back and return whether it was lost before."""
+        """Release the lock and return whether it was lost before."""
         if self._held is None:
             return False
         try:
@@ -254,7 +266,7 @@ class _GuardedRun:
 
     def _report_not_started(self, error: OSError) -> Report:
         program = self._options.command[0]
-        # A folder of PATH that we may not read makes "not found" look like "permission denied".
+        # An unreadable folder on PATH turns "not found" into "permission denied".
         if "/" not in program and shutil.which(program) is None:
             return self._report.end("not started", Code.NOT_FOUND, f"{program}: not found on PATH")
         code = Code.NOT_FOUND if isinstance(error, FileNotFoundError) else Code.NOT_EXECUTABLE

@@ -222,7 +222,7 @@ def run(
     these.
     """
     if nonblock and wait is not None:
-        raise MisuseError("give --wait or --nonblock, not both")
+        raise MisuseError("use --wait or --nonblock, not both")
     terms = Terms(lease=lease, once_per=once_per, tz=tz, ttl=ttl, min_hold=min_hold, max_hold=max_hold)
     terms.check()
     wanted = RunOptions(
@@ -246,7 +246,7 @@ def run(
 
 def _when_busy(on_busy: Literal["exit", "ok"], code: int | None) -> int:
     if on_busy == "ok" and code is not None:
-        raise MisuseError("give --on-busy=ok or --conflict-exit-code, not both")
+        raise MisuseError("use --on-busy=ok or --conflict-exit-code, not both")
     if on_busy == "ok":
         return Code.OK
     return Code.BUSY if code is None else code
@@ -260,7 +260,7 @@ def _perform(wanted: RunOptions, speaker: Console, *, as_json: bool) -> NoReturn
     elif report.message:
         (speaker.tell if report.outcome in {"busy", "done", "skipped"} else speaker.warn)(report.message)
     if report.exit_code == Code.SIGNAL + signal.SIGINT and has_terminal():
-        # By this a shell knows that Ctrl-C was meant for its loop or script too. Its $? is the same.
+        # A shell then ends its own loop or script as well. Its $? is the same.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     raise CommandExit(report.exit_code)
@@ -274,7 +274,7 @@ def _seconds(value: float, option: str) -> float:
 
 def _fill_standard_descriptors() -> None:
     """Open the null device where stdin, stdout or stderr is closed."""
-    # Else the socket of a lock would get that number, and the command would write to it.
+    # Otherwise the socket of a lock would get that number, and the command would write to it.
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

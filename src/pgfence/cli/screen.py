@@ -1,4 +1,4 @@
-"""What people see of `pgfence demo`: how it goes on stderr, live on a terminal and as lines elsewhere; the table on stdout."""
+"""The output of `pgfence demo`: progress on stderr, live on a terminal and as lines elsewhere; the table on stdout."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from pgfence._demo.scenario import ScenarioResult
     from pgfence._demo.workload import Figures, Workload
 
-# With acts of up to 22 letters narrow enough for 80 columns.
+# Fits into 80 columns with titles of up to 22 letters.
 _COLUMNS = ("trans-\nfers", "per\nsecond", "cents\nlost", "wait\np50", "wait\np99", "longest\nwait", "take-\nover")
 _WIDTH_OF_A_FILE = 120
 _NONE = "-"
 
 
 class Screen:
-    """Shows a demo on the terminal; a context manager, which ends the live part."""
+    """Shows the progress of a demo on stderr; a context manager."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr, highlight=False, markup=False)
@@ -45,7 +45,7 @@ class Screen:
             self._live.stop()
 
     def step(self, what: str) -> None:
-        """Show what is done before the acts."""
+        """Print a line about a step before the acts."""
         self._console.print(what)
 
     def progress(self, act: Workload, seconds: float, transfers: int) -> None:
@@ -67,7 +67,7 @@ class Screen:
 
 
 def show(outcome: Outcome) -> None:
-    """Write the table, and what it says, to stdout."""
+    """Print the table and the results of acts and scenes to stdout."""
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
     console.print(_build_table(_build_row(figures) for figures, _ in outcome.acts))
     for figures, verdict in outcome.acts:

@@ -1,6 +1,6 @@
-"""Which server a command talks to: `--dsn`, `--engine`, `DATABASE_URL`, or what libpq finds (PGSERVICE, PGHOST, ...).
+"""Find the server of a command: `--dsn`, `--engine`, `DATABASE_URL`, or libpq's variables (PGSERVICE, PGHOST, ...).
 
-No message from here holds a URL: it may hold a password.
+No message contains a URL, because a URL may contain a password.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import URL, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError
 
+from pgfence._sql.addresses import describe_server
 from pgfence.cli.codes import MisuseError
 from pgfence.config import config_of, configure
+from pgfence.errors import PoolerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,14 +30,13 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import Dialect
 
 DRIVERS = ("psycopg", "psycopg2")
-# Those of libpq's variables that say where to go, and not only as whom.
+# libpq's variables that select a server, not only a user.
 WHERE = ("PGDATABASE", "PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE")
-INSTALL = 'pip install "psycopg[binary]"'
 
 
 @contextmanager
 def open_engine(dsn: str | None, path: str | None, **given: str | None) -> Iterator[Engine]:
-    """Yield the engine that the user means, settled; see `find_engine` and `settle`. Its connections are closed at the end."""
+    """Yield the user's engine, configured with the options, and close its connections at the end."""
     engine = find_engine(dsn=dsn, path=path, environ=os.environ)
     try:
         settle(engine, **given)
@@ -45,14 +46,14 @@ def open_engine(dsn: str | None, path: str | None, **given: str | None) -> Itera
 
 
 def settle(engine: Engine, **given: str | None) -> None:
-    """Set what options say about an engine; the rest is left as the application has it.
+    """Configure an engine with the options that were given; the application's other settings stay.
 
     Args:
-        engine: from `engine_from`.
-        **given: arguments of `configure`; None was not given.
+        engine: from `find_engine`.
+        **given: arguments of `configure`; None for options that were not given.
 
     Raises:
-        MisuseError: a value cannot be used, or the application has configured its engine otherwise.
+        MisuseError: a value cannot be used, or contradicts the application's own settings.
     """
     said: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if not said:
@@ -65,15 +66,15 @@ def settle(engine: Engine, **given: str | None) -> None:
 
 
 def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str]) -> Engine:
-    """Return the engine that the user means: the first of the four ways that is given.
+    """Return the user's engine, from the first of the four sources that is given.
 
     Args:
         dsn: a database URL.
         path: `package.module:attribute`, an Engine or a function without arguments that returns one.
-        environ: where DATABASE_URL and libpq's variables are looked for.
+        environ: the environment, with DATABASE_URL and libpq's variables.
 
     Raises:
-        MisuseError: it cannot be used; the message says why and what to do.
+        MisuseError: the engine cannot be used; the message says why and what to do.
     """
     if dsn is not None and path is not None:
         raise MisuseError("give --dsn or --engine, not both")
@@ -89,8 +90,19 @@ def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str]
     return _create_unnamed()
 
 
+def describe_pooler(engine: Engine, error: PoolerError) -> PoolerError:
+    """Return the error of a pooler with advice in terms of the command line."""
+    session = "" if error.mode == "transaction" else "; or add --pooler session if the pooler is in session mode"
+    return PoolerError(
+        f"{describe_server(engine)}: a connection pooler{' in transaction mode' if not session else ''} is between pgfence and"
+        " PostgreSQL, where advisory locks are not safe. Give the URL of the server itself as --dsn; or use --lease, which"
+        f" works through any pooler and needs the tables of `pgfence install`{session}",
+        mode=error.mode,
+    )
+
+
 def _create_unnamed() -> Engine:
-    """Return an engine for libpq's own default, which says so when nobody answers there."""
+    """Return an engine for libpq's default server. If it cannot be reached, the error says how to choose another one."""
     engine = _create(URL.create("postgresql"), "the environment")
 
     @event.listens_for(engine, "do_connect")
@@ -100,7 +112,7 @@ def _create_unnamed() -> Engine:
             return dialect.connect(*words, **options)
         except failure as error:
             way = "give --dsn or --engine, or set DATABASE_URL, PGSERVICE or PGHOST"
-            raise failure(f"no server was named: {way}. The default was tried, and {error}") from error
+            raise failure(f"no server was given: {way}. Connecting to libpq's default failed: {error}") from error
 
     return engine
 
@@ -109,11 +121,9 @@ def _parse(text: str, source: str) -> URL:
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
-        raise MisuseError(
-            f"{source} is not a database URL that can be read: its form is postgresql://user@host:port/database"
-        ) from None
+        raise MisuseError(f"{source} is not a database URL; the form is postgresql://user@host:port/database") from None
     if url.get_backend_name() not in {"postgresql", "postgres"}:
-        raise MisuseError(f"{source} names {url.get_backend_name()}: pgfence needs PostgreSQL")
+        raise MisuseError(f"{source} is a URL for {url.get_backend_name()}: pgfence needs PostgreSQL")
     return url
 
 
@@ -121,23 +131,23 @@ def _create(url: URL, source: str) -> Engine:
     driver = url.drivername.partition("+")[2]
     if driver in {"asyncpg", "psycopg_async"}:
         raise MisuseError(
-            f"{source} names the async driver {driver}, and a command waits without an event loop:"
+            f"{source} selects the async driver {driver}, and the command line has no event loop:"
             " write postgresql://... or postgresql+psycopg://..."
         )
     if driver and driver not in DRIVERS:
-        raise MisuseError(f"{source} names the driver {driver}: pgfence works with {' and '.join(DRIVERS)}")
+        raise MisuseError(f"{source} selects the driver {driver}: the command line works with {' and '.join(DRIVERS)}")
     url = url.set(drivername=f"postgresql+{_find_driver(driver)}")
-    # How others see us when they ask who holds a lock, unless the user has given a name.
+    # Shown to others as the holder of the lock, unless the user has set an application name.
     called = f"pgfence (pid {os.getpid()} on {socket.gethostname()})"
     arguments = {"fallback_application_name": called}
     if "client_encoding" not in url.query and not os.environ.get("PGCLIENTENCODING"):
-        # psycopg takes the encoding of the database, and SQLAlchemy cannot work with what it returns in SQL_ASCII.
+        # Otherwise psycopg uses the encoding of the database and, with SQL_ASCII, returns bytes that SQLAlchemy cannot handle.
         arguments["client_encoding"] = "utf8"
     try:
-        # To ask the server for the hstore type would take three round trips, and no command reads one.
+        # Looking up the hstore type would take three round trips, and no command reads one.
         return create_engine(url, connect_args=arguments, use_native_hstore=False)
     except (ArgumentError, TypeError):
-        raise MisuseError(f"{source} has an option that SQLAlchemy does not know") from None
+        raise MisuseError(f"{source} contains an option that SQLAlchemy does not accept") from None
 
 
 def _find_driver(wanted: str) -> str:
@@ -148,14 +158,14 @@ def _find_driver(wanted: str) -> str:
             continue
         return driver
     missing = f"the driver {wanted} is not installed" if wanted else "no PostgreSQL driver is installed"
-    raise MisuseError(f"{missing}: {INSTALL}")
+    raise MisuseError(f"{missing}: pip install 'pgfence[{wanted or DRIVERS[0]}]'")
 
 
 def _import(path: str) -> Engine:
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
-        raise MisuseError(f"--engine {path}: its form is package.module:attribute")
-    # As `python -m` does: a console script has its own folder there, not the one it was called in.
+        raise MisuseError(f"--engine {path}: the form is package.module:attribute")
+    # As `python -m` does. For a console script the first entry is the folder of the script, not the current one.
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
@@ -165,8 +175,8 @@ def _import(path: str) -> Engine:
         raise MisuseError(f"--engine {path}: {type(error).__name__}: {error}") from error
     if hasattr(found, "sync_engine"):
         raise MisuseError(
-            f"--engine {path} is an AsyncEngine, and a command waits without an event loop: name an Engine,"
-            " or the server by DATABASE_URL"
+            f"--engine {path} is an AsyncEngine, and the command line has no event loop: give an Engine, or use --dsn"
+            " or DATABASE_URL"
         )
     if not isinstance(found, Engine):
         raise MisuseError(

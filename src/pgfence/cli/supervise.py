@@ -1,25 +1,25 @@
-"""Run one command for as long as we may: signals, terminal, loss of the lock, end of the command.
+"""Run one command while the lock is held: signals, terminal, loss of the lock, end of the command.
 
 Guarantees:
 
-- the command gets the descriptors that were open and inheritable at our start, and none that we opened; its exit status
-  comes back as shells count it;
-- HUP, INT, QUIT, TERM, USR1, USR2, CONT and WINCH that reach us reach the command and what it started in its process group,
-  once. A signal that was ignored at our start (nohup) stays ignored for both;
+- the command gets the descriptors that were open and inheritable when this process started, and none that it opened; the
+  exit status of the command is returned as shells count it;
+- HUP, INT, QUIT, TERM, USR1, USR2, CONT and WINCH that this process receives reach the command and what it started in its
+  process group, once. A signal that was ignored at the start (nohup) stays ignored for both;
 - without a terminal the command leads its own process group, to which signals are passed on;
-- with a terminal it stays in our group, as under time(1) or flock(1), so that the shell's job control, pipelines and
-  scripts work as without us;
-- at a loss, if the caller says stop, SIGTERM (and CONT, for it may be stopped) goes to the command and to everything it
-  started, SIGKILL after the grace. On Linux we are the reaper of its orphans, so those that left its group or session are
-  found too;
-- once a signal told the command to end and it has ended, what it left behind is ended in the same way: all of it after HUP
-  and TERM, its process group after INT and QUIT;
-- killed with SIGKILL ourselves, we leave a guard behind that ends the command and what it started (see `guard`);
-- as PID 1 of a container we reap the orphans that come to us, and signals work though PID 1 has no default actions.
+- with a terminal it stays in the group of this process, as under time(1) or flock(1), so that the shell's job control,
+  pipelines and scripts work as usual;
+- when the lock is lost and the caller wants the command stopped, SIGTERM (and CONT, because it may be stopped) goes to the
+  command and to everything it started, SIGKILL after the grace. On Linux this process is the reaper of the orphans, so those
+  that left the group or session are found too;
+- when a signal has ended the command, the processes it left behind are ended in the same way: all of them after HUP and
+  TERM, its process group after INT and QUIT;
+- if this process is killed with SIGKILL, a guard ends the command and what it started (see `guard`);
+- as PID 1 of a container this process reaps orphans, and signals work although PID 1 has no default actions.
 
 Limitations: processes that the command leaves behind on a normal end are neither stopped nor waited for. A command of another
 user (sudo) cannot be signalled. An orphan that left its process group is not found where the system has no reaper but PID 1,
-nor by the guard. The guard protects from some microseconds after the start, when it learns which process to end.
+nor by the guard. The guard protects from some microseconds after the start, once it knows which process to end.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 LONGEST_PAUSE = 0.5
 LONGEST_SLEEP = 3600.0
-# A signal to the group reaches us and the guard within microseconds, but a busy machine may run one of us later.
+# A signal to the group reaches this process and the guard within microseconds, but on a loaded machine one may run later.
 SAME_SIGNAL = 0.5
 ANSWER = 5.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
 class Interrupted(BaseException):
-    """A signal asked us to stop while there was no command yet to pass it to. Like KeyboardInterrupt, no Exception."""
+    """A signal asked to stop before there was a command to pass it to. Not an `Exception`, like KeyboardInterrupt."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -78,7 +78,7 @@ class Ended:
 
 
 def has_terminal() -> bool:
-    """Return whether this process has a controlling terminal, in front of which it is or may come."""
+    """Return whether this process has a controlling terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:
@@ -87,7 +87,7 @@ def has_terminal() -> bool:
 
 
 def list_inherited() -> tuple[int, ...]:
-    """Return the descriptors beyond stderr that this process would pass on by exec: at its start those of its caller."""
+    """Return the inheritable descriptors above stderr. At the start of this process those are the caller's."""
     found = []
     for folder in ("/proc/self/fd", "/dev/fd"):
         with suppress(OSError):
@@ -102,8 +102,8 @@ def list_inherited() -> tuple[int, ...]:
 
 
 def _adopt_orphans(*, wanted: bool) -> None:
-    """Become the reaper of our descendants' orphans, or stop being it. Linux only."""
-    # So that what left the group or session of the command is still found among our children.
+    """Become the reaper of orphaned descendants, or stop being it. Linux only."""
+    # Processes that left the group or session of the command are then still found among the children.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 
@@ -111,7 +111,7 @@ def _adopt_orphans(*, wanted: bool) -> None:
 def _list_children() -> frozenset[int]:
     """Return the processes that this one has started."""
     lists = list(Path("/proc/self/task").glob("*/children"))
-    if not lists:  # no Linux, or one without this option: slower
+    if not lists:  # not Linux, or a kernel without this option: slower
         return frozenset(pid for pid, process in list_processes().items() if process.parent == os.getpid())
     found: set[int] = set()
     for file in lists:
@@ -121,7 +121,7 @@ def _list_children() -> frozenset[int]:
 
 
 class _Guard:
-    """Our end of the guard's pipes."""
+    """This process's end of the guard's pipes."""
 
     def __init__(self, grace: float, *, in_our_group: bool) -> None:
         self.process = subprocess.Popen(
@@ -134,14 +134,14 @@ class _Guard:
             cwd="/",
         )
         self._heard: dict[int, float] = {}
-        # Before it is ready a Ctrl-C would end it.
+        # Before it has set its handlers, Ctrl-C would end it.
         self._read_reports()
 
     def watch(self, command: int) -> None:
         self._write(b"%d\n" % command)
 
     def on_signal(self, signum: int) -> bool:
-        """Return whether a signal that has just reached us has reached the guard too."""
+        """Return whether a signal that has just reached this process has also reached the guard."""
         if self._write(b"?\n"):
             self._read_reports()
         return clock() - self._heard.get(signum, -SAME_SIGNAL) < SAME_SIGNAL
@@ -170,7 +170,7 @@ class _Guard:
 
 
 class _Job:
-    """The command, and what it started."""
+    """The command, and the processes it started."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], *, own_group: bool, descriptors: Sequence[int]
@@ -195,31 +195,31 @@ class _Job:
                 os.kill(target, signum)
 
     def list_group(self) -> set[int]:
-        """Return what still runs of it in its process group."""
+        """Return its running processes in its process group."""
         table = list_processes()
         return {pid for pid in self._list_all(table) if table[pid].group == self.group}
 
     def list_everything(self) -> set[int]:
-        """Return what still runs of it, wherever it has gone."""
+        """Return all of its running processes."""
         return self._list_all(list_processes())
 
     def _list_all(self, table: dict[int, guard.ProcessRow]) -> set[int]:
         us = os.getpid()
-        # Orphans have come to us; other children, such as the guard, were there before the command.
+        # Orphans are now children of this process; its other children, such as the guard, existed before the command.
         roots = {pid for pid, process in table.items() if process.parent == us} - self._strangers
         if self._own_group:
             roots |= {pid for pid, process in table.items() if process.group == self.group}
         return {pid for pid in list_descendants(roots, table) if table[pid].running}
 
     def reap(self, guarding: subprocess.Popen[bytes]) -> None:
-        """Notice what has ended; also collect the orphans that came to us."""
+        """Collect the processes that have ended, orphans included."""
         with suppress(ChildProcessError):
             while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 known = [process for process in (self.process, guarding) if process.pid == child.si_pid]
                 if known:
                     known[0].poll()
                 elif child.si_pid in self._strangers:
-                    break  # its starter waits for it
+                    break  # started by other code, which waits for it
                 else:
                     os.waitpid(child.si_pid, 0)
         self.process.poll()
@@ -233,18 +233,18 @@ _EXEC_WITH_OUR_NUMBER = (
 
 
 def _with_sockets(command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
-    """Return a command that takes the sockets which systemd has opened for this process: it looks for its own number."""
+    """Return a command that accepts the sockets which systemd opened for this process: LISTEN_PID must be its own number."""
     if env.get("LISTEN_PID") != str(os.getpid()) or shutil.which(command[0], path=env.get("PATH")) is None:
         return command, env
-    # A second check by the inode of a process, which systemd makes where it is set.
+    # systemd also compares the inode of the process if this variable is set.
     kept = {name: value for name, value in env.items() if name != "LISTEN_PIDFDID"}
     return [sys.executable, "-I", "-S", "-c", _EXEC_WITH_OUR_NUMBER, *command], kept
 
 
 class Supervisor:
-    """Takes the signals of this process while it is entered, and runs commands.
+    """Handles the signals of this process inside the `with` block, and runs commands.
 
-    For the main thread only, because signals are. `lose` may be called from any thread, also too late.
+    For the main thread only, because signal handlers are. `lose` may be called from any thread, also after the block.
 
     Args:
         grace: seconds between SIGTERM and SIGKILL; `math.inf` for no SIGKILL.
@@ -265,7 +265,7 @@ class Supervisor:
         os.set_blocking(self._writer, False)
         self._open = True
         taken = [s for s in FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
-        # The command would not come back to a parent that ignores SIGCHLD, as some daemons leave it.
+        # A parent that ignores SIGCHLD, as some daemons leave it, would get no exit status.
         self._before = {s: signal.signal(s, self._on_signal) for s in (*taken, signal.SIGCHLD)}
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
@@ -288,7 +288,7 @@ class Supervisor:
 
     @contextmanager
     def allow_interrupts(self) -> Iterator[None]:
-        """Let HUP, INT, QUIT and TERM raise `Interrupted` in the body. Outside of it they wait for the command."""
+        """Let HUP, INT, QUIT and TERM raise `Interrupted` in the body. Outside of it they are kept for the command."""
         self._raising = True
         try:
             yield
@@ -296,7 +296,7 @@ class Supervisor:
             self._raising = False
 
     def lose(self) -> None:
-        """Tell that the lock is lost. From any thread; returns at once."""
+        """Report that the lock is lost. May be called from any thread; returns at once."""
         self._lost = True
         with self._lock:
             if self._open:
@@ -337,7 +337,7 @@ class Supervisor:
             raise
         guarding.watch(job.process.pid)
         stopped = self._wait_until_over(job, guarding, on_loss, on_continue)
-        # Any exception above leaves the guard in place: its pipe ends with us, and it ends the command.
+        # An exception above leaves the guard running: its pipe is closed when this process ends, and it ends the command.
         guarding.dismiss()
         _adopt_orphans(wanted=False)
         status: int = job.process.returncode
@@ -356,8 +356,8 @@ class Supervisor:
                 if stopped := on_loss():
                     ending = Ending(job.list_everything, self._grace)
                     ending.step()
-            # A signal to the whole group (Ctrl-C, a shell) has reached the command already. Only what was sent to us alone is
-            # passed on; the guard, which is in the group too, shows which of both it was.
+            # A signal to the whole group (Ctrl-C, a shell) has already reached the command. Only a signal to this process alone
+            # is passed on; the guard, which is in the group too, shows which of the two it was.
             for signum in signals:
                 if signum in FORWARDED and (self._own_group or not guarding.on_signal(signum)):
                     job.send(signum)
@@ -377,13 +377,13 @@ class Supervisor:
             pause = min(pause * 1.2, LONGEST_PAUSE)
 
     def _wait_for_rest(self, job: _Job, told: set[int]) -> Ending:
-        """Return the ending of what a command has left behind after a signal has ended it."""
+        """Return the `Ending` of the processes that a command left behind when a signal ended it."""
         everything = bool(told & {signal.SIGHUP, signal.SIGTERM})
         find = job.list_everything if everything else job.list_group
         return Ending(find, self._grace, job.list_group() if signal.SIGTERM in told else ())
 
     def _wait(self, longest: float) -> bytes:
-        # One pipe for signals, the end of the command (SIGCHLD) and a loss, so that nothing has to be polled.
+        # One pipe for signals, the end of the command (SIGCHLD) and a loss, so that nothing is polled.
         select.select([self._reader], [], [], longest)
         return self._drain()
 
