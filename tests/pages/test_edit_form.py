@@ -20,17 +20,17 @@ FLASK = """
 import json, threading
 from concurrent.futures import ThreadPoolExecutor
 
-import u08_flask_etag
-from u08_flask_etag import app, db
+import edit_form_flask
+from edit_form_flask import app, db
 
-loads, barrier = u08_flask_etag.load_for_version, threading.Barrier(4, timeout=20)
+loads, barrier = edit_form_flask.load_for_version, threading.Barrier(4, timeout=20)
 
 def together(*args, **options):
     row = loads(*args, **options)
     barrier.wait()
     return row
 
-u08_flask_etag.load_for_version = together
+edit_form_flask.load_for_version = together
 
 def save(title):
     answer = app.test_client().put("/pages/1", data={"title": title}, headers={"If-Match": '"page-1"'})
@@ -46,9 +46,9 @@ import asyncio, json
 from concurrent.futures import ThreadPoolExecutor
 
 from fastapi.testclient import TestClient
-import u08_fastapi_etag
+import edit_form_fastapi
 
-loads, barrier = u08_fastapi_etag.load_for_version, asyncio.Barrier(4)
+loads, barrier = edit_form_fastapi.load_for_version, asyncio.Barrier(4)
 
 async def together(*args, **options):
     row = await loads(*args, **options)
@@ -56,9 +56,9 @@ async def together(*args, **options):
         await barrier.wait()
     return row
 
-u08_fastapi_etag.load_for_version = together
+edit_form_fastapi.load_for_version = together
 
-with TestClient(u08_fastapi_etag.app) as client, ThreadPoolExecutor(4) as clients:
+with TestClient(edit_form_fastapi.app) as client, ThreadPoolExecutor(4) as clients:
     def save(title):
         answer = client.put("/pages/1", json={"title": title}, headers={"If-Match": '"page-1"'})
         return answer.status_code, answer.json(), title
