@@ -11,7 +11,7 @@ from typing_extensions import assert_type
 
 from app import AsyncSessionLocal, SessionLocal, engine
 from pgfence import Event, TransactionAttempt, VersionedSession, configure, in_transaction, run_transaction
-from retries import deposit, pay_interest, withdraw
+from retry_transaction import deposit, pay_interest, withdraw
 
 
 class OwnSession(AsyncSession):
