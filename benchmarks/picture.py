@@ -8,19 +8,35 @@ from xml.sax.saxutils import escape
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-WIDTH, HEIGHT, LEFT, TOP, GAP = 320, 200, 60, 60, 70
-COLOURS = ("#1f5fa8", "#c2571a", "#4b7f3c", "#7a4b9a")
-DASHES = ("", ' stroke-dasharray="7 4"', ' stroke-dasharray="2 4"', ' stroke-dasharray="9 3 2 3"')
-LEGEND = 190
-LABELS, ROW, LONGEST = 330, 24, 380
-OURS, OTHERS = "#1f5fa8", "#b9bec6"
-_CUT = '<path d="M{0:.1f} {1}l6 24h5l-6 -24z" fill="#ffffff"/>'
+# As wide as a phone can show with legible text; one panel below the other.
+WIDTH, HEIGHT, LEFT, TOP, GAP = 390, 150, 50, 34, 44
+LEGEND = 20
+ROW, LONGEST = 40, 380
+LINES = 4
+# The classes have other colours in dark mode. An image takes the scheme of the page around it.
+_STYLE = """<style>
+text { font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328 }
+.grid { stroke: #d0d7de; fill: none }
+.line { fill: none; stroke-width: 2 }
+.line1 { stroke-dasharray: 7 4 } .line2 { stroke-dasharray: 2 4 } .line3 { stroke-dasharray: 9 3 2 3 }
+.line0 { stroke: #1f5fa8 } .line1 { stroke: #c2571a } .line2 { stroke: #4b7f3c } .line3 { stroke: #7a4b9a }
+.dot0 { fill: #1f5fa8 } .dot1 { fill: #c2571a } .dot2 { fill: #4b7f3c } .dot3 { fill: #7a4b9a }
+.ours { fill: #1f5fa8 } .others { fill: #b9bec6 } .cut { fill: #ffffff }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6e6e6 }
+.grid { stroke: #444c56 }
+.line0 { stroke: #6cb0ff } .line1 { stroke: #ff9c5b } .line2 { stroke: #8fd07c } .line3 { stroke: #c99df0 }
+.dot0 { fill: #6cb0ff } .dot1 { fill: #ff9c5b } .dot2 { fill: #8fd07c } .dot3 { fill: #c99df0 }
+.ours { fill: #4f93d8 } .others { fill: #6e7681 } .cut { fill: #131416 }
+}
+</style>"""
+_CUT = '<path class="cut" d="M{0:.1f} {1}l6 22h5l-6 -22z"/>'
 
 
 def curves(
     name: str, across: str, places: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]]
 ) -> dict[str, Any]:
-    """Describe panels side by side, with one legend.
+    """Describe panels one below the other, with one legend.
 
     Args:
         name: of the file.
@@ -46,35 +62,37 @@ def draw(described: Mapping[str, Any]) -> str:
 def _draw_curves(described: Mapping[str, Any]) -> str:
     panels: Mapping[str, Mapping[str, Sequence[float]]] = described["panels"]
     names = list(next(iter(panels.values())))
-    width = LEFT + max(len(panels) * (WIDTH + GAP), len(names) * LEGEND)
-    height = TOP + HEIGHT + 50
-    parts = _start(width, height)
+    first = LEGEND * len(names)
+    height = first + len(panels) * (TOP + HEIGHT + GAP)
+    parts = _start(LEFT + WIDTH + 20, height)
     for number, name in enumerate(names):
-        x = LEFT + number * LEGEND
-        parts += [_stroke(number, f"M{x} 16H{x + 28}"), _text(x + 34, 20, name, "start")]
+        y = LEGEND * number + 12
+        parts += [_stroke(number, f"M{LEFT} {y}H{LEFT + 28}"), _text(LEFT + 36, y + 4, name, "start")]
     for number, (title, lines) in enumerate(panels.items()):
-        parts += _panel(LEFT + number * (WIDTH + GAP), title, lines, described["places"])
-    parts += [_text(LEFT + len(panels) * (WIDTH + GAP) - GAP, height - 8, described["across"], "end"), "</svg>", ""]
+        top = first + number * (TOP + HEIGHT + GAP) + TOP
+        parts += _panel(top, title, lines, described["places"])
+        parts.append(_text(LEFT + WIDTH, top + HEIGHT + 34, described["across"], "end"))
+    parts += ["</svg>", ""]
     return "\n".join(parts)
 
 
-def _panel(left: int, title: str, lines: Mapping[str, Sequence[float]], places: Sequence[int]) -> list[str]:
-    top = _ceiling(max(max(values) for values in lines.values()))
-    parts = [_text(left + WIDTH / 2, TOP - 12, title, "middle")]
+def _panel(top: int, title: str, lines: Mapping[str, Sequence[float]], places: Sequence[int]) -> list[str]:
+    highest, foot = _ceiling(max(max(values) for values in lines.values())), top + HEIGHT
+    parts = [_text(LEFT, top - 12, title, "start")]
     for step in range(5):
-        y = TOP + HEIGHT - HEIGHT * step / 4
+        y = foot - HEIGHT * step / 4
         parts += [
-            f'<path d="M{left} {y:g}H{left + WIDTH}" stroke="#d0d0d0" fill="none"/>',
-            _text(left - 6, y + 4, f"{top * step / 4:g}", "end"),
+            f'<path class="grid" d="M{LEFT} {y:g}H{LEFT + WIDTH}"/>',
+            _text(LEFT - 6, y + 4, f"{highest * step / 4:g}", "end"),
         ]
-    x = [left + WIDTH * (number + 0.5) / len(places) for number in range(len(places))]
+    x = [LEFT + WIDTH * (number + 0.5) / len(places) for number in range(len(places))]
     # Ten labels at most have room.
     for at, place in list(zip(x, places, strict=True))[:: -(-len(places) // 10)]:
-        parts.append(_text(at, TOP + HEIGHT + 18, f"{place:,}", "middle"))
+        parts.append(_text(at, foot + 18, f"{place:,}", "middle"))
     for number, values in enumerate(lines.values()):
-        points = [(at, TOP + HEIGHT - HEIGHT * value / top) for at, value in zip(x, values, strict=True)]
+        points = [(at, foot - HEIGHT * value / highest) for at, value in zip(x, values, strict=True)]
         parts.append(_stroke(number, "M" + "L".join(f"{at:.1f} {y:.1f}" for at, y in points)))
-        parts += [f'<circle cx="{at:.1f}" cy="{y:.1f}" r="3" fill="{COLOURS[number]}"/>' for at, y in points]
+        parts += [f'<circle class="dot{number % LINES}" cx="{at:.1f}" cy="{y:.1f}" r="3"/>' for at, y in points]
     return parts
 
 
@@ -82,35 +100,33 @@ def _draw_bars(described: Mapping[str, Any]) -> str:
     values = sorted(described["values"].items(), key=lambda each: each[1])
     # A bar far beyond the others would leave no room for their differences: it is cut, and its number says so.
     top = min(values[-1][1], 3 * values[len(values) // 2][1])
-    width, height = LABELS + LONGEST + 80, 40 + ROW * len(values) + 8
-    parts = [*_start(width, height), _text(12, 22, described["title"], "start")]
+    parts = [*_start(LONGEST + 80, 40 + ROW * len(values)), _text(0, 16, described["title"], "start")]
     for number, (name, value) in enumerate(values):
-        y = 40 + ROW * number
+        y = 34 + ROW * number
         length = LONGEST * min(value, top) / top
-        colour = OURS if name.startswith("pgfence") else OTHERS
+        kind = "ours" if name.startswith("pgfence") else "others"
         parts += [
-            _text(LABELS - 8, y + 15, name, "end"),
-            f'<rect x="{LABELS}" y="{y + 2}" width="{length:.1f}" height="{ROW - 6}" fill="{colour}"/>',
-            *([_CUT.format(LABELS + length - 16, y)] if value > top else ()),
-            _text(LABELS + length + 6, y + 15, f"{value:.2f}{described['unit']}", "start"),
+            _text(0, y + 12, name, "start"),
+            f'<rect class="{kind}" x="0" y="{y + 18}" width="{length:.1f}" height="14"/>',
+            *([_CUT.format(length - 16, y + 14)] if value > top else ()),
+            _text(length + 6, y + 29, f"{value:.2f}{described['unit']}", "start"),
         ]
     return "\n".join([*parts, "</svg>", ""])
 
 
 def _start(width: int, height: int) -> list[str]:
     return [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-        "<style>text { font: 12px sans-serif }</style>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">',
+        _STYLE,
     ]
 
 
 def _stroke(number: int, path: str) -> str:
-    return f'<path d="{path}" fill="none" stroke="{COLOURS[number]}" stroke-width="2"{DASHES[number]}/>'
+    return f'<path class="line line{number % LINES}" d="{path}"/>'
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="#202020">{escape(text)}</text>'
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _ceiling(value: float) -> float:
