@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from pgfence.idempotency import AsyncIdem, Idem, Op, idempotent, idempotent_call, insert_once
     from pgfence.lease import AsyncLease, Heartbeat, Lease
     from pgfence.once import AsyncOnce, AsyncSlot, CatchUp, Once, Slot, SlotOverError
+    from pgfence.rate_limit import AsyncRateLimit, RateLimit
     from pgfence.retrying import TransactionAttempt, in_transaction, run_transaction
+    from pgfence.semaphore import AsyncPermit, AsyncSemaphore, Permit, Semaphore
     from pgfence.transaction import AsyncTransactionLock, TransactionLock
     from pgfence.versions import (
         IfMatch,
@@ -74,6 +76,9 @@ __all__ = [
     "AsyncIdempotentEffect",
     "AsyncLease",
     "AsyncOnce",
+    "AsyncPermit",
+    "AsyncRateLimit",
+    "AsyncSemaphore",
     "AsyncSlot",
     "AsyncTransactionLock",
     "Attempt",
@@ -109,11 +114,14 @@ __all__ = [
     "OnLoss",
     "Once",
     "Op",
+    "Permit",
     "PgfenceError",
     "PoolerError",
+    "RateLimit",
     "SchemaError",
     "Seconds",
     "SelfDeadlockError",
+    "Semaphore",
     "Slot",
     "SlotOverError",
     "StaleFencingTokenError",
@@ -164,6 +172,9 @@ _LATE = {
     "AsyncIdempotentEffect": "pgfence.effects",
     "AsyncLease": "pgfence.lease",
     "AsyncOnce": "pgfence.once",
+    "AsyncPermit": "pgfence.semaphore",
+    "AsyncRateLimit": "pgfence.rate_limit",
+    "AsyncSemaphore": "pgfence.semaphore",
     "AsyncSlot": "pgfence.once",
     "AsyncTransactionLock": "pgfence.transaction",
     "Attempt": "pgfence.effects",
@@ -179,6 +190,9 @@ _LATE = {
     "Lease": "pgfence.lease",
     "Once": "pgfence.once",
     "Op": "pgfence.idempotency",
+    "Permit": "pgfence.semaphore",
+    "RateLimit": "pgfence.rate_limit",
+    "Semaphore": "pgfence.semaphore",
     "Slot": "pgfence.once",
     "SlotOverError": "pgfence.once",
     "TransactionAttempt": "pgfence.retrying",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, ClassVar
 
+from pgfence._holds.hold import format_names
 from pgfence._holds.wait_plan import WARN_AFTER
 from pgfence._leases.grant import Grant
 from pgfence._leases.request import AcquireRequest
 from pgfence._locks.acquisition import Acquisition
 from pgfence._process.clock import clock
 from pgfence._process.lifecycle import MUTEX
-from pgfence.errors import UnreachableError
+from pgfence.errors import SelfDeadlockError, UnreachableError
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -71,8 +72,37 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
         self._began = clock()
         self._logged = False
 
+    def is_held_by_caller(self) -> bool:
+        # Of permits a contender may hold several.
+        return self.wanted.weight is None and super().is_held_by_caller()
+
+    def _check_limit(self, limit: int) -> None:
+        """Raise if what this contender holds and asks for is more than there is."""
+        weight, places = self.wanted.weight or 0, self.wanted.places
+        held = sum(
+            len(hold.rows)
+            for hold in tuple(self.owner.holds)
+            if isinstance(hold, Grant)
+            and hold.entry.places == places
+            and hold.entry.queue is self.queue
+            and not hold.dropped
+            and hold.state in ("held", "unknown")
+        )
+        if held and held + weight > limit:
+            raise SelfDeadlockError(
+                f"waiting for {format_names(self.names)} would never end: this {self.owner.kind} holds {held} of {limit} permits"
+                f" and asks for {weight} more. Release one first, or acquire all of them at once with weight=",
+                names=self.names,
+            )
+
     def note_busy(self, busy: Busy) -> None:
-        """Record the holder and when its lease expires at the latest. Log a warning if the wait is long."""
+        """Record the holder and when its lease expires at the latest. Log a warning if the wait is long.
+
+        Raises:
+            SelfDeadlockError: it is a semaphore, and waiting would never end.
+        """
+        if busy.limit is not None and self.waits:
+            self._check_limit(busy.limit)
         holders = [busy.holder] if busy.holder else []
         self.entry.last_holder = busy.holder
         self.note_held(holders)

@@ -35,7 +35,7 @@ class Asker(Protocol):
 
 def translate_failure(asker: Asker, error: Exception, claim: AcquireRequest, *, server_spoke: bool) -> Exception:
     """Return the exception to raise for an error of an attempt to acquire."""
-    if told := _translate(asker, error, claim.place):
+    if told := _translate(asker, error, claim.place, claim.needed):
         return told
     if server_spoke and not isinstance(error, UnreachableError):
         return error
@@ -49,15 +49,17 @@ def translate_failure(asker: Asker, error: Exception, claim: AcquireRequest, *, 
     )
 
 
-def _translate(asker: Asker, error: Exception, place: TableNames) -> PgfenceError | None:
+def _translate(asker: Asker, error: Exception, place: TableNames, needed: int | None) -> PgfenceError | None:
     # A pooled connection can outlive a switchover that turned its server into a standby.
-    context = ErrorContext(asker.needed, on_primary="pgfence writes its rows on the primary")
+    context = ErrorContext(needed or asker.needed, on_primary="pgfence writes its rows on the primary")
     return translate_error(error, place, context, asker.engine)
 
 
-def statement_error(asker: Asker, error: Exception, place: TableNames, *, server_spoke: bool) -> Exception | None:
+def statement_error(
+    asker: Asker, error: Exception, place: TableNames, *, server_spoke: bool, needed: int | None = None
+) -> Exception | None:
     """Return the exception to raise for an error of a statement that grants nothing; None to re-raise the error itself."""
-    if told := _translate(asker, error, place):
+    if told := _translate(asker, error, place, needed):
         return told
     return None if server_spoke else translate_connect_error(asker.engine, error, "Nothing is known")
 

@@ -54,6 +54,7 @@ class Grant(BaseHold):
         "family",
         "heartbeat",
         "idle",
+        "is_permit",
         "label",
         "lease_id",
         "next_renewal",
@@ -61,6 +62,7 @@ class Grant(BaseHold):
         "progressed",
         "renewal_pending",
         "request_renewal",
+        "rows",
         "schedule_entry",
         "server_time",
         "slot",
@@ -90,7 +92,10 @@ class Grant(BaseHold):
             family: which statements renew and end it.
         """
         super().__init__(claim.names, entry)
-        self.stored = claim.stored
+        self.rows = told.rows or ((claim.stored, told.token),)
+        """The rows of the table that it holds, with their tokens: one, or as many as the weight of its permits."""
+        self.stored = self.rows[0][0]
+        self.is_permit = claim.kind == "permit"
         self.place = claim.place
         self.family: LeaseKind = family
         self.noun = "lease" if family == "lease" else "attempt at"

@@ -108,6 +108,8 @@ class LeaseManager(LeaseStatements):
             call.entry.leave()
         except BaseException as error:
             self.carrier.run_cleanup(lambda: self._abort_acquire(call.entry))
+            if claim.waiter is not None:
+                self.heartbeat.leave_queue_later(claim.place, claim.stored, claim.waiter, RELEASE_BUDGET)
             if isinstance(error, Cancelled):
                 raise build_cancelled_error(claim.names) from None
             raise
@@ -155,7 +157,7 @@ class LeaseManager(LeaseStatements):
     async def _try_acquire(self, call: LeaseAcquisition) -> tuple[Grant | None, Busy]:
         """Try once, and again at once after a serialization failure."""
         claim = call.wanted
-        await self.verify(claim.place, call.budget)
+        await self.verify(claim.place, call.budget, claim.needed)
         for _ in range(RETRIES):
             lease_id = uuid.uuid4()
             # Held for this round trip only: a waiter for a lease occupies no connection while it sleeps.
@@ -232,12 +234,17 @@ class LeaseManager(LeaseStatements):
             entry.hold = grant
         grant.subscribe(entry.leave)
         self.heartbeat.keep(grant)
+        if claim.weight is not None:  # the next contender of this process may get another permit
+            entry.leave()
         self._emit("acquired", grant)
         return grant
 
     def _forget(self, claim: AcquireRequest, lease_id: UUID) -> None:
         """End a grant whose response was lost or came too late, in the background."""
-        self.heartbeat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl, self.family)
+        if claim.weight is None:
+            self.heartbeat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl, self.family)
+        else:
+            self.heartbeat.forget_permits_later(claim.place, claim.stored, lease_id, claim.terms.ttl)
 
     def _abort_acquire(self, entry: QueueEntry) -> None:
         """Clean up after an acquire that ends with an exception, wherever it was raised."""

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pgfence._holds.hold import format_names
 from pgfence._leases import terms
@@ -45,6 +45,8 @@ class Granted:
     checkpoint: Json
     slot: datetime | None = None
     attempt: int = 1
+    rows: tuple[tuple[str, int], ...] = ()
+    """The rows that were granted, with their tokens, if there may be several; `token` is that of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Busy:
 
     remaining: float
     holder: Holder | None = None
+    limit: int | None = field(default=None, kw_only=True)
+    """Of a semaphore: how many permits it has."""
 
 
 class Refused(Exception):
@@ -82,6 +86,7 @@ class AcquireRequest(ABC):
         terms: what it is asked for, in seconds.
         identity: who asks.
         heartbeat: who renews it.
+        waiter: the id with which it waits in a queue on the server, if it does.
     """
 
     stored: str
@@ -89,8 +94,16 @@ class AcquireRequest(ABC):
     terms: LeaseTerms
     identity: Identity = field(default_factory=Identity)
     heartbeat: Heartbeat = "auto"
+    waiter: str | None = None
 
     kind = "lease"
+    needed: ClassVar[int | None] = None
+    """The version of the tables that it needs, if that is not the manager's."""
+
+    @property
+    def weight(self) -> int | None:
+        """How many permits it asks for. Several contenders of this process may hold those, so none waits for another to end."""
+        return None
 
     @property
     def row(self) -> tuple[TableNames, str] | None:

@@ -65,8 +65,8 @@ class LeaseStatements:
         self.style: ParamStyle = style_of(engine.dialect)
         self.pid = PROCESS.pid
         self.pool = LockPool(engine, config, carrier, _hold_nothing, any_pooler=True, warm=self.warm)
-        self._checked: set[TableNames] = set()
-        """The tables that were checked and found usable."""
+        self._checked: set[tuple[TableNames, int]] = set()
+        """The tables that were checked and found usable, with the version that was needed."""
         self._heartbeat: HeartbeatService | None = None
 
     @property
@@ -88,7 +88,13 @@ class LeaseStatements:
         return UnreachableError("all connections for leases are in use; raise max_lock_connections")
 
     async def _ask(
-        self, place: TableNames, text: str, args: Sequence[object], *, limit: float = STATEMENT_BUDGET
+        self,
+        place: TableNames,
+        text: str,
+        args: Sequence[object],
+        *,
+        limit: float = STATEMENT_BUDGET,
+        needed: int | None = None,
     ) -> Any:
         """Check out a connection, run one statement and return its row."""
         session = await self._checkout()
@@ -98,12 +104,22 @@ class LeaseStatements:
             kept = True
         except Exception as error:
             kept = is_rejection(session, error)
-            if told := statement_error(self, error, place, server_spoke=kept):
+            if told := statement_error(self, error, place, server_spoke=kept, needed=needed):
                 raise told from error
             raise
         finally:
             (self.pool.checkin if kept else self.pool.discard)(session)
         return row
+
+    async def fetch_row(self, place: TableNames, text: str, args: Sequence[object], *, needed: int) -> Any:
+        """Run one statement that needs a version of the tables, and return its row.
+
+        Raises:
+            SchemaError: the tables are older, or not open to this role.
+            UnreachableError: there was no response; whether the statement took effect is unknown.
+        """
+        await self.verify(place, needed=needed)
+        return await self._ask(place, text, args, needed=needed)
 
     async def execute_with_retry(
         self,
@@ -136,15 +152,16 @@ class LeaseStatements:
                     raise
             await self.carrier.sleep(terms.retry_after(failures, 10.0))
 
-    async def verify(self, place: TableNames, limit: float = RELEASE_BUDGET) -> None:
+    async def verify(self, place: TableNames, limit: float = RELEASE_BUDGET, needed: int | None = None) -> None:
         """Check once that the tables exist and have the expected columns.
 
         Raises:
             SchemaError: they do not.
         """
-        if place in self._checked:
+        needed = needed or self.needed
+        if (place, needed) in self._checked:
             return
-        text = build_check(place, self.needed)
+        text = build_check(place, needed)
         if self.style != "numeric":
             text = text.replace("%", "%%")
         try:
@@ -153,10 +170,10 @@ class LeaseStatements:
             if error.sqlstate == NO_RIGHT:
                 raise
             where = await self._ask(place, WHERE, (), limit=limit)
-            raise missing_tables_error(place, self.needed, error.sqlstate, where) from error.__cause__
-        if refusal := judge(row, place, self.needed):
+            raise missing_tables_error(place, needed, error.sqlstate, where) from error.__cause__
+        if refusal := judge(row, place, needed):
             raise refusal
-        self._checked.add(place)
+        self._checked.add((place, needed))
 
     async def look(self, place: TableNames, stored: str) -> Any:
         """Return the row of the lease, or None if it is free."""
@@ -334,6 +351,9 @@ def _hold_nothing(_: object) -> None:
 def _release_statement(grant: Grant, style: ParamStyle) -> tuple[str, tuple[object, ...]]:
     """Return the statement that releases a lease, and its arguments."""
     sql = lease_sql(grant.place, style)
+    if grant.is_permit:
+        names, tokens = [name for name, _ in grant.rows], [token for _, token in grant.rows]
+        return sql.permits.release, (names, str(grant.lease_id), tokens)
     args = grant.stored, str(grant.lease_id), grant.token
     if grant.slot is None:
         return sql.release, args

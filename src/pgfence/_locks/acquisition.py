@@ -156,7 +156,7 @@ class Acquisition(Generic[W]):
             SelfDeadlockError: the wait would never end inside this process.
         """
         owner, entry, queue = self.owner, self.entry, self.queue
-        if queue.is_held_by(owner, entry.places) or (owner.holds and is_held_by(owner, queue, self.wanted)):
+        if queue.is_held_by(owner, entry.places) or self.is_held_by_caller():
             if not self.waits:  # a try cannot deadlock
                 return None
             raise SelfDeadlockError(
@@ -176,6 +176,10 @@ class Acquisition(Generic[W]):
                 names=self.names,
             )
         return None
+
+    def is_held_by_caller(self) -> bool:
+        """Say whether its own contender holds what it asks for."""
+        return is_held_by(self.owner, self.queue, self.wanted)
 
     async def wait_for_turn(self, carrier: Carrier) -> bool:
         """Wait until it stands first, or was handed the lock; return False where its time ended before."""
@@ -266,7 +270,7 @@ class Acquisition(Generic[W]):
         owner, held_here = self.owner, _list_held_names(self.owner)
         by = f"; held by {', '.join(map(str, holders))}" if holders else ""
         emit_event(self.config, "timeout", self.names)
-        if is_held_by(owner, self.queue, self.wanted):
+        if self.is_held_by_caller():
             nested = f"; this {owner.kind} holds it already, and {self.once_only}"
         else:
             nested = f". This {owner.kind} also holds {format_names(held_here)}" if held_here else ""

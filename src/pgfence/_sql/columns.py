@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import CreateColumn
 
-from pgfence._sql.storage import KEYS, LEASES, VERSION, TableNames
+from pgfence._sql.storage import KEYS, LEASES, LIMITS, VERSION, TableNames
 
 if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import Dialect
@@ -46,7 +46,7 @@ def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tup
         return Table(called, metadata, *parts, schema=schema, info={OWN: place.prefix})
 
     first = (
-        add_table("lease", *_define_lease(place), *_define_lease_since_3(version)),
+        add_table("lease", *_define_lease(place), *_define_lease_since_3(version), *_define_lease_since_5(version)),
         add_table("gate", *_define_gate(place)),
         add_table("checkpoint", *_define_checkpoint()),
         add_table("slot", *_define_slot(), *_define_slot_since_3(version)),
@@ -55,8 +55,16 @@ def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tup
     )
     if version < KEYS:
         return first
-    return *first, add_table(
-        "idempotency_key", *_define_idempotency_key(place), *_define_idempotency_key_since_3(version)
+    keys = add_table("idempotency_key", *_define_idempotency_key(place), *_define_idempotency_key_since_3(version))
+    if version < LIMITS:
+        return *first, keys
+    return (
+        *first,
+        keys,
+        add_table("semaphore", *_define_semaphore()),
+        add_table("permit_waiter", *_define_permit_waiter()),
+        add_table("rate_limit", *_define_rate_limit()),
+        add_table("rate_take", *_define_rate_take()),
     )
 
 
@@ -107,6 +115,10 @@ def _define_lease_since_3(version: int) -> tuple[SchemaItem, ...]:
         Column("lock_key", BigInteger),
         Column("timeline", Integer, nullable=False, server_default=text("1")),
     )
+
+
+def _define_lease_since_5(version: int) -> tuple[SchemaItem, ...]:
+    return () if version < LIMITS else (Column("asked", BigInteger, nullable=False, server_default=text("0")),)
 
 
 def _define_gate(place: TableNames) -> tuple[SchemaItem, ...]:
@@ -186,6 +198,42 @@ def _define_idempotency_key(place: TableNames) -> tuple[SchemaItem, ...]:
 
 def _define_idempotency_key_since_3(version: int) -> tuple[SchemaItem, ...]:
     return () if version < LEASES else (_define_time("locked_at"),)
+
+
+def _define_semaphore() -> tuple[SchemaItem, ...]:
+    return (
+        Column("name", Text, primary_key=True),
+        Column("permits", Integer, nullable=False),
+        Column("highest", Integer, nullable=False),
+    )
+
+
+def _define_permit_waiter() -> tuple[SchemaItem, ...]:
+    return (
+        Column("name", Text, primary_key=True),
+        Column("waiter", Uuid, primary_key=True),
+        Column("weight", Integer, nullable=False),
+        _define_time("arrived_at", nullable=False),
+        _define_time("seen_at", nullable=False),
+    )
+
+
+def _define_rate_limit() -> tuple[SchemaItem, ...]:
+    return (
+        Column("name", Text, primary_key=True),
+        Column("max_takes", Integer, nullable=False),
+        Column("per", Double, nullable=False),
+        Column("taken", BigInteger, nullable=False),
+        _define_time("newest", nullable=False),
+    )
+
+
+def _define_rate_take() -> tuple[SchemaItem, ...]:
+    return (
+        Column("name", Text, primary_key=True),
+        Column("slot", Integer, primary_key=True, autoincrement=False),
+        _define_time("taken_at", nullable=False),
+    )
 
 
 def get_dialect() -> Dialect:

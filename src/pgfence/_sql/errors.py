@@ -33,7 +33,7 @@ from pgfence._sql.sqlstate import (
     SWITCHING,
     sqlstate_of,
 )
-from pgfence._sql.storage import KEYS, VERSION
+from pgfence._sql.storage import KEYS, LIMITS, VERSION
 from pgfence.errors import (
     CapacityError,
     DeadlockError,
@@ -175,7 +175,8 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
         )
     audit = place.prefix + "audit" in said
     key_rights = context.key_rights if context.version == KEYS else ""
-    command = "; ".join(build_grants(place, "<role>", key_rights=key_rights, audit=audit))
+    limits = context.version == LIMITS
+    command = "; ".join(build_grants(place, "<role>", key_rights=key_rights, audit=audit, limits=limits))
     return SchemaError(
         f"this role may not use pgfence's tables: {said}. As their owner: {command}",
         needed=context.version,

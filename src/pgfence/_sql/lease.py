@@ -13,9 +13,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pgfence._sql.params import call, mark, name_of
+from pgfence._sql.semaphore import PermitSql, permit_sql
 from pgfence._sql.storage import quote_literal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pgfence._sql.params import ParamStyle
     from pgfence._sql.storage import TableNames
     from pgfence.errors import LossReason
@@ -56,6 +59,7 @@ class LeaseSql:
         forget_late: likewise.
         look: name. One row while a lease or a session lock with a token is held, else none: kind, owner, host, pid,
             backend_pid, application_name, purpose, token, since, expires_at.
+        permits: the texts of semaphores.
         check: lists of names, lease ids, tokens. One value: JSON, for `decode_losses`.
     """
 
@@ -70,6 +74,7 @@ class LeaseSql:
     forget_late: str
     look: str
     check: str
+    permits: PermitSql
 
 
 @cache
@@ -89,6 +94,7 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
     lease = name_of(place, "lease", style)
     session_holds = name_of(place, "session_holds_v1", style)
     return LeaseSql(
+        permits=permit_sql(place, style),
         acquire=ask("acquire_lease_v2", _ACQUIRE, "r.*"),
         renew=ask("renew_leases_v1", _RENEW, "r"),
         release=ask("release_lease_v1", _RELEASE, "r"),
@@ -139,6 +145,13 @@ _BUSY = LeaseResult("busy")
 def decode_renewals(text: str) -> list[LeaseResult]:
     """Return what `renew` answered, in the order of its lists."""
     return [_decode_renewal(item) for item in json.loads(text)]
+
+
+def combine_results(results: Sequence[LeaseResult]) -> LeaseResult:
+    """Return the result of a grant with several rows: it is lost with any of them, and renewed only with all of them."""
+    lost = next((each for each in results if each.verdict == "lost"), None)
+    busy = next((each for each in results if each.verdict == "busy"), None)
+    return lost or busy or min(results, key=lambda each: each.remaining)
 
 
 def decode_losses(text: str) -> list[LossReason | None]:

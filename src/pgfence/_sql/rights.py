@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
 
 
-def build_grants(place: TableNames, role: str, *, key_rights: str = "", audit: bool = False) -> list[str]:
+def build_grants(place: TableNames, role: str, *, key_rights: str = "", audit: bool = False, limits: bool = False) -> list[str]:
     """Return the grants for leases, tokens and fences, or for what is done with idempotency keys.
 
     Args:
@@ -18,6 +18,7 @@ def build_grants(place: TableNames, role: str, *, key_rights: str = "", audit: b
         role: that needs them, as an identifier.
         key_rights: on the table of idempotency keys; without it the grants are for leases, tokens and fences.
         audit: also for ending what others hold, which is recorded.
+        limits: also for semaphores and rate limits.
     """
     tables = ("idempotency_key",) if key_rights else ("lease", "gate", "checkpoint", "slot")
     on_tables = key_rights or "SELECT, INSERT, UPDATE"
@@ -25,6 +26,9 @@ def build_grants(place: TableNames, role: str, *, key_rights: str = "", audit: b
     asked.append(f"GRANT SELECT ON {place.name('schema_version')} TO {role}")
     if place.schema is not None:
         asked.append(f"GRANT USAGE ON SCHEMA {quote(place.schema)} TO {role}")
+    if limits:
+        tables = ("semaphore", "permit_waiter", "rate_limit", "rate_take")
+        asked.append(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {', '.join(map(place.name, tables))} TO {role}")
     if audit:
         asked.append(f"GRANT INSERT ON {place.name('audit')} TO {role}")
     return asked

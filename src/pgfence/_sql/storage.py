@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pgfence.config import HasDialect
 
-VERSION = 4
+VERSION = 5
 """The version of the tables and functions that this release creates. Fences and guards need only version 1."""
 KEYS = 2
 """The version that idempotency keys and effects need."""
@@ -23,6 +23,8 @@ LEASES = 3
 """The version that leases, token locks and slots need."""
 GATE_TRIGGER = 4
 """The first version with a trigger on the gate table."""
+LIMITS = 5
+"""The version that semaphores, rate limits and elections need."""
 
 # Functions that look up rows set `enable_seqscan = off`: a session caches a function's plan. A plan made while the table
 # was tiny would otherwise scan the whole table until the next ANALYZE.
@@ -31,6 +33,7 @@ FILES = {
     2: ("idempotency", "effects"),
     3: ("lease", "token", "slot", "effects"),
     4: ("gate",),
+    5: ("lease", "semaphore", "rate_limit"),
 }
 _CREATED = re.compile(r"^CREATE FUNCTION @(\w+)@", re.MULTILINE)
 WHERE = "SELECT pg_catalog.current_database(), pg_catalog.current_setting('search_path')"

@@ -45,9 +45,11 @@ _HOLDS = {
     "idempotency_key": "the results of requests, so that they may run again",
     "checkpoint": "the checkpoints of leases",
     "audit": "the record of evictions",
+    "semaphore": "the number of permits of each semaphore",
+    "rate_take": "the last takes of rate limits, so that they may be taken again",
 }
 
-_HALF_FULL = ("lease", "gate", "slot")
+_HALF_FULL = ("lease", "gate", "slot", "semaphore", "permit_waiter", "rate_limit", "rate_take")
 """Tables whose rows are updated often: free space on each page allows HOT updates, which need no new index entry."""
 
 
@@ -62,7 +64,11 @@ def build_creation(place: TableNames, version: int = VERSION) -> tuple[str, ...]
         *([] if place.schema is None else [_create_schema(place.schema)]),
         *(str(CreateTable(table, if_not_exists=True).compile(dialect=get_dialect())).strip() for table in tables),
         *(_create_index(place, index) for table in tables for index in table.indexes),
-        *(f"ALTER TABLE {place.name(name)} SET (fillfactor = 50)" for name in _HALF_FULL),
+        *(
+            f"ALTER TABLE {place.name(name)} SET (fillfactor = 50)"
+            for name in _HALF_FULL
+            if name in list_column_types(version)
+        ),
         *(_create_function(place, name, version) for name in read_functions(place, version)),
         *(() if version < KEYS else (_create_trigger(place),)),
         # Near the end, because ALTER TABLE locks these tables until the transaction commits.

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 def _collect_tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, ...]) -> Mapping[str, int]:
     """Return the gates to enter, as stored in the table: those of the given resources, or else the handle's own."""
     handle.check()
-    own = handle._hold.stored
     if not resources:
-        return {own: handle.token}
+        return handle._own_tokens
+    handle._check_resources(resources)
+    own = handle._hold.stored
     namespace, separator, _ = own.partition(SEPARATOR)
     return {qualify_name(each, namespace if separator else "", "a resource"): handle.token for each in resources}
 
@@ -53,6 +54,14 @@ class _HasToken(_Handle):
         token = self._hold.token
         assert token is not None
         return token
+
+    @property
+    def _own_tokens(self) -> dict[str, int]:
+        """The gates of this grant itself."""
+        return {self._hold.stored: self.token}
+
+    def _check_resources(self, resources: tuple[str, ...]) -> None:
+        """Raise if this token must not be compared with those of other resources."""
 
 
 class _Leased(_HasToken):

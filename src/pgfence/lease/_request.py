@@ -108,17 +108,19 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         """Return the request for a lease, rebuilt only if tables, namespace or name have changed."""
         asked, known = (place, namespace, self._names), self._request
         if known is None or known[0] != asked:
-            where = namespace if self._namespace is None else self._namespace
-            request = LeaseRequest(
-                stored=qualify_name(self._name, where, "the name of a lease"),
-                place=place,
-                terms=self._terms,
-                identity=self._identity,
-                heartbeat=self._heartbeat,
-            )
+            request = self._create_request(place, namespace if self._namespace is None else self._namespace)
             # The local value is returned: another thread may set `_request` for another engine's tables in between.
             self._request = known = asked, request
         return known[1]
+
+    def _create_request(self, place: TableNames, namespace: str) -> AcquireRequest:
+        return LeaseRequest(
+            stored=qualify_name(self._name, namespace, "the name of a lease"),
+            place=place,
+            terms=self._terms,
+            identity=self._identity,
+            heartbeat=self._heartbeat,
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r}, ttl={self._terms.ttl:g}>"

@@ -185,7 +185,9 @@ class RenewalQueue:
         found = [
             grant
             for grant in self.schedule
-            if grant.family == "lease" and grant.place.evictions == channel and name in (None, grant.stored)
+            if grant.family == "lease"
+            and grant.place.evictions == channel
+            and (name is None or any(row == name for row, _ in grant.rows))
         ]
         # A renewal reports an eviction too, and takes no time from other leases: renew those that the heartbeat renews
         # anyway, and check the others without renewing.
@@ -202,7 +204,9 @@ class RenewalQueue:
         return [
             grant
             for grant in self.schedule
-            if grant.family == "lease" and (grant.place, grant.stored) == (place, name) and (grant.token or 0) <= token
+            if grant.family == "lease"
+            and grant.place == place
+            and any(row == name and issued <= token for row, issued in grant.rows)
         ]
 
     def drop(self, grant: Grant) -> RenewRequest | None:

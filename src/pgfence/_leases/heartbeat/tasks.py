@@ -11,12 +11,12 @@ from pgfence._leases.terms import SHORTEST_PATIENCE
 from pgfence._process.clock import clock
 from pgfence._sql.effects import EffectSql, effect_sql
 from pgfence._sql.errors import translate_error
-from pgfence._sql.lease import LeaseSql, decode_losses, decode_renewals, lease_sql
+from pgfence._sql.lease import LeaseSql, combine_results, decode_losses, decode_renewals, lease_sql
 from pgfence._sql.storage import quote
 from pgfence.errors import UnreachableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from pgfence._leases.heartbeat.connection import HeartbeatConnection
     from pgfence._sql.storage import TableNames
@@ -70,6 +70,12 @@ class HeartbeatTask(ABC):
         """Send the statement. Errors of the driver propagate."""
 
 
+def _list_rows(grants: Sequence[Grant]) -> tuple[list[str], list[str], list[int | None]]:
+    """Return names, lease ids and tokens of the rows of grants, in order."""
+    rows = [(name, str(grant.lease_id), token) for grant in grants for name, token in grant.rows]
+    return [name for name, _, _ in rows], [lease_id for _, lease_id, _ in rows], [token for _, _, token in rows]
+
+
 class RenewTask(HeartbeatTask):
     """Renew several grants of one family and one set of tables with one statement."""
 
@@ -89,15 +95,10 @@ class RenewTask(HeartbeatTask):
         grants = list(self.requests)
         for grant in grants:
             grant.progressed = False
-        lists = (
-            [grant.stored for grant in grants],
-            [str(grant.lease_id) for grant in grants],
-            [grant.token for grant in grants],
-            [self.get_ttl(grant) for grant in grants],
-        )
+        lists = (*_list_rows(grants), [self.get_ttl(grant) for grant in grants for _ in grant.rows])
         self.started = clock()
-        text = link.ask(sql.renew, lists, limit)
-        self.results = list(zip(grants, decode_renewals(text), strict=True))
+        found = iter(decode_renewals(link.ask(sql.renew, lists, limit)))
+        self.results = [(grant, combine_results([next(found) for _ in grant.rows])) for grant in grants]
 
     def get_ttl(self, grant: Grant) -> float:
         request = self.requests[grant]
@@ -117,13 +118,10 @@ class CheckTask(HeartbeatTask):
 
     def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
         assert isinstance(sql, LeaseSql)
-        lists = (
-            [grant.stored for grant in self.grants],
-            [str(grant.lease_id) for grant in self.grants],
-            [grant.token for grant in self.grants],
-        )
-        found = decode_losses(link.ask(sql.check, lists, limit))
-        self.lost = [(grant, reason) for grant, reason in zip(self.grants, found, strict=True) if reason is not None]
+        found = iter(decode_losses(link.ask(sql.check, _list_rows(self.grants), limit)))
+        results = [(grant, [next(found) for _ in grant.rows]) for grant in self.grants]
+        losses = [(grant, next((each for each in reasons if each is not None), None)) for grant, reasons in results]
+        self.lost = [(grant, reason) for grant, reason in losses if reason is not None]
 
 
 class ReleaseTask(HeartbeatTask):
@@ -166,6 +164,11 @@ class ReleaseTask(HeartbeatTask):
 
 def release_of(grant: Grant) -> ReleaseTask:
     """Return the task that releases a grant. For a slot, it also stores whether the slot is done."""
+    if grant.is_permit:
+        names = [name for name, _ in grant.rows]
+        tokens = [token for _, token in grant.rows]
+        permit_args = names, len(names), names, str(grant.lease_id), tokens
+        return ReleaseTask(grant.place, lambda sql: sql.permits.release_late, permit_args, grant.row_deadline)
     args: tuple[object, ...] = grant.stored, grant.stored, str(grant.lease_id), grant.token
     if grant.slot is None:
         return ReleaseTask(grant.place, lambda sql: sql.release_late, args, grant.row_deadline, grant.family)
@@ -261,8 +264,10 @@ class NotifyListeners:
                 self._on[place.channel] = now
 
     def waiters_of(self, channel: str, name: str) -> list[Wake]:
-        """Return the callbacks to call on a notification for a name."""
-        return list(self._waiters.get(channel, {}).get(name, ()))
+        """Return the callbacks to call on a notification for a name; for a permit's, also those of its semaphore."""
+        names = self._waiters.get(channel, {})
+        semaphore, separator, _ = name.rpartition("#")
+        return [*names.get(name, ()), *(names.get(semaphore, ()) if separator else ())]
 
     def is_missing(self, held: Iterable[TableNames]) -> bool:
         """Return whether evictions of leases in these tables would be missed, although listening is possible."""

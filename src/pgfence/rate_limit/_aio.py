@@ -1,0 +1,33 @@
+"""RateLimit, for tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence._api.inputs import AsyncEngineSource
+from pgfence.lease._engines import ASYNC_ENGINES
+from pgfence.rate_limit._request import RateLimitOptions
+
+if TYPE_CHECKING:
+    from pgfence._process.clock import Seconds
+
+
+class AsyncRateLimit(RateLimitOptions[AsyncEngineSource]):
+    """At most `limit` takes in any window of `per` seconds, across all processes; see `RateLimit`.
+
+    Guarantees, limitations, arguments and errors are those of `RateLimit`, with an AsyncEngine.
+    """
+
+    _engines = ASYNC_ENGINES
+
+    async def try_take(self, n: int = 1) -> bool:
+        """Take `n` units if they are allowed now, and return whether they were; errors are those of the sync twin."""
+        return await self._try(n)
+
+    async def wait(self, n: int = 1, *, timeout: Seconds | None = None) -> None:
+        """Take `n` units, waiting until they are allowed; arguments and errors are those of the sync twin."""
+        await self._wait(n, timeout)
+
+    async def change(self, *, limit: int | None = None, per: Seconds | None = None) -> None:
+        """Store another limit or period, for all processes; arguments and errors are those of the sync twin."""
+        await self._change(limit, per)

@@ -1,0 +1,53 @@
+"""Semaphore, for tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence._api.inputs import AsyncEngineSource
+from pgfence._api.locks import AsyncLockBase
+from pgfence.lease._engines import ASYNC_ENGINES
+from pgfence.semaphore._handles import AsyncPermit
+from pgfence.semaphore._request import SemaphoreOptions
+
+if TYPE_CHECKING:
+    from pgfence._process.clock import Seconds
+    from pgfence.types import Holder
+
+
+class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLockBase[AsyncPermit]):
+    """At most `permits` holders of one name at a time, across all processes; see `Semaphore`.
+
+    Guarantees, limitations, arguments and errors are those of `Semaphore`, with an AsyncEngine. The heartbeat runs on a
+    dedicated thread; a loss cancels the block of `hold()`.
+    """
+
+    _engines = ASYNC_ENGINES
+    _handle = AsyncPermit
+
+    async def try_acquire(self) -> AsyncPermit | None:
+        """Try once, without waiting. One round trip on a warm connection.
+
+        Returns None if too few permits are free.
+
+        Raises:
+            PgfenceError, ValueError: as `acquire`.
+        """
+        return await self._take(0.0)
+
+    async def acquire(self, *, timeout: Seconds | None = None) -> AsyncPermit:
+        """Wait until a permit is free, or as many as the weight; arguments and errors are those of the sync twin."""
+        return await self._acquire(timeout)
+
+    async def holders(self) -> list[Holder]:
+        """Return who holds permits at this moment, one entry for each permit, the oldest first.
+
+        Raises:
+            UnreachableError: there is no server.
+            SchemaError: the tables are missing.
+        """
+        return await self._find_holders()
+
+    async def resize(self, permits: int) -> None:
+        """Store another number of permits, for all processes; arguments and errors are those of the sync twin."""
+        await self._resize(permits)

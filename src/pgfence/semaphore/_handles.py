@@ -1,0 +1,69 @@
+"""The handles of permits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from pgfence.fence.handles import AsyncHeldLease, HeldLease, _HasToken
+
+if TYPE_CHECKING:
+    from pgfence._leases.grant import Grant
+    from pgfence.types import LeaseRef
+
+
+class _PermitHandle(_HasToken):
+    """What both twins share."""
+
+    __slots__ = ()
+
+    @property
+    def weight(self) -> int:
+        """How many of the semaphore's permits this one takes. No I/O."""
+        return len(cast("Grant", self._hold).rows)
+
+    @property
+    def _own_tokens(self) -> dict[str, int]:
+        return dict(cast("Grant", self._hold).rows)
+
+    def _check_resources(self, resources: tuple[str, ...]) -> None:
+        raise ValueError(
+            f"a permit fences only its own resource, not {resources[0]!r}: each permit has its own series of tokens, and the gate of"
+            " a shared resource would admit only the newest of them. Call begin() or fence() without a resource"
+        )
+
+    def _check_single(self) -> None:
+        if self.weight > 1:
+            raise ValueError(
+                f"a permit of weight {self.weight} cannot be handed over: a reference names one row. Acquire permits of weight 1"
+            )
+
+
+class Permit(_PermitHandle, HeldLease):
+    """One or more permits of a semaphore, held like a lease. Release it, or use it as a context manager.
+
+    Guarantees and limitations are those of `HeldLease`. `begin()` and `fence()` without a resource enter the gate of this permit,
+    so that a stale holder of the same permit cannot commit; other holders of the semaphore are not affected.
+    """
+
+    __slots__ = ()
+
+    def hand_over(self) -> LeaseRef:
+        """Renew once, and return what another process needs to adopt it with `Lease.adopt`. This handle is released.
+
+        Raises:
+            ValueError: its weight is above 1.
+            LockLostError, LockNotHeldError, UnreachableError: as `renew`.
+        """
+        self._check_single()
+        return super().hand_over()
+
+
+class AsyncPermit(_PermitHandle, AsyncHeldLease):
+    """One or more permits of a semaphore; see `Permit`."""
+
+    __slots__ = ()
+
+    async def hand_over(self) -> LeaseRef:
+        """Renew once, and return what another process needs to adopt it; errors are those of the sync twin."""
+        self._check_single()
+        return await super().hand_over()

@@ -1,0 +1,230 @@
+"""What is asked of the server for permits, and the arguments of a semaphore, for both twins. No I/O."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from pgfence._api.inputs import check_choice
+from pgfence._holds.hold import format_names
+from pgfence._leases.request import (
+    AcquireRequest,
+    Busy,
+    Granted,
+    Refused,
+    decode_json,
+    get_host,
+    holder_of,
+    owner_of,
+    warn_of_clock,
+)
+from pgfence._process.clock import clock
+from pgfence._sql.activity import build_lease_holder
+from pgfence._sql.semaphore import permit_sql
+from pgfence._sql.storage import LIMITS
+from pgfence.keys import qualify_name
+from pgfence.lease._engines import EngineSourceT
+from pgfence.lease._request import HandleT, LeaseOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from pgfence._leases.request import Steps
+    from pgfence._leases.terms import Heartbeat
+    from pgfence._process.clock import Seconds
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
+    from pgfence.types import Holder
+
+MOST_PERMITS = 1000
+_LOOKS_LIKE_A_ROW = re.compile(r"[#/]\d+\Z")
+
+OnMismatch: TypeAlias = Literal["raise", "stored"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PermitRequest(AcquireRequest):
+    """Some permits of a semaphore.
+
+    Attributes:
+        permits: how many the semaphore has, as the caller believes.
+        asked: how many are asked for.
+        follows: whether the number that is stored counts, where it is another one.
+        since: when the wait of a contender began, on the clock of this process.
+    """
+
+    permits: int
+    asked: int = 1
+    follows: bool = False
+    since: float = 0.0
+
+    kind = "permit"
+    needed = LIMITS
+
+    @property
+    def weight(self) -> int:
+        return self.asked
+
+    @property
+    def row(self) -> None:
+        return None
+
+    @property
+    def places(self) -> tuple[Hashable, ...]:
+        return ((self.place, self.stored, "permits"),)
+
+    def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
+        terms, identity = self.terms, self.identity
+        outcome, size, names, tokens, expires_at, remaining, hold_remaining, checkpoint, set_back, *holder = yield (
+            permit_sql(self.place, style).acquire,
+            (
+                self.stored,
+                self.permits,
+                self.asked,
+                self.follows,
+                lease_id,
+                terms.ttl,
+                terms.max_hold,
+                owner_of(identity),
+                get_host(),
+                os.getpid(),
+                identity.purpose,
+                self.waiter,
+                clock() - self.since if self.waiter else 0.0,
+            ),
+        )
+        warn_of_clock(self, set_back)
+        if outcome == "granted":
+            rows = tuple(zip(names, tokens, strict=True))
+            told = decode_json(checkpoint)
+            return Granted(tokens[0], expires_at, remaining, hold_remaining, told, rows=rows)
+        if outcome == "mismatch":
+            raise Refused from self._build_mismatch_error(size)
+        if outcome == "heavy":
+            raise Refused from ValueError(
+                f"weight={self.asked} is more than the {size} permits of the semaphore {format_names(self.names)}: it could never be"
+                " acquired"
+            )
+        return Busy(remaining, holder_of(self, holder) if holder[0] else None, limit=size)
+
+    def _build_mismatch_error(self, size: int) -> ValueError:
+        return ValueError(
+            f"the semaphore {format_names(self.names)} has {size} permits, not {self.permits}: another process has created or resized"
+            f' it. Use permits={size}, change the number for everyone with resize(), or follow it with on_mismatch="stored"'
+        )
+
+
+class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
+    """The arguments of a semaphore and what is done with them, for both twins."""
+
+    def __init__(
+        self,
+        engine: EngineSourceT,
+        name: str,
+        *,
+        permits: int,
+        ttl: Seconds,
+        weight: int = 1,
+        on_mismatch: OnMismatch = "raise",
+        fair: bool = False,
+        max_hold: Seconds | None = None,
+        heartbeat: Heartbeat = "auto",
+        owner: str | None = None,
+        purpose: str = "",
+        namespace: str | None = None,
+    ) -> None:
+        super().__init__(
+            engine,
+            name,
+            ttl=ttl,
+            max_hold=max_hold,
+            heartbeat=heartbeat,
+            owner=owner,
+            purpose=purpose,
+            namespace=namespace,
+        )
+        self._permits = _check_permits(permits)
+        self._weight = _check_count(weight, "weight")
+        if self._weight > self._permits:
+            raise ValueError(f"weight={weight} is more than permits={permits}: it could never be acquired")
+        check_choice("on_mismatch", on_mismatch, ("raise", "stored"))
+        self._follows = on_mismatch == "stored"
+        self._fair = fair
+
+    async def _take(self, timeout: Seconds | None, *, lasts: bool = False) -> HandleT | None:
+        manager, request = self._prepare()
+        # A try does not wait, so it is in no queue.
+        if self._fair and timeout != 0:
+            request = replace(request, waiter=str(uuid.uuid4()), since=clock())  # type: ignore[call-arg]
+        try:
+            return await manager.acquire(request, timeout, self._handle, lasts=lasts)
+        except Refused as refusal:
+            assert refusal.__cause__ is not None
+            raise refusal.__cause__ from None
+
+    def _create_request(self, place: TableNames, namespace: str) -> PermitRequest:
+        name = self._name
+        if _LOOKS_LIKE_A_ROW.search(name):
+            raise ValueError(
+                f"the name of a semaphore must not end in # or / and digits, like {name!r}: its permits are stored as"
+                f" {name}#1, {name}#2, ..., and {name!r} looks like one of another semaphore. Choose another name"
+            )
+        return PermitRequest(
+            stored=qualify_name(name + f"#{MOST_PERMITS}", namespace, "the name of a semaphore")[: -len(f"#{MOST_PERMITS}")],
+            place=place,
+            terms=self._terms,
+            identity=self._identity,
+            heartbeat=self._heartbeat,
+            permits=self._permits,
+            asked=self._weight,
+            follows=self._follows,
+        )
+
+    async def _find_holders(self) -> list[Holder]:
+        manager, request = self._prepare()
+        sql = permit_sql(request.place, manager.style)
+        (found,) = await manager.fetch_row(request.place, sql.look, (request.stored,), needed=LIMITS)
+        return [_decode_holder(request.names[0], item) for item in json.loads(found)]
+
+    async def _resize(self, permits: int) -> None:
+        size = _check_permits(permits)
+        manager, request = self._prepare()
+        await manager.verify(request.place, needed=LIMITS)
+        args = request.stored, size
+        await manager.execute_with_retry(request.place, permit_sql(request.place, manager.style).resize, args, 5.0)
+        self._permits = size
+        self._request = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name!r}, permits={self._permits}, ttl={self._terms.ttl:g}>"
+
+
+def _decode_holder(name: str, item: list[object]) -> Holder:
+    kind, owner, host, pid, backend_pid, purpose, token, since, expires_at, _ = item
+    times = [None if each is None else datetime.fromtimestamp(float(str(each)), UTC) for each in (since, expires_at)]
+    return build_lease_holder(name, (kind, owner, host, pid, backend_pid, None, purpose, token, *times))
+
+
+def _check_count(value: object, what: str) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{what} must be an int, not {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{what} must be 1 or more, not {value}")
+    return value
+
+
+def _check_permits(value: object) -> int:
+    permits = _check_count(value, "permits")
+    if permits > MOST_PERMITS:
+        raise ValueError(
+            f"permits must be {MOST_PERMITS} or less, not {permits}: each permit is a row that every acquire looks at. Limit a"
+            " larger number with RateLimit, or with several semaphores"
+        )
+    return permits
+
+
