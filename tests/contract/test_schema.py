@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.twins
 
-TABLES = {"lease", "gate", "checkpoint", "audit", "slot", "schema_version", "idempotency_key"}
+TABLES = {
+    *("lease", "gate", "checkpoint", "audit", "slot", "schema_version", "idempotency_key"),
+    *("semaphore", "permit_waiter", "rate_limit", "rate_take", "resign_request"),
+}
 TAKE = "SELECT granted, token FROM {} (%s, gen_random_uuid()::text, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL, 'lease')"
 
 
@@ -487,7 +490,10 @@ def test_rows_that_change_often_have_room_on_their_page(
         " AND 'fillfactor=50' = ANY(reloptions)",
         [place.schema],
     )
-    assert {name.removeprefix(place.prefix) for (name,) in found} == {"lease", "gate", "slot"}
+    assert {name.removeprefix(place.prefix) for (name,) in found} == {
+        *("lease", "gate", "slot"),
+        *("semaphore", "permit_waiter", "rate_limit", "rate_take"),
+    }
 
 
 @pytest.mark.parametrize("table", ["lease", "gate"])

@@ -26,7 +26,13 @@ FILL = (
     "INSERT INTO {}checkpoint (name, token, updated_at) VALUES ('r', 1, now())",
     "INSERT INTO {}slot (name) VALUES ('r')",
     "INSERT INTO {}idempotency_key (scope, key, status, created_at, expires_at) VALUES ('s', 'r', 'free', now(), now())",
+    "INSERT INTO {}semaphore (name, permits, highest) VALUES ('r', 1, 1)",
+    "INSERT INTO {}permit_waiter (name, waiter, weight, arrived_at, seen_at) VALUES ('r', gen_random_uuid(), 1, now(), now())",
+    "INSERT INTO {}rate_limit (name, max_takes, per, taken, newest) VALUES ('r', 1, 1, 1, now())",
+    "INSERT INTO {}rate_take (name, slot, taken_at) VALUES ('r', 0, now())",
     *(f"VACUUM ANALYZE {{}}{table}" for table in ("lease", "gate", "checkpoint", "slot", "idempotency_key")),
+    "INSERT INTO {}resign_request (name, token, asked_at) VALUES ('r', 1, now())",
+    *(f"VACUUM ANALYZE {{}}{table}" for table in ("resign_request", "semaphore", "permit_waiter", "rate_limit", "rate_take")),
 )
 CALLS = (
     "acquire_lease_v1(%(name)s, %(id)s, 60, 0, 0, NULL, 'me', 'here', 1, '', NULL)",
@@ -55,6 +61,19 @@ CALLS = (
     "claim_effect_v1('s', %(name)s || 'f', NULL, %(id)s, 30, 60, true, 'me', 'here', 1)",
     "free_effect_v1('s' || chr(31) || %(name)s || 'f', %(id)s, 1)",
     "forget_effect_v1('s' || chr(31) || %(name)s || 'f', %(id)s)",
+    "acquire_permits_v1(%(name)s || 'p', 3, 2, false, %(id)s, 60, NULL, 'me', 'here', 1, '', NULL, 0)",
+    "acquire_permits_v1(%(name)s || 'p', 3, 2, false, %(id)s, 60, NULL, 'me', 'here', 1, '', %(new)s, 1)",
+    "leave_permits_v1(%(name)s || 'p', %(new)s)",
+    "resize_semaphore_v1(%(name)s || 'p', 2)",
+    "acquire_permits_v1(%(name)s || 'p', 2, 1, false, %(id)s, 60, NULL, 'me', 'here', 1, '', NULL, 0)",
+    "release_permits_v1(ARRAY[%(name)s || 'p#1'], %(id)s, ARRAY[2]::bigint[])",
+    "forget_permits_v1(%(name)s || 'p', %(id)s)",
+    "acquire_lease_v2(%(name)s || 'w', %(id)s, 60, 0, 0, NULL, 'me', 'here', 1, '', NULL, 'term')",
+    "ask_to_resign_v1(%(name)s || 'w', 'me', '', NULL)",
+    "renew_leases_v1(ARRAY[%(name)s || 'w'], ARRAY[%(id)s], ARRAY[1]::bigint[], ARRAY[60]::float8[])",
+    "take_v1(%(name)s, 3, 60, 2)",
+    "take_v1(%(name)s, 3, 60, 2)",
+    "change_rate_v1(%(name)s, 2, 60)",
 )
 SCANS = (
     "SELECT relname, seq_tup_read FROM pg_stat_xact_user_tables WHERE starts_with(relname, %s) AND seq_tup_read > 0"
@@ -112,6 +131,6 @@ def test_every_function_is_called() -> None:
         "lock_gate",
         "check_key",
     }
-    leases = {"timeline", "next_token", "add_lease", "rebase_lease", "session_holds", "zone_offset"}
+    leases = {"timeline", "next_token", "add_lease", "rebase_lease", "session_holds", "zone_offset", "add_permits"}
     others = {f"{name}_v1" for name in gates | leases}
     assert set(read_functions(TableNames())) == others | {call.partition("(")[0] for call in CALLS}

@@ -46,7 +46,7 @@ def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tup
         return Table(called, metadata, *parts, schema=schema, info={OWN: place.prefix})
 
     first = (
-        add_table("lease", *_define_lease(place), *_define_lease_since_3(version), *_define_lease_since_5(version)),
+        add_table("lease", *_define_lease(place), *_define_lease_since_3(version)),
         add_table("gate", *_define_gate(place)),
         add_table("checkpoint", *_define_checkpoint()),
         add_table("slot", *_define_slot(), *_define_slot_since_3(version)),
@@ -65,6 +65,7 @@ def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tup
         add_table("permit_waiter", *_define_permit_waiter()),
         add_table("rate_limit", *_define_rate_limit()),
         add_table("rate_take", *_define_rate_take()),
+        add_table("resign_request", *_define_resign_request()),
     )
 
 
@@ -115,10 +116,6 @@ def _define_lease_since_3(version: int) -> tuple[SchemaItem, ...]:
         Column("lock_key", BigInteger),
         Column("timeline", Integer, nullable=False, server_default=text("1")),
     )
-
-
-def _define_lease_since_5(version: int) -> tuple[SchemaItem, ...]:
-    return () if version < LIMITS else (Column("asked", BigInteger, nullable=False, server_default=text("0")),)
 
 
 def _define_gate(place: TableNames) -> tuple[SchemaItem, ...]:
@@ -233,6 +230,15 @@ def _define_rate_take() -> tuple[SchemaItem, ...]:
         Column("name", Text, primary_key=True),
         Column("slot", Integer, primary_key=True, autoincrement=False),
         _define_time("taken_at", nullable=False),
+    )
+
+
+def _define_resign_request() -> tuple[SchemaItem, ...]:
+    # A table of its own: a new column of the lease would make the upgrade wait for every transaction that is inside a gate.
+    return (
+        Column("name", Text, primary_key=True),
+        Column("token", BigInteger, nullable=False),
+        _define_time("asked_at", nullable=False),
     )
 
 

@@ -18,7 +18,7 @@ def build_grants(place: TableNames, role: str, *, key_rights: str = "", audit: b
         role: that needs them, as an identifier.
         key_rights: on the table of idempotency keys; without it the grants are for leases, tokens and fences.
         audit: also for ending what others hold, which is recorded.
-        limits: also for semaphores and rate limits.
+        limits: also for semaphores, rate limits and elections.
     """
     tables = ("idempotency_key",) if key_rights else ("lease", "gate", "checkpoint", "slot")
     on_tables = key_rights or "SELECT, INSERT, UPDATE"
@@ -27,7 +27,7 @@ def build_grants(place: TableNames, role: str, *, key_rights: str = "", audit: b
     if place.schema is not None:
         asked.append(f"GRANT USAGE ON SCHEMA {quote(place.schema)} TO {role}")
     if limits:
-        tables = ("semaphore", "permit_waiter", "rate_limit", "rate_take")
+        tables = ("semaphore", "permit_waiter", "rate_limit", "rate_take", "resign_request")
         asked.append(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {', '.join(map(place.name, tables))} TO {role}")
     if audit:
         asked.append(f"GRANT INSERT ON {place.name('audit')} TO {role}")

@@ -34,7 +34,9 @@ BEGIN
                 free_at = GREATEST(until + pg_catalog.make_interval(secs => l.lock_delay), l.min_until)
             WHERE l.name = p_names[i];
             answer := pg_catalog.jsonb_build_array('ok', EXTRACT(EPOCH FROM until), EXTRACT(EPOCH FROM until - at));
-            IF r.asked >= p_tokens[i] THEN
+            IF r.kind = 'term' AND EXISTS (
+                SELECT FROM @resign_request@ AS q WHERE q.name = r.name AND q.token >= p_tokens[i]
+            ) THEN
                 answer := answer || '"asked"'::jsonb;
             END IF;
         ELSE
@@ -67,7 +69,8 @@ BEGIN
         RETURN QUERY SELECT NULL::bigint;
         RETURN;
     END IF;
-    UPDATE @lease@ AS l SET asked = r.token WHERE l.name = p_name;
+    INSERT INTO @resign_request@ (name, token, asked_at) VALUES (p_name, r.token, at)
+    ON CONFLICT (name) DO UPDATE SET token = excluded.token, asked_at = excluded.asked_at;
     INSERT INTO @audit@ (action, resource, actor, reason, at, detail)
     VALUES ('ask to resign', p_name, p_actor, p_reason, at, p_detail::jsonb);
     -- The heartbeat of the leader listens there for evictions. It renews at once, and so reads that it was asked.

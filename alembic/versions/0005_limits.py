@@ -1,0 +1,23 @@
+"""Version 5: tables and functions of semaphores and rate limits, and the request to resign of elections.
+
+Revision: 0005
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "0005"
+down_revision = "0004"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    """Add the tables, the functions and a column of leases, which may be held meanwhile."""
+    op.upgrade_pgfence(4, 5)
+
+
+def downgrade() -> None:
+    """Drop them, with the numbers of permits and the takes that are stored."""
+    op.upgrade_pgfence(5, 4)
