@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import psycopg
 import pytest
 
 from pgfence import AsyncRateLimit, RateLimit
@@ -13,6 +12,8 @@ from pgfence.errors import LockTimeoutError, SchemaError
 from support.rows import every_row
 
 if TYPE_CHECKING:
+    import psycopg
+
     from support.worlds import World
 
 pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
@@ -114,7 +115,9 @@ async def test_concurrent_takes_do_not_exceed_the_limit(world: World, name: str)
     engine = world.engine()
     contenders = [world.other() for _ in range(8)]
     one = rate(world, engine, name, limit=5, per=3600)
-    taken = await asyncio.gather(*(each.call(rate(world, engine, name, limit=5, per=3600).try_take) for each in contenders))
+    taken = await asyncio.gather(
+        *(each.call(rate(world, engine, name, limit=5, per=3600).try_take) for each in contenders)
+    )
     assert sum(taken) == 5
     assert not await world.call(one.try_take)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import psycopg
 import pytest
 from sqlalchemy import text
 
@@ -17,6 +16,8 @@ from support.rows import every_row
 from support.waiting import eventually
 
 if TYPE_CHECKING:
+    import psycopg
+
     from support.worlds import World
 
 pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
@@ -203,9 +204,7 @@ async def test_fair_waiters_are_served_in_order(world: World, name: str, admin: 
     assert waiters(admin, name) == 0
 
 
-async def test_a_waiter_that_gives_up_leaves_the_queue(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_a_waiter_that_gives_up_leaves_the_queue(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """After its timeout a fair waiter holds nobody back."""
     held = await world.call(semaphore(world, world.engine(), name, permits=1, fair=True).acquire)
     other = world.other()

@@ -32,7 +32,10 @@ FILL = (
     "INSERT INTO {}rate_take (name, slot, taken_at) VALUES ('r', 0, now())",
     *(f"VACUUM ANALYZE {{}}{table}" for table in ("lease", "gate", "checkpoint", "slot", "idempotency_key")),
     "INSERT INTO {}resign_request (name, token, asked_at) VALUES ('r', 1, now())",
-    *(f"VACUUM ANALYZE {{}}{table}" for table in ("resign_request", "semaphore", "permit_waiter", "rate_limit", "rate_take")),
+    *(
+        f"VACUUM ANALYZE {{}}{table}"
+        for table in ("resign_request", "semaphore", "permit_waiter", "rate_limit", "rate_take")
+    ),
 )
 CALLS = (
     "acquire_lease_v1(%(name)s, %(id)s, 60, 0, 0, NULL, 'me', 'here', 1, '', NULL)",

@@ -23,6 +23,7 @@ from pgfence._leases.answers import (
     translate_failure,
 )
 from pgfence._leases.grant import Grant
+from pgfence._leases.heartbeat.tasks import leave_queue, revoke_permits
 from pgfence._leases.request import Busy, Granted, Refused, build_adoption, read_adoption
 from pgfence._leases.statements import LeaseStatements
 from pgfence._locks.acquisition import timeout_of
@@ -109,7 +110,7 @@ class LeaseManager(LeaseStatements):
         except BaseException as error:
             self.carrier.run_cleanup(lambda: self._abort_acquire(call.entry))
             if claim.waiter is not None:
-                self.heartbeat.leave_queue_later(claim.place, claim.stored, claim.waiter, RELEASE_BUDGET)
+                self.heartbeat.end_later(leave_queue(claim.place, claim.stored, claim.waiter, RELEASE_BUDGET))
             if isinstance(error, Cancelled):
                 raise build_cancelled_error(claim.names) from None
             raise
@@ -244,7 +245,7 @@ class LeaseManager(LeaseStatements):
         if claim.weight is None:
             self.heartbeat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl, self.family)
         else:
-            self.heartbeat.forget_permits_later(claim.place, claim.stored, lease_id, claim.terms.ttl)
+            self.heartbeat.end_later(revoke_permits(claim.place, claim.stored, lease_id, claim.terms.ttl))
 
     def _abort_acquire(self, entry: QueueEntry) -> None:
         """Clean up after an acquire that ends with an exception, wherever it was raised."""

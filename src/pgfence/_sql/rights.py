@@ -10,7 +10,12 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
 
 
-def build_grants(place: TableNames, role: str, *, key_rights: str = "", audit: bool = False, limits: bool = False) -> list[str]:
+_LIMITS = ("semaphore", "permit_waiter", "rate_limit", "rate_take", "resign_request")
+
+
+def build_grants(
+    place: TableNames, role: str, *, key_rights: str = "", audit: bool = False, limits: bool = False
+) -> list[str]:
     """Return the grants for leases, tokens and fences, or for what is done with idempotency keys.
 
     Args:
@@ -27,8 +32,7 @@ def build_grants(place: TableNames, role: str, *, key_rights: str = "", audit: b
     if place.schema is not None:
         asked.append(f"GRANT USAGE ON SCHEMA {quote(place.schema)} TO {role}")
     if limits:
-        tables = ("semaphore", "permit_waiter", "rate_limit", "rate_take", "resign_request")
-        asked.append(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {', '.join(map(place.name, tables))} TO {role}")
+        asked.append(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {', '.join(map(place.name, _LIMITS))} TO {role}")
     if audit:
         asked.append(f"GRANT INSERT ON {place.name('audit')} TO {role}")
     return asked

@@ -106,7 +106,9 @@ class RateLimitOptions(Generic[EngineSourceT]):
         if n < 1:
             raise ValueError(f"n must be 1 or more, not {n}")
         if n > self._limit:
-            raise ValueError(f"n={n} is more than limit={self._limit}: it would never be allowed. Take it in several parts")
+            raise ValueError(
+                f"n={n} is more than limit={self._limit}: it would never be allowed. Take it in several parts"
+            )
         return n
 
     def _build_timeout_error(self, units: int, timeout: float, remaining: float) -> LockTimeoutError:
@@ -127,7 +129,9 @@ def _check_limit(value: object) -> int:
     if type(value) is not int:
         raise TypeError(f"limit must be an int, not {type(value).__name__}")
     if not 1 <= value <= HIGHEST_LIMIT:
-        raise ValueError(f"limit must be between 1 and {HIGHEST_LIMIT}, not {value}: each unit of it is stored as a row")
+        raise ValueError(
+            f"limit must be between 1 and {HIGHEST_LIMIT}, not {value}: each unit of it is stored as a row"
+        )
     return value
 
 

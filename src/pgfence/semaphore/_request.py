@@ -164,8 +164,7 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
         try:
             return await manager.acquire(request, timeout, self._handle, lasts=lasts)
         except Refused as refusal:
-            assert refusal.__cause__ is not None
-            raise refusal.__cause__ from None
+            raise (refusal.__cause__ or refusal) from None
 
     def _create_request(self, place: TableNames, namespace: str) -> PermitRequest:
         name = self._name
@@ -175,7 +174,9 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
                 f" {name}#1, {name}#2, ..., and {name!r} looks like one of another semaphore. Choose another name"
             )
         return PermitRequest(
-            stored=qualify_name(name + f"#{MOST_PERMITS}", namespace, "the name of a semaphore")[: -len(f"#{MOST_PERMITS}")],
+            stored=qualify_name(name + f"#{MOST_PERMITS}", namespace, "the name of a semaphore")[
+                : -len(f"#{MOST_PERMITS}")
+            ],
             place=place,
             terms=self._terms,
             identity=self._identity,
@@ -226,5 +227,3 @@ def _check_permits(value: object) -> int:
             " larger number with RateLimit, or with several semaphores"
         )
     return permits
-
-

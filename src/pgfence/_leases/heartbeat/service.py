@@ -132,16 +132,6 @@ class HeartbeatService:
         args = name, name, str(lease_id)
         self.end_later(tasks.RevokeTask(place, lambda sql: sql.forget_late, args, clock() + seconds, family))
 
-    def forget_permits_later(self, place: TableNames, name: str, lease_id: UUID, seconds: float) -> None:
-        """Have a grant of permits whose response was lost ended in the background, as `forget_later`."""
-        args = name, name, name, str(lease_id)
-        self.end_later(tasks.RevokeTask(place, lambda sql: sql.permits.forget_late, args, clock() + seconds))
-
-    def leave_queue_later(self, place: TableNames, name: str, waiter: str, seconds: float) -> None:
-        """Have a waiter taken out of the queue of a fair semaphore in the background; after `seconds` it is gone anyway."""
-        args = name, name, name, waiter
-        self.end_later(tasks.ReleaseTask(place, lambda sql: sql.permits.leave_late, args, clock() + seconds))
-
     def end_later(self, ending: tasks.ReleaseTask) -> None:
         """Send a release in the background, and repeat it until the server responds."""
         with self._lock:

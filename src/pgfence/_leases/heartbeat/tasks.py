@@ -17,6 +17,7 @@ from pgfence.errors import UnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from uuid import UUID
 
     from pgfence._leases.heartbeat.connection import HeartbeatConnection
     from pgfence._sql.storage import TableNames
@@ -191,6 +192,17 @@ class RevokeTask(ReleaseTask):
             return False
         self._answered = now if self._answered is None else self._answered
         return now - self._answered < self.SETTLE_SECONDS and self.plan_retry(now)
+
+
+def revoke_permits(place: TableNames, name: str, lease_id: UUID, seconds: float) -> RevokeTask:
+    """Return the task that ends a grant of permits whose response was lost, tried for `seconds` (its TTL) at most."""
+    args = name, name, name, str(lease_id)
+    return RevokeTask(place, lambda sql: sql.permits.forget_late, args, clock() + seconds)
+
+
+def leave_queue(place: TableNames, name: str, waiter: str, seconds: float) -> ReleaseTask:
+    """Return the task that takes a waiter out of the queue of a fair semaphore; after `seconds` the server does so itself."""
+    return ReleaseTask(place, lambda sql: sql.permits.leave_late, (name, name, name, waiter), clock() + seconds)
 
 
 def translate_renewal_error(error: Exception, place: TableNames) -> Exception:

@@ -1,0 +1,14 @@
+"""At most ten calls at once, and at most a hundred a minute."""
+
+from app import get_async_engine, get_engine
+from pgfence import AsyncRateLimit, AsyncSemaphore, RateLimit
+
+
+async def call_provider() -> int:
+    async with AsyncSemaphore(get_async_engine, "provider", permits=10, ttl=30).hold(timeout=5) as permit:
+        await AsyncRateLimit(get_async_engine, "provider", limit=100, per=60).wait(timeout=5)
+        return permit.token
+
+
+def try_provider() -> bool:
+    return RateLimit(get_engine, "provider", limit=100, per=60).try_take()
