@@ -58,7 +58,7 @@ async def test_an_error_of_unknown_meaning_says_when_the_key_is_free(
     (note,) = first.value.__notes__
     assert "ended with this error" in note
     assert "the next call then runs attempt 2" in note
-    assert "name its class in free=" in note
+    assert "add its class to free=" in note
     told = re.search(r"free in [\d.]+ s, at (\S+): ", note)
     assert told is not None
     assert datetime.fromisoformat(told[1]) == shop.row("k").locked_until.replace(microsecond=0)
@@ -68,7 +68,7 @@ async def test_an_error_of_unknown_meaning_says_when_the_key_is_free(
     age(shop, 10)
     for options in ({}, {"timeout": 0.05, "ttl": 1}):
         next_call = await refused(shop, **options)
-        assert re.search(r"attempt 1 at .* ended with Away, .* is free in [\d.]+ s, at ", str(next_call))
+        assert re.search(r"attempt 1 at .* ended with Away, .* becomes free in [\d.]+ s, at ", str(next_call))
         assert next_call.ended_with == "Away"
         assert shop.row("k").claim_left <= (next_call.retry_after or 0) <= 20
 
@@ -77,10 +77,10 @@ async def test_an_error_whose_meaning_is_named_says_what_becomes_of_the_key(shop
     """Of `free`: the next call runs; of `record`: it raises the same error, and says that it is a replay."""
     with pytest.raises(Away) as freed:
         await shop.run("k", fail, free=[Away])
-    assert re.search(r"named in free=: the key is free. The next call runs attempt 2", freed.value.__notes__[0])
+    assert re.search(r"listed in free=: the key is free. The next call runs attempt 2", freed.value.__notes__[0])
     with pytest.raises(Away) as recorded:
         await shop.run("k", fail, record=[Away], keep=70)
-    assert "is stored as the result, and for 70 s calls with this key raise it again" in recorded.value.__notes__[0]
+    assert "is stored as the result, and calls with this key raise it again for 70 s" in recorded.value.__notes__[0]
     with pytest.raises(Away) as again:
         await shop.run("k", fail, record=[Away])
     assert len(again.value.__notes__) == 1
@@ -97,7 +97,7 @@ async def test_without_takeover_the_error_says_that_an_operator_must_free_the_ke
         assert "pgfence keys free" in text
     shop.lapse("k")
     with pytest.raises(
-        AttemptLostError, match="ended with Away, and it is not known what it did.*pgfence keys free"
+        AttemptLostError, match="ended with Away, and its outcome is unknown.*pgfence keys free"
     ) as lost:
         await shop.run("k", takeover=False)
     assert lost.value.retry_after is None

@@ -121,7 +121,7 @@ def written(world: World, engine: Any) -> dict[str, Callable[[], Any]]:
 async def test_a_text_that_the_database_cannot_represent_is_a_value_error(
     there: World, elsewhere: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It names the text, the encoding and what helps; nothing is tried again in the background."""
+    """It names the text, the encoding and what helps; nothing is retried in the background."""
     caplog.set_level(logging.WARNING, "pgfence")
     engine = there.engine()
     await there.call((await there.call(there.pick(Lease, AsyncLease)(engine, "plain", ttl=5).acquire)).release)

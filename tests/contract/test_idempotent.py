@@ -405,7 +405,7 @@ async def test_work_that_failed_cannot_be_committed(desk: Desk) -> None:
 
         with pytest.raises(ConnectionError):
             await desk.world.call(desk.key(session, "k").run, desk.body(session, work))
-        with pytest.raises(IdempotencyMisuseError, match="has claimed"):
+        with pytest.raises(IdempotencyMisuseError, match="has already claimed"):
             await desk.world.call(desk.key(session, "k").run, desk.body(session, work))
         with pytest.raises(IdempotencyMisuseError, match="must be rolled back") as caught:
             await desk.world.call(session.commit)
@@ -603,14 +603,14 @@ async def test_a_session_with_an_engine_per_class_says_what_it_needs(desk: Desk)
 
 
 async def test_a_key_of_a_running_effect_is_reported_as_one(desk: Desk) -> None:
-    """C099: no transaction waits for it, and none is spoken of as if it had waited."""
+    """C099: transactions do not wait for it, and none is spoken of as if it had waited."""
     other = desk.plain()
     asked: list[BaseException] = []
 
     def ask(_: Any) -> str:
         with (
             Session(other) as session,
-            pytest.raises(IdempotencyInProgressError, match="no transaction waits") as caught,
+            pytest.raises(IdempotencyInProgressError, match="transactions do not wait") as caught,
         ):
             idempotent(session, "k", scope=desk.scope).run(lambda: "x")
         asked.append(caught.value)
@@ -632,7 +632,7 @@ def test_wrong_arguments_are_rejected_before_anything_is_sent() -> None:
     for options, message in (
         ({"result": Session}, "Session cannot be stored"),
         ({"payload": object()}, "payload cannot hold"),
-        ({"record": [KeyboardInterrupt]}, "classes of errors"),
+        ({"record": [KeyboardInterrupt]}, "exception classes"),
         ({"scope": 7}, "must be a str"),
     ):
         with pytest.raises(TypeError, match=message):

@@ -80,7 +80,7 @@ async def test_a_call_without_an_id_of_its_own_has_no_key(desk: Desk) -> None:
     call = webhook(desk)
     async with desk.world.enter(desk.session()) as session:
         for values in ({"event_id": None}, {"event_id": "e1", "kind": None}):
-            with pytest.raises(ValueError, match="is None: a call without it has no key"):
+            with pytest.raises(ValueError, match="is None, so this call has no key"):
                 await desk.world.call(call, amount=Decimal(1), session=session, **values)
     assert desk.effects("e1") == 0
 
@@ -105,7 +105,7 @@ def test_the_session_is_found_by_its_annotation() -> None:
     def two(a: Session, b: Session) -> None: ...
 
     for fn in (none, two):
-        with pytest.raises(TypeError, match="one argument that is annotated as a Session"):
+        with pytest.raises(TypeError, match="one parameter annotated as a Session"):
             decorate(fn)
 
 
@@ -119,13 +119,13 @@ def test_unusable_functions_are_rejected_at_decoration() -> None:
 
     def row(session: Session) -> Session: ...  # type: ignore[empty-body]
 
-    with pytest.raises(ValueError, match="the field {b} of a name is no argument"):
+    with pytest.raises(ValueError, match="the field {b} of a name is not an argument"):
         idempotent_call(key="{b}", scope="s")(plain)
-    with pytest.raises(ValueError, match="payload names"):
+    with pytest.raises(ValueError, match="payload contains"):
         idempotent_call(key="{a}", scope="s", payload=["b"])(plain)
-    with pytest.raises(TypeError, match=r"payload is a list of names: \['a'\]"):
+    with pytest.raises(TypeError, match=r"payload must be a list of names: \['a'\]"):
         idempotent_call(key="{a}", scope="s", payload="a")(plain)
-    for fn, told in ((generator, "nothing of it runs"), (row, "cannot be stored")):
+    for fn, told in ((generator, "calling it does not run its body"), (row, "cannot be stored")):
         with pytest.raises(TypeError, match=told):
             idempotent_call(key="k", scope="s")(fn)
     assert functools.partial(idempotent_call(key="{a}", scope="s")(plain))

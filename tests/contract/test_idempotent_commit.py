@@ -216,7 +216,7 @@ async def test_a_session_dropped_without_an_end_leaves_nothing_behind(world: Wor
 
 @pipelined
 async def test_a_claim_rolled_back_inside_the_block_is_an_error_of_the_commit(desk: Desk) -> None:
-    """The key is not claimed any more: the COMMIT raises, nothing is committed, and the connection works on."""
+    """The key is no longer claimed: the COMMIT raises, nothing is committed, and the connection works on."""
 
     def work(session: Session) -> None:
         with session.begin_nested() as savepoint:
@@ -226,7 +226,7 @@ async def test_a_claim_rolled_back_inside_the_block_is_an_error_of_the_commit(de
             savepoint.rollback()
         desk.charge("k")(session)
         op.complete(Receipt("k"))
-        with pytest.raises(IdempotencyMisuseError, match="not claimed any more"):
+        with pytest.raises(IdempotencyMisuseError, match="no longer claimed"):
             block.__exit__(None, None, None)
             session.commit()
         session.rollback()

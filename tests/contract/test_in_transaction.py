@@ -95,7 +95,7 @@ def by_name(*, session: Session) -> None:
         (create_engine("postgresql+psycopg://"), works, "sessionmaker or an async_sessionmaker, not Engine"),
         (None, works, "not NoneType"),
         (Session, works, "not type"),
-        (UNUSED, None, "function is needed"),
+        (UNUSED, None, "fn must be a function"),
         (UNUSED, works_async, "async_sessionmaker"),
         (UNUSED, functools.partial(works_async), "async_sessionmaker"),
         (UNUSED, generator, "generator function"),
@@ -126,7 +126,7 @@ def test_unusable_arguments_are_rejected_at_once(source: Any, fn: Any, match: st
 
 def test_a_function_with_an_attempt_argument_is_told_where_the_number_is() -> None:
     """The TypeError for an `attempt` argument says that the session has the number."""
-    with pytest.raises(TypeError, match=r"asks for attempt too.*session\.info\['pgfence_attempt'\]"):
+    with pytest.raises(TypeError, match=r"also requires attempt.*session\.info\['pgfence_attempt'\]"):
         run_transaction(UNUSED, asks)
 
 
@@ -172,7 +172,7 @@ def test_a_message_never_shows_what_was_bound() -> None:
         raise AssertionError(session, attempt, password)
 
     secret = secrets.token_hex(8)
-    with pytest.raises(TypeError, match=r"enter\(\) is called with the session alone") as caught:
+    with pytest.raises(TypeError, match=r"enter\(\) is called only with the session") as caught:
         run_transaction(UNUSED, functools.partial(enter, password=secret))
     assert secret not in str(caught.value)
 

@@ -318,7 +318,7 @@ def test_a_key_that_is_not_unique_is_rejected() -> None:
             insert_once(session, Card(number=1, mail="m", later=1), [name])
     with pytest.raises(ValueError, match="is None"):
         insert_once(session, row(), ["tenant", "number"])
-    with pytest.raises(ValueError, match="Setting.name is no attribute of Payment"):
+    with pytest.raises(ValueError, match="Setting.name is not an attribute of Payment"):
         insert_once(session, row(), [Setting.name])
     wrong: tuple[Any, ...] = (
         (object(), ["a"], "mapped class"),

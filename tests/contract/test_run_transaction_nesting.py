@@ -170,7 +170,7 @@ async def test_a_snapshot_is_not_retried_in_a_savepoint(world: World, row: Row, 
         made = factory(world, outer, join_transaction_mode="create_savepoint")
         with pytest.raises(DBAPIError) as caught:
             await transact(world, made, work)
-        assert any("savepoint" in note and "all of it again" in note for note in caught.value.__notes__)
+        assert any("savepoint" in note and "retry all of it" in note for note in caught.value.__notes__)
         assert await value(world, outer, f"SELECT n FROM {row.table}") == 0
     assert calls == [1]
 

@@ -211,7 +211,7 @@ async def test_a_server_that_hangs_is_an_unknown_answer_wherever_it_is(
         await claim
     with pytest.raises(UnreachableError):
         await step
-    with pytest.raises(UnreachableError, match="tried again in the background"):
+    with pytest.raises(UnreachableError, match="retried in the background"):
         await end
     assert shop.provider.asked == {"step:charge": 1, "end:charge": 1}
     proxy.heal()

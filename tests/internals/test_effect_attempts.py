@@ -59,7 +59,7 @@ async def test_a_reply_comes_back_byte_for_byte(shop: Shop) -> None:
     assert await taken(shop) == StoredResult("done", None, reply)
     with pytest.raises(IdempotencyMisuseError, match="was used over HTTP"):
         await shop.run("k")
-    with pytest.raises(IdempotencyMisuseError, match="has ended already"):
+    with pytest.raises(IdempotencyMisuseError, match="has already ended"):
         await drive(shop, running.finish, "done", "1")
 
 

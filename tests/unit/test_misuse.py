@@ -209,7 +209,7 @@ def idempotent_on(given: Any) -> Any:
         ),
         (
             lambda: pgfence.idempotent_call(key="{k}", scope="s"),
-            r"Write @idempotent_call\(\.\.\.\) in front of the function",
+            r"Write @idempotent_call\(\.\.\.\) before the function",
         ),
     ],
     ids=["sync", "async", "not awaited", "decorator"],

@@ -1,4 +1,4 @@
-"""AsyncIdempotentEffect, for tasks."""
+"""`AsyncIdempotentEffect`, for asyncio."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
-    """Do something outside of the database once, however often it is requested; see `IdempotentEffect`.
+    """Do something outside the database once, however often it is requested: the async twin of `IdempotentEffect`.
 
     Guarantees, arguments and errors are those of `IdempotentEffect`, with an AsyncEngine and a coroutine function. The heartbeat
-    runs on a dedicated thread, so that a blocked loop does not lose the claim. After a cancel it is not known what was done; a
-    cancel that arrives while the result is being stored does not prevent that.
+    runs on a dedicated thread, so that a blocked event loop does not lose the claim. After a cancellation the outcome is
+    unknown. A cancellation that arrives while the result is being stored does not stop that.
     """
 
     _engines = ASYNC_ENGINES
@@ -29,10 +29,10 @@ class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
         """Run a coroutine function in a new attempt, or return the stored result; see `IdempotentEffect.run`.
 
         Args:
-            fn: gets the attempt.
+            fn: called with the attempt.
 
         Raises:
-            PgfenceError: as `IdempotentEffect.run`.
+            PgfenceError: as for `IdempotentEffect.run`.
         """
         reject_generator(fn)
         self._check_function(fn)

@@ -1,4 +1,4 @@
-"""What an effect asks of the server for a key, and what the answers mean. No I/O, as for every grant."""
+"""The request of an effect for a key, and the meaning of the server's responses. No I/O, as for every grant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pgfence._sql.params import ParamStyle
     from pgfence._sql.storage import TableNames
 
-FREEING = "look for its effect, then free the key with `pgfence keys free` or monitoring.free_key()"
+FREEING = "check for its effects, then free the key with `pgfence keys free` or monitoring.free_key()"
 _LONGEST_NOTE = 200
 
 
@@ -30,12 +30,12 @@ class EffectKey(NamedTuple):
     """What a key is claimed with.
 
     Attributes:
-        scope: whose key it is and for what.
-        key: what the client repeats.
+        scope: whose key it is and for which operation.
+        key: what the client sends again with each retry.
         fingerprint: of the request; None compares nothing.
-        ttl: seconds that a claim outlives a dead attempt.
-        keep: seconds from the end of the work on for which its result is kept, and from the end of a claim what is known of it.
-        takeover: whether an attempt that was lost is followed by another one.
+        ttl: seconds after which the claim of a dead attempt expires.
+        keep: seconds for which a result is kept after the work has ended, and an unfinished attempt's steps after its claim.
+        takeover: whether a lost attempt is followed by another one.
     """
 
     scope: str
@@ -58,11 +58,11 @@ class Reply(NamedTuple):
 
 
 class StoredResult(NamedTuple):
-    """What is stored under a key that is done.
+    """What is stored under a key that is finished.
 
     Attributes:
         status: "done" or "failed".
-        text: a result or an error, as its codec wrote it; None where a reply is stored.
+        text: a result or an error, as encoded by its codec; None if a reply is stored.
         reply: a recorded HTTP response.
     """
 
@@ -72,7 +72,7 @@ class StoredResult(NamedTuple):
 
 
 class AlreadyFinished(Refused):
-    """The key needs no attempt any more."""
+    """The key is finished and needs no further attempt."""
 
     def __init__(self, result: StoredResult) -> None:
         self.result = result
@@ -80,10 +80,10 @@ class AlreadyFinished(Refused):
 
 @dataclass(frozen=True, slots=True)
 class Taken(Busy):
-    """A key that another attempt has.
+    """A key that another attempt has claimed.
 
     Attributes:
-        ttl: seconds for which its claim is renewed each time; None if unknown.
+        ttl: seconds by which its claim is extended each time; None if unknown.
         ended: the error that it ended with; None while it runs, or if its process has died.
     """
 
@@ -93,11 +93,11 @@ class Taken(Busy):
 
 @dataclass(frozen=True, kw_only=True)
 class EffectRequest(AcquireRequest):
-    """A key that is asked for.
+    """A request for a key.
 
     Attributes:
-        wanted: with what.
-        scope: as it stands in the table.
+        wanted: what the key is claimed with.
+        scope: as stored in the table.
     """
 
     wanted: EffectKey
@@ -107,7 +107,7 @@ class EffectRequest(AcquireRequest):
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        # No queue in this process: the server decides, so that another payload is rejected before a wait.
+        # Not queued in this process: the server decides, so that another payload is rejected before any waiting.
         return ()
 
     def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
@@ -129,7 +129,7 @@ class EffectRequest(AcquireRequest):
             case "lost":
                 raise Refused from _lost_error(wanted, attempt, decode_note(text))
         raise Refused from IdempotencyKeyReusedError(
-            f"{wanted} belongs to a request with another payload: a new request needs a key of its own",
+            f"{wanted} belongs to a request with another payload: use a new key for a new request",
             scope=wanted.scope,
             key=wanted.key,
         )
@@ -151,7 +151,7 @@ class EffectRequest(AcquireRequest):
 
 
 def build_request(wanted: EffectKey, place: TableNames, namespace: str) -> EffectRequest:
-    """Return what to ask the server for."""
+    """Return the request for the server."""
     scope = qualify_name(wanted.scope, namespace, "the scope")
     return EffectRequest(
         stored=scope + SEPARATOR + wanted.key, place=place, terms=LeaseTerms(wanted.ttl), wanted=wanted, scope=scope
@@ -159,12 +159,12 @@ def build_request(wanted: EffectKey, place: TableNames, namespace: str) -> Effec
 
 
 def encode_note(ended: str) -> str:
-    """Return as JSON what the next caller reads; in ASCII, which every encoding of a database has."""
+    """Return the note for the next caller as JSON; in ASCII, which every database encoding has."""
     return json.dumps({"ended": ended.encode("ascii", "replace").decode()[:_LONGEST_NOTE]})
 
 
 def decode_note(text: str | None) -> str | None:
-    """Return the error that an attempt ended with, from what `encode_note` has stored."""
+    """Return the error that an attempt ended with, from what `encode_note` stored."""
     found = None if text is None else json.loads(text).get("ended")
     return found if isinstance(found, str) else None
 
@@ -176,7 +176,7 @@ def _decode_headers(text: str | None) -> tuple[tuple[str, str], ...]:
 def _lost_error(wanted: EffectKey, attempt: int, ended: str | None) -> AttemptLostError:
     how = "was lost" if ended is None else f"ended with {ended}"
     return AttemptLostError(
-        f"attempt {attempt} at {wanted} {how}, and it is not known what it did. With takeover=False no other attempt follows:"
+        f"attempt {attempt} at {wanted} {how}, and its outcome is unknown. With takeover=False no other attempt follows:"
         f" {FREEING}",
         scope=wanted.scope,
         key=wanted.key,

@@ -1,6 +1,6 @@
-"""How an attempt ends by an error, in words: for the traceback, for the log, and for the next caller with the key.
+"""How an attempt ended with an error: messages for the traceback, for the log, and for the next caller with the key.
 
-All of it comes from the row of the key, as far as the server answers.
+All of it comes from the row of the key, if the server responds.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ class Lapse(NamedTuple):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return what an error is called in messages."""
+    """Return the name of an error for messages."""
     return type(error).__qualname__
 
 
 def in_progress_error(wanted: EffectKey, busy: Busy, timeout: float) -> IdempotencyInProgressError:
-    """Return the error for a key that another attempt, or a transaction, has.
+    """Return the error for a key that is claimed by another attempt, or by a transaction.
 
     Args:
-        wanted: what was asked for.
+        wanted: what was requested.
         busy: what the server returned.
-        timeout: seconds that the caller has waited; 0 for none.
+        timeout: seconds that the caller has waited; 0 if it has not.
     """
     waited = f", and did not end within {timeout:g} s" if timeout else ""
     if busy.holder is None:
-        told = f"another transaction is using {wanted}{waited}"
-        return IdempotencyInProgressError(told, scope=wanted.scope, key=wanted.key)
+        message = f"another transaction is using {wanted}{waited}"
+        return IdempotencyInProgressError(message, scope=wanted.scope, key=wanted.key)
     who = f"attempt {busy.holder.token} at {wanted} ({busy.holder})"
     ttl = busy.ttl if isinstance(busy, Taken) and busy.ttl else wanted.ttl
     ended = busy.ended if isinstance(busy, Taken) else None
-    # A claim is renewed each third of its time: with less than half of it left, its process is gone or hangs.
+    # A claim is renewed every third of its TTL: with less than half of it left, its process is dead or hangs.
     if not busy.remaining or (ended is None and busy.remaining >= ttl / 2):
         return IdempotencyInProgressError(f"{who} is running{waited}", scope=wanted.scope, key=wanted.key)
     if ended is None:
-        told = f"has not renewed its claim for {ttl - busy.remaining:.1f} s: its process hangs or has died"
+        how = f"has not renewed its claim for {ttl - busy.remaining:.1f} s: its process hangs or has died"
     else:
-        told = f"ended with {ended}, and it is not known what it did"
+        how = f"ended with {ended}, and its outcome is unknown"
     then = _describe_next(wanted, busy.holder.token or 0, busy.remaining, busy.holder.expires_at)
     return IdempotencyInProgressError(
-        f"{who} {told}. {then}",
+        f"{who} {how}. {then}",
         scope=wanted.scope,
         key=wanted.key,
         retry_after=max(0.1, busy.remaining),
@@ -66,12 +66,11 @@ def in_progress_error(wanted: EffectKey, busy: Busy, timeout: float) -> Idempote
 
 
 def lost_error(wanted: EffectKey, number: int, newest: int) -> AttemptLostError:
-    """Return the error for an attempt whose claim has ended; `newest` has it now, if that is another one."""
+    """Return the error for an attempt whose claim has ended; `newest` is the number of the attempt that has taken over, if any."""
     taken = f"attempt {newest} has taken over"
     why = taken if newest > number else "its claim was not renewed in time, or was ended"
     return AttemptLostError(
-        f"attempt {number} at {wanted} does not count any more: {why}. Nothing that it says is stored; what it did outside the"
-        " database stands",
+        f"attempt {number} at {wanted} was lost: {why}. Its result is not stored; what it did outside the database remains",
         scope=wanted.scope,
         key=wanted.key,
         attempt=number,
@@ -81,23 +80,23 @@ def lost_error(wanted: EffectKey, number: int, newest: int) -> AttemptLostError:
 
 
 def describe_lapse(wanted: EffectKey, number: int, what: str, row: Lapse | None, left: float) -> str:
-    """Say what became of the key of an attempt that ended with an error of which it is not known what it means.
+    """Describe the state of the key after its attempt ended with an error that leaves the outcome unknown.
 
     Args:
-        wanted: with what the key was claimed.
-        number: of the attempt.
+        wanted: what the key was claimed with.
+        number: the number of the attempt.
         what: the error.
-        row: of the key; None if the server was not asked, or gave no answer.
+        row: the row of the key; None if the server was not asked or did not respond.
         left: seconds until the claim ends, as far as this process knows.
     """
     who = f"attempt {number} at {wanted} ended with {what}"
     if row is None:
-        return f"{who}, and it is not known what it did. {_describe_next(wanted, number, left, None)}"
+        return f"{who}, and its outcome is unknown. {_describe_next(wanted, number, left, None)}"
     if row.mine and row.status in ("done", "failed"):
         return f"{who} after its result was committed: the next call returns that result"
     if row.mine and row.status == "in_progress" and row.remaining is not None:
         then = _describe_next(wanted, number, row.remaining, row.until)
-        return f"{who}, and it is not known what it did. {then}"
+        return f"{who}, and its outcome is unknown. {then}"
     if row.attempt is not None and row.attempt > number:
         return f"{who} after attempt {row.attempt} had taken over"
     return f"{who} after its key had been freed, or had expired: the next call runs"
@@ -108,7 +107,7 @@ def _describe_next(wanted: EffectKey, attempt: int, remaining: float, until: dat
         f"in {remaining:.1f} s" if until is None else f"in {remaining:.1f} s, at {until.isoformat(timespec='seconds')}"
     )
     if wanted.takeover:
-        return f"The key is free {when}: the next call then runs attempt {attempt + 1}"
+        return f"The key becomes free {when}: the next call then runs attempt {attempt + 1}"
     return (
         f"Its claim ends {when}, and no other attempt follows (takeover=False): from then on calls raise AttemptLostError."
         f" To run it again, {FREEING}"

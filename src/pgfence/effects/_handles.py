@@ -1,4 +1,4 @@
-"""What the function of an effect gets in hand: the attempt."""
+"""The attempt that the function of an effect is called with."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SYNC_ONLY = "it needs an AsyncIdempotentEffect"
 
 
 class _Attempt:
-    """What both twins of an attempt share."""
+    """What the sync and async attempts share."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class _Attempt:
         self._completed = NOTHING
         """The result that `complete` has stored."""
         self.in_progress: dict[str, object] = {}
-        """The steps that run, each with a mark of the thread or task that does it."""
+        """The steps that are running, each with a mark of its thread or task."""
         self.unsaved: dict[str, str] = {}
-        """Results by step that may not be saved yet. The key "" stands for the whole attempt."""
+        """What was done and may not be saved: steps with their values, and "" for the whole effect."""
 
     def __repr__(self) -> str:
         wanted = self._running.wanted
@@ -70,7 +70,7 @@ class _Attempt:
         return self._running.number
 
     def check(self) -> None:
-        """Raise unless this attempt counts as far as this process knows. No I/O: call it as often as you like.
+        """Raise unless this attempt is still valid as far as this process knows. No I/O, so call it as often as you like.
 
         Raises:
             AttemptLostError: its claim could not be renewed in time, or another attempt has taken over.
@@ -82,14 +82,12 @@ class _Attempt:
         """Check a step, and return its key for the provider.
 
         Raises:
-            IdempotencyMisuseError: what it returns could not be stored.
-            TypeError, ValueError: it has no name of a step.
+            IdempotencyMisuseError: the result of the step could not be stored.
+            TypeError, ValueError: the name is not usable.
         """
         self._check_function(fn)
         if ":" in check_key(name, "the name of a step"):
-            raise ValueError(
-                f"the name of a step must not contain a colon, which stands between the key and it: {name!r}"
-            )
+            raise ValueError(f"the name of a step must not contain a colon, which separates it from the key: {name!r}")
         return f"{self._running.wanted.key}:{name}"
 
     def _load(self, name: str, *, unsaved: bool = False) -> object:
@@ -100,19 +98,19 @@ class _Attempt:
 
     @contextmanager
     def _mark_step(self, name: str) -> Iterator[None]:
-        """Be in a step.
+        """Mark a step as running inside the block.
 
         Raises:
-            AttemptLostError: the attempt does not count any more.
-            IdempotencyMisuseError: another thread or task is in it, or the attempt is complete.
+            AttemptLostError: the attempt is no longer valid.
+            IdempotencyMisuseError: another thread or task runs the step, or the attempt is complete.
         """
         if self._completed is not NOTHING:
-            raise IdempotencyMisuseError(f"{self!r} is complete: no step comes after complete()")
+            raise IdempotencyMisuseError(f"{self!r} is complete: steps must come before complete()")
         self.check()
         mark = object()
         if self.in_progress.setdefault(name, mark) is not mark:
             raise IdempotencyMisuseError(
-                f"the step {name!r} of {self!r} is at work already: give each step a name of its own"
+                f"the step {name!r} of {self!r} is already running: give each step a different name"
             )
         try:
             yield
@@ -127,13 +125,13 @@ class _Attempt:
                 self.unsaved[name] = self._codec.encode(value)
             except BaseException as error:
                 self.unsaved[""] = ""
-                error.add_note(f"the step {name!r} of {self!r} was done, and what it returned is not saved")
+                error.add_note(f"the step {name!r} of {self!r} was done, but its result could not be saved")
                 raise
         await self._running.save_step(name, self.unsaved[name])
         del self.unsaved[name]
 
     def _complete(self, session: Session, value: object) -> None:
-        # Not by what this process knows: the server rejects a late attempt so that its transaction cannot commit.
+        # Not checked against this process's knowledge: the server rejects a late attempt so that its transaction cannot commit.
         self._running.check_unfinished()
         self._codec.check(value, str(self._running.wanted))
         text = self._codec.encode(value)
@@ -143,7 +141,7 @@ class _Attempt:
         except DBAPIError as error:
             if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                 raise IdempotencyMisuseError(
-                    f"{self!r} was completed in another transaction, which has not ended: commit it, or roll it back, first"
+                    f"{self!r} was completed in another transaction that is still open: commit it or roll it back first"
                 ) from error
             raise_translated(error, self._running.place, ErrorContext(NEEDED))
             raise
@@ -155,54 +153,59 @@ class Attempt(_Attempt):
     """One attempt at an effect, for threads."""
 
     def step(self, name: str, fn: Callable[[str], R], /) -> R:
-        """Do a step that an attempt before this one may have done, and save what it returns.
+        """Do a step and save its result; if an earlier attempt has saved it, return that result instead.
 
-        Promised: a step that was saved is never done again, and returns an equal value; before a step is done the claim stands,
-        as far as this process knows. Not promised: that a step of which nothing is saved was not done, for an attempt may die
-        in between; so pass the derived key to the provider, who then does it once.
+        Guarantees: a step that was saved is never done again, and returns an equal value. Before a step is done, the claim is
+        valid as far as this process knows.
+
+        Limitations: a step that is not saved may nevertheless have been done, because an attempt may die in between. Pass the
+        derived key to the provider, which then does it once.
 
         Args:
-            name: of the step, once in each effect: the rules of keys, without a colon. The same name gets the same value.
-            fn: gets the derived key, `<key>:<name>`, which is the same in each attempt. It is the key alone, without the scope:
-                where one provider's account serves several scopes, the key has to name them.
+            name: the name of the step, unique in the effect, by the rules of keys and without a colon. The same name returns
+                the same value.
+            fn: called with the derived key, `<key>:<name>`, which is the same in each attempt. It does not contain the scope:
+                if one account at the provider serves several scopes, the key must include them.
 
         Raises:
-            AttemptLostError: this attempt does not count any more; the step was not done, or was done and is not saved.
-            IdempotencyMisuseError: its value cannot be stored: where the annotation of `fn` tells, before it runs; or the step
-                is at work in another place of this attempt.
-            UnreachableError: no answer: nobody knows whether it is saved.
-            TypeError, ValueError: `name` cannot be the name of a step; or `fn` is a coroutine or generator function.
+            AttemptLostError: this attempt is no longer valid; the step was not done, or was done and is not saved.
+            IdempotencyMisuseError: the result cannot be stored, which raises before `fn` runs if its annotation tells; or the
+                step is already running in this attempt.
+            UnreachableError: the server did not respond, and it is unknown whether the result was saved.
+            TypeError, ValueError: `name` is not usable; or `fn` is a coroutine or generator function.
         """
         check_plain_function(fn)
         key = self._prepare_step(name, fn)
         if (value := self._load(name)) is NOTHING:
             with self._mark_step(name):
-                # Saved by another thread since the look; or done, and its save had no answer.
+                # Another thread may have saved it since; or it was done, and saving it got no response.
                 if (value := self._load(name, unsaved=True)) is NOTHING:
                     value = check_value(fn(key), fn)
                 run_sync(self._save, name, value)
         return cast("R", value)
 
     def complete(self, session: Session | scoped_session[Any], value: Any, /) -> None:
-        """Store the result in the caller's own transaction, so that it is committed together with the rows of the business.
+        """Store the result in your own transaction, so that it is committed together with the rows of the application.
 
-        Promised: if the transaction commits, the key is done with this result, and `run` returns it. An attempt that does not
-        count any more is refused here, and PostgreSQL has aborted its transaction; none takes over until the transaction has
-        ended. Not promised: that inside a savepoint, to which a program rolls back that swallows the refusal.
+        Guarantees: if the transaction commits, the key is done with this result, and `run` returns it. An attempt that is no
+        longer valid is rejected here, and PostgreSQL has aborted its transaction. No other attempt takes over until the
+        transaction has ended.
+
+        Limitations: inside a savepoint this is not guaranteed if the program swallows the rejection and rolls back to it.
 
         Args:
             session: its transaction must end before the function returns.
-            value: of the type of `result`, if that was given, and of the types that can be stored.
+            value: of the type `result`, if that was given, and of a type that can be stored.
 
         Raises:
-            AttemptLostError: this attempt does not count any more: roll back.
-            IdempotencyMisuseError: the value is not of the type of `result`, or cannot be stored; or the attempt was completed before, by a transaction that was
-                committed or has not ended.
-            TransactionStateError: autocommit.
-            TypeError: it is no session of this half.
+            AttemptLostError: this attempt is no longer valid: roll back.
+            IdempotencyMisuseError: the value is not of the type `result`, or cannot be stored; or the attempt was already
+                completed by a transaction that was committed or is still open.
+            TransactionStateError: the connection is in autocommit.
+            TypeError: `session` is not a Session.
         """
         if not is_session(session):
-            raise TypeError(f"this attempt completes in a Session, not in a {type(session).__name__}")
+            raise TypeError(f"complete() of this attempt needs a Session, not a {type(session).__name__}")
         self._complete(unwrap_session(session), value)
 
 
@@ -210,39 +213,39 @@ class AsyncAttempt(_Attempt):
     """One attempt at an effect, for tasks."""
 
     async def step(self, name: str, fn: Callable[[str], Awaitable[R]], /) -> R:
-        """Do a step that an attempt before this one may have done, and save what it returns; see the sync twin."""
+        """Do a step and save its result, or return the saved one; see `Attempt.step`."""
         reject_generator(fn)
         key = self._prepare_step(name, fn)
         if (value := self._load(name)) is NOTHING:
             with self._mark_step(name):
                 if (value := self._load(name, unsaved=True)) is NOTHING:
                     value = fn(key)
-                    # A plain function has done it by now: to reject what it returned would be to forget it.
+                    # A plain function has already run: rejecting its result would lose it.
                     if isawaitable(value):
                         value = await value
                 await self._save(name, value)
         return cast("R", value)
 
     async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:
-        """Store the result in the caller's own transaction; see the sync twin."""
+        """Store the result in your own transaction; see `Attempt.complete`."""
         if not is_async_session(session):
-            raise TypeError(f"this attempt completes in an AsyncSession, not in a {type(session).__name__}")
+            raise TypeError(f"complete() of this attempt needs an AsyncSession, not a {type(session).__name__}")
         await unwrap_session(session).run_sync(self._complete, value)
 
 
 def check_plain_function(fn: Callable[..., object]) -> None:
-    """Raise TypeError for a coroutine function or a generator function: nothing of it runs when it is called."""
+    """Raise TypeError for a coroutine or generator function, because calling it does not run its body."""
     reject_coroutine(fn, _SYNC_ONLY)
     reject_generator(fn)
 
 
 def check_value(value: R, fn: Callable[..., R]) -> R:
-    """Reject a coroutine in the place of a value.
+    """Reject a coroutine where a value is expected.
 
     Raises:
-        TypeError: it is one; nothing of it has run.
+        TypeError: it is a coroutine, of which nothing has run.
     """
     if iscoroutine(value):
         value.close()
-        raise TypeError(f"{describe_function(fn)} returned a coroutine, of which nothing has run: {_SYNC_ONLY}")
+        raise TypeError(f"{describe_function(fn)} returned a coroutine, which has not run: {_SYNC_ONLY}")
     return value

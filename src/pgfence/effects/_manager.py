@@ -20,10 +20,10 @@ FIRST_NAP = 0.02
 
 
 class EffectManager(LeaseManager):
-    """Where a claim of an effect differs from a lease.
+    """Manage the claims of effects, where they differ from leases.
 
-    Nobody is told (NOTIFY) of its end. The end is a commit that has to be on disk, and commits that tell of something wait
-    for each other in the whole database. A waiter asks again, at first after milliseconds, later once a second.
+    The end of a claim sends no NOTIFY. It is a commit that must reach the disk, and commits that notify wait for each other in
+    the whole database. A waiter polls instead, at first after milliseconds, later once a second.
     """
 
     family: ClassVar[LeaseKind] = "effect"
@@ -42,7 +42,7 @@ class EffectManager(LeaseManager):
 
     def poll_delay(self, remaining: float, left: float, *, polls: int) -> float:
         longest = min(LONGEST_SLEEP, FIRST_NAP * 1.5 ** min(polls, 20)) * between(0.5, 1.0)
-        # A claim that is not renewed ends by itself.
+        # A claim that is not renewed expires.
         return min(left, longest, remaining + between(0.005, 0.05)) if remaining else min(left, longest)
 
     def abandon(self, grant: Grant) -> None:

@@ -1,4 +1,4 @@
-"""What both twins of an effect know: the arguments, read once, and what is decided about values and errors."""
+"""Options of an effect, checked once for the sync and async classes, and the handling of results and errors."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ End: TypeAlias = Literal["record", "free", "lapse", "lost"]
 
 log = logging.getLogger("pgfence.idempotency")
 
-_MEANINGS = ". If this error means that nothing was done, name its class in free=; if it is the result of the work, name it in record="
+_MEANINGS = ". If this error means that nothing was done, add its class to free=; if it is the result of the work, add it to record="
 
 
 class EffectOptions(Guided, Generic[EngineSourceT, T]):
-    """The arguments of an effect and what is done with them, for both twins."""
+    """The options of an effect and its runs, for the sync and async classes."""
 
     _engines: EngineKind[EngineSourceT]
 
@@ -77,8 +77,8 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         )
         if self._wanted.keep < self._wanted.ttl:
             raise ValueError(
-                f"keep={self._wanted.keep:g} is shorter than ttl={self._wanted.ttl:g}: the result would be forgotten before a dead"
-                " attempt is given up"
+                f"keep={self._wanted.keep:g} is shorter than ttl={self._wanted.ttl:g}: the result would be deleted before the claim"
+                " of a dead attempt expires"
             )
         self._codec = Codec.of(result)
         self._reached = None if result is None else frozenset(self._codec.classes.values())
@@ -96,7 +96,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         """Reject a function whose result could not be stored, as far as its annotation tells and `result` does not.
 
         Raises:
-            IdempotencyMisuseError: it returns something that only `result` could name.
+            IdempotencyMisuseError: it returns a type that only `result` could declare.
         """
         if why := _find_unstorable(fn, self._reached):
             raise IdempotencyMisuseError(f"{describe_function(fn)} was not called: {why}")
@@ -104,7 +104,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
     def _replay(self, stored: StoredResult) -> T:
         """Return what is stored, or raise the recorded error."""
         if stored.text is None:
-            raise IdempotencyMisuseError(f"{self._wanted} was used over HTTP: what is stored is a reply")
+            raise IdempotencyMisuseError(f"{self._wanted} was used over HTTP: an HTTP response is stored, not a result")
         if stored.status == "failed":
             raise errors.decode(stored.text, self._record, self._codec, str(self._wanted))
         return self._codec.decode(stored.text)
@@ -115,10 +115,10 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
             self._codec.check(value, str(self._wanted))
             return self._codec.encode(value)
         except BaseException as error:
-            error.add_note(f"{attempt!r} was done, and nobody will know: what came of it is not stored")
+            error.add_note(f"{attempt!r} was done, but its result could not be stored")
             raise
 
-    # ------------------------------------------------------------ one run, for both twins
+    # ------------------------------------------------------------ one run, sync and async
 
     async def _claim(self) -> RunningAttempt | StoredResult:
         manager, place = self._engine.find_manager(EffectManager)
@@ -131,8 +131,8 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
             if attempt._completed is not NOTHING:
                 if not await running.confirm():
                     raise IdempotencyMisuseError(
-                        f"{attempt!r} was completed in a transaction that was not committed by the end of the function: nothing is"
-                        " stored"
+                        f"{attempt!r} was completed in a transaction that was not committed before the function returned: nothing"
+                        " is stored"
                     )
                 return cast("T", attempt._completed)
             text = self._encode(value, attempt)
@@ -143,7 +143,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         return value
 
     async def _fail(self, attempt: _Attempt, error: BaseException) -> None:
-        """End an attempt that did not come to a result. The error wins over what goes wrong here."""
+        """End an attempt that has no result. The error takes precedence over failures here."""
         how, text = self._choose_end(error, attempt)
         running, kind = attempt._running, describe_error(error)
         describe: Callable[[str], str]
@@ -156,35 +156,35 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
                     describe = partial(running.describe_freed, freed=await running.free())
                 case "lapse" if isinstance(error, Exception):
                     describe = partial(running.describe_lapse, row=await running.lapse(kind))
-                case "lapse":  # an interrupt or a cancel must not be kept waiting
+                case "lapse":  # an interrupt or a cancellation must not wait for the server
                     running.let_lapse(kind)
                     describe = running.describe_lapse
-                case "lost":  # the error says it
+                case "lost":  # the error is sufficient
                     running.let_lapse()
                     return
             self._log_end(error, attempt, how, describe)
         except Exception as failure:
-            attach(error, failure, "while the attempt was ended")
+            attach(error, failure, "while the attempt was being ended")
 
     def _choose_end(self, error: BaseException, attempt: _Attempt) -> tuple[End, str]:
-        """Return how an attempt ends by an error, and of a recorded one its JSON."""
+        """Return how an attempt ends with an error, and the JSON of a recorded one."""
         if isinstance(error, AttemptLostError):
             return "lost", ""
-        # What was done and is not known to be saved is unknown, whatever the error is; so is a step that still runs elsewhere.
+        # If something may have been done without being saved, the outcome is unknown whatever the error is. A running step counts.
         if attempt.unsaved or attempt.in_progress:
             return "lapse", ""
-        # An error of ours is not meant by `Exception`: it counts only where a class of ours is named.
+        # `Exception` does not include pgfence's errors: they count only if one of their classes is listed.
         if errors.is_among(error, self._record):
             try:
                 return "record", errors.encode(cast("Exception", error), self._codec)
             except Exception as failure:
-                attach(error, failure, "while it was recorded")
+                attach(error, failure, "while it was being recorded")
                 return "lapse", ""
         return ("free" if errors.is_among(error, self._free) else "lapse"), ""
 
     def _log_end(self, error: BaseException, attempt: _Attempt, how: End, describe: Callable[[str], str]) -> None:
-        """Say on the error, and in the log, what becomes of the key of an attempt that ended with it."""
-        if not attempt._running.ours:  # the parent of this child will
+        """Note on the error, and log, what happens to the key of an attempt that ended with it."""
+        if not attempt._running.ours:  # a forked child; the parent still runs the attempt
             return
         unsaved = attempt.unsaved or attempt.in_progress
         named = how != "lapse" or unsaved or isinstance(error, PgfenceError) or not isinstance(error, Exception)
@@ -193,11 +193,11 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
 
 
 def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None) -> str | None:
-    """Say why what a function is annotated to return could not be stored; None if nothing tells that.
+    """Return why the annotated result of a function could not be stored; None if the annotation does not tell.
 
     Args:
         fn: the function.
-        reached: the classes that `result` reaches; None if it was not given.
+        reached: the classes that `result` contains; None if it was not given.
     """
     try:
         annotation = getattr(fn, "__annotations__", {}).get("return")
@@ -205,7 +205,7 @@ def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None)
             return None
         alone = SimpleNamespace(__annotations__={"return": annotation})
         returns = get_type_hints(alone, getattr(fn, "__globals__", {}))["return"]
-    except Exception:  # an annotation that cannot be evaluated, whatever that raises, tells nothing
+    except Exception:  # an annotation that cannot be evaluated, for whatever reason, tells nothing
         return None
     if returns in (Never, NoReturn):
         return None
@@ -214,7 +214,7 @@ def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None)
     except TypeError as error:
         return str(error) if reached is None else None
     for one in found:
-        # A class that a reached one inherits from may well be annotated.
+        # The annotation may be a base class of one that `result` contains.
         if not any(issubclass(other, one) for other in reached or ()):
-            return f"it returns a {one.__qualname__}, and what came of it could not be stored. Say so by result={one.__qualname__}"
+            return f"it returns a {one.__qualname__}, which could not be stored. Pass result={one.__qualname__}"
     return None

@@ -1,6 +1,7 @@
-"""One attempt at an effect, from its claim to its end: texts go in and come back, whatever runs under it.
+"""One attempt at an effect, from its claim to its end, whatever runs under it.
 
-What talks to the server is a coroutine; a thread drives it with `run_sync`. None of it runs in a transaction of the user.
+Everything that talks to the server is a coroutine; a thread drives it with `run_sync`. None of it runs in a transaction of the
+application.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
 
     Values = tuple[object, ...]
 
-WHY = "a key is claimed by a commit of its own before the work begins"
+WHY = "a key is claimed in a separate transaction before the work begins"
 ALREADY_COMPLETED = -2
-"""What the server returns to complete() if a transaction with the result was committed before."""
+"""What the server returns to complete() if a transaction with the result was already committed."""
 LONGEST_PATIENCE = 30.0
-"""Seconds that the end of an attempt waits for a server that does not answer, at most."""
+"""The maximum number of seconds that the end of an attempt waits for a server that does not respond."""
 _TROUBLE = ("53", "57", "58", "XX")
-"""Classes of errors by which a server speaks of itself: a full disk, an operator's cancel. Later it may answer."""
+"""SQLSTATE classes for trouble of the server itself, such as a full disk or an operator's cancel. It may recover."""
 
 
 async def claim(
@@ -52,16 +53,16 @@ async def claim(
     Args:
         manager: of the engine.
         place: of the tables.
-        wanted: what is asked for.
+        wanted: what is requested.
         timeout: seconds to wait for another attempt; 0 does not wait.
 
     Raises:
         IdempotencyKeyReusedError: the key belongs to another payload, whatever its state.
         IdempotencyInProgressError: another attempt is running, and did not end within the timeout.
-        AttemptLostError: one was lost, and `wanted.takeover` allows no other.
-        UnreachableError: no answer; a claim that may have been granted is ended in the background.
-        SchemaError: the tables are missing, too old, or not open to this role.
-        StandbyError: nothing can be written on this server.
+        AttemptLostError: an attempt was lost, and `wanted.takeover` does not allow another one.
+        UnreachableError: the server did not respond; a claim that may have been granted is ended in the background.
+        SchemaError: the tables are missing or too old, or this role may not use them.
+        StandbyError: the server accepts no writes.
     """
     request = build_request(wanted, place, manager.config.namespace)
     try:
@@ -77,7 +78,7 @@ async def claim(
 class RunningAttempt:
     """An attempt whose claim is renewed until it ends, once: by `finish`, `finish_reply`, `confirm`, `free` or a lapse.
 
-    One that is dropped before that lapses.
+    It lapses if it is garbage-collected before that.
     """
 
     __slots__ = ("__weakref__", "_grant", "_inside", "_manager", "_wanted", "steps")
@@ -87,34 +88,34 @@ class RunningAttempt:
         self._manager = manager
         self._grant = grant
         self._inside = False
-        """Whether a transaction of the caller ends it: until that is over, nobody else gets at the row."""
+        """Whether a transaction of the caller ends it. Until that transaction ends, no other session can change the row."""
         assert isinstance(grant.checkpoint, dict)
         self.steps = {name: json.dumps(value) for name, value in grant.checkpoint.items()}
-        """What attempts before this one, and this one, have saved, as JSON."""
+        """What earlier attempts and this one have saved, as JSON."""
 
     def __str__(self) -> str:
         return f"attempt {self.number} at {self._wanted}"
 
     def __del__(self) -> None:
-        grant = getattr(self, "_grant", None)  # an interrupt may have torn the constructor
+        grant = getattr(self, "_grant", None)  # missing if the constructor was interrupted
         if grant is not None and not grant.released and grant.ours:
             grant.dropped = True
             self._manager.abandon(grant)
 
     @property
     def number(self) -> int:
-        """The number of this attempt, 1 for the first. It grows with each, so a result stored with a lower number is older."""
+        """The number of the attempt, starting at 1. It grows with each, so what is stored with a lower one is older."""
         assert self._grant.token is not None
         return self._grant.token
 
     @property
     def wanted(self) -> EffectKey:
-        """What was claimed."""
+        """What the key was claimed with."""
         return self._wanted
 
     @property
     def ours(self) -> bool:
-        """Whether this process has claimed it, and not the parent of a forked child."""
+        """Whether this process made the claim; False in a forked child."""
         return self._grant.ours
 
     @property
@@ -123,11 +124,11 @@ class RunningAttempt:
         return self._grant.place
 
     def remaining(self) -> float:
-        """Return the seconds for which this process trusts its claim, 0.0 when it is lost or over. No I/O."""
+        """Return the seconds for which this process trusts its claim; 0.0 if it is lost or has ended. No I/O."""
         return self._grant.get_remaining()
 
     def check(self) -> None:
-        """Raise unless the claim stands as far as this process knows. No I/O.
+        """Raise unless the claim is valid as far as this process knows. No I/O.
 
         Raises:
             AttemptLostError: it was lost.
@@ -138,7 +139,7 @@ class RunningAttempt:
             raise self._lost_error(None)
 
     def check_unfinished(self) -> None:
-        """Raise if the attempt has ended here. No I/O.
+        """Raise if the attempt has ended in this process. No I/O.
 
         Raises:
             IdempotencyMisuseError: the attempt has ended, or this is a forked child.
@@ -147,18 +148,18 @@ class RunningAttempt:
             raise self._ended_error()
 
     def check_newest(self, newest: int | None) -> None:
-        """Judge what the server returns to `finish_inside`, or to a step.
+        """Check what the server returned to `finish_inside`, or to a step.
 
         Raises:
             AttemptLostError: another attempt has taken over.
-            IdempotencyMisuseError: the session sees no such key; or a transaction that completed it was committed before.
+            IdempotencyMisuseError: the session sees no such key; or a transaction that completed it was already committed.
         """
         if newest is None and self._inside and self._grant.state == "held":
             raise IdempotencyMisuseError(
-                f"{self._wanted} is not in the database of this session: the claim was made in the one of the effect's engine"
+                f"{self._wanted} is not in the database of this session: the claim was made in the database of the effect's engine"
             )
         if newest == ALREADY_COMPLETED:
-            raise IdempotencyMisuseError(f"{self} is complete already: a transaction with its result was committed")
+            raise IdempotencyMisuseError(f"{self} is already complete: a transaction with its result was committed")
         if newest != self.number:
             self._manager.heartbeat.drop(self._grant)
             self._grant.lose("superseded")
@@ -172,7 +173,7 @@ class RunningAttempt:
         Raises:
             AttemptLostError: another attempt has taken over.
             IdempotencyMisuseError: this one has ended.
-            UnreachableError: no answer: whether it is saved is unknown.
+            UnreachableError: the server did not respond, and it is unknown whether the result was saved.
         """
         self.check()
         (newest,) = await self._execute(self._sql.step, name, text)
@@ -191,13 +192,13 @@ class RunningAttempt:
 
         Raises:
             AttemptLostError: another attempt has taken over; nothing is stored.
-            IdempotencyMisuseError: it has ended before.
-            UnreachableError: no answer. It is tried again in the background for a while.
+            IdempotencyMisuseError: it has already ended.
+            UnreachableError: the server did not respond. Storing is retried in the background for a while.
         """
         await self._finish(self._finish_values(status, text, None))
 
     async def finish_reply(self, reply: Reply) -> None:
-        """Store an HTTP response; otherwise as `finish`."""
+        """Store an HTTP response; otherwise like `finish`."""
         await self._finish(self._finish_values("done", None, reply))
 
     async def _finish(self, values: Values) -> None:
@@ -205,7 +206,7 @@ class RunningAttempt:
         try:
             (newest,) = await self._execute(self._sql.finish, *values)
         except BaseException as error:
-            # Also after a cancel or a signal: what was sent may not have arrived.
+            # Also after a cancellation or a signal: the statement may not have arrived.
             self._manager.carrier.run_cleanup(partial(self._finish_later, values, error))
             if told := self._unanswered_error(error):
                 raise told from error
@@ -213,7 +214,7 @@ class RunningAttempt:
         self._note_finished(newest)
 
     async def confirm(self) -> bool:
-        """Say whether a transaction of the caller has finished it; this ends the attempt here.
+        """Return whether a transaction of the caller has finished the attempt, which ends here.
 
         Raises:
             AttemptLostError: another attempt has taken over.
@@ -222,7 +223,7 @@ class RunningAttempt:
         try:
             (newest,) = await self._execute(self._sql.finish, *self._finish_values(None, None, None))
         except Exception as error:
-            if sqlstate_of(error) == LOCK_NOT_AVAILABLE:  # that transaction has not ended
+            if sqlstate_of(error) == LOCK_NOT_AVAILABLE:  # that transaction is still open
                 return False
             if told := self._unanswered_error(error):
                 raise told from error
@@ -233,10 +234,10 @@ class RunningAttempt:
         return True
 
     async def free(self) -> bool | None:
-        """Let any caller run at once: it is known that nothing came of this attempt.
+        """Let any caller run at once, because it is known that this attempt did nothing.
 
-        Returns whether it was freed: False where another attempt has the key. None without an answer: then it is tried again
-        in the background.
+        Returns whether it was freed: False if another attempt has the key. None if the server did not respond; it is then
+        retried in the background.
         """
         self._detach()
         try:
@@ -250,7 +251,7 @@ class RunningAttempt:
         return bool(outcome == "released")
 
     async def lapse(self, ended: str) -> Lapse | None:
-        """Stop renewing, leave a note for the next caller, and return the row of the key; None without an answer.
+        """Stop renewing, leave a note for the next caller, and return the row of the key; None if the server did not respond.
 
         Args:
             ended: the error that the attempt ended with.
@@ -264,10 +265,10 @@ class RunningAttempt:
             self._note_later(ended)
             if not isinstance(failure, Exception):
                 raise
-            return None  # the caller gets the error that it ended with, and not that it could not be noted
+            return None  # the caller gets the attempt's own error, not the failure to note it
 
     def let_lapse(self, ended: str = "") -> None:
-        """Stop renewing: it is not known what the attempt did, until its claim ends. No I/O: a note is sent in the background.
+        """Stop renewing: the outcome is unknown until the claim expires. No I/O; a note is sent in the background.
 
         Args:
             ended: what it ended with, for the next caller; empty for no note.
@@ -276,44 +277,44 @@ class RunningAttempt:
         if ended and self.ours:
             self._note_later(ended)
 
-    # ------------------------------------------------------------ in words
+    # ------------------------------------------------------------ messages
 
     def describe_lapse(self, what: str, row: Lapse | None = None) -> str:
-        """Say what becomes of the key after `let_lapse` or `lapse`."""
+        """Describe what happens to the key after `let_lapse` or `lapse`."""
         return describe_lapse(self._wanted, self.number, what, row, self._left)
 
     def describe_freed(self, what: str, freed: bool | None) -> str:
-        """Say what becomes of the key after `free`, which has returned `freed`."""
+        """Describe what happens to the key after `free`, which has returned `freed`."""
         if freed is False:
             return f"{self} ended with {what} after another attempt had taken over"
         free = (
-            "the key is free" if freed else f"the server gave no answer, and the key is free within {self._left:.1f} s"
+            "the key is free" if freed else f"the server did not respond, and the key is free within {self._left:.1f} s"
         )
         return (
-            f"{self} ended with {what}, which is named in free=: {free}. The next call runs attempt {self.number + 1}"
+            f"{self} ended with {what}, which is listed in free=: {free}. The next call runs attempt {self.number + 1}"
         )
 
     def describe_recorded(self, what: str) -> str:
-        """Say what becomes of the key after `finish("failed", ...)`."""
+        """Describe what happens to the key after `finish("failed", ...)`."""
         return (
-            f"{self} ended with {what}, which is named in record=: it is stored as the result, and for {self._wanted.keep:g} s"
-            " calls with this key raise it again"
+            f"{self} ended with {what}, which is listed in record=: it is stored as the result, and calls with this key raise it"
+            f" again for {self._wanted.keep:g} s"
         )
 
     def _lost_error(self, newest: int | None) -> AttemptLostError:
         return lost_error(self._wanted, self.number, max(newest or 0, self.number))
 
     def _ended_error(self) -> IdempotencyMisuseError:
-        why = "has ended already" if self._grant.ours else "belongs to the parent of this forked child"
+        why = "has already ended" if self._grant.ours else "belongs to the parent of this forked child"
         return IdempotencyMisuseError(f"{self} {why}")
 
     def _unanswered_error(self, error: BaseException) -> UnreachableError | None:
         if not isinstance(error, UnreachableError):
             return None
-        again = "" if self._inside else " It is tried again in the background for a while."
+        again = "" if self._inside else " It is retried in the background for a while."
         return UnreachableError(
-            f"the server gave no answer when the result of {self} was to be stored: {error}.{again} Ask for the key again to"
-            " learn what came of it"
+            f"the server did not respond while the result of {self} was being stored: {error}.{again} Call again with the key to"
+            " find out whether it was stored"
         )
 
     # ------------------------------------------------------------ statements
@@ -338,7 +339,7 @@ class RunningAttempt:
         return await self._manager.execute_with_retry(self._grant.place, text, args, seconds, self._is_retryable)
 
     def _is_retryable(self, error: BaseException) -> bool:
-        # A row that is locked is so by the transaction of the caller that ends the attempt.
+        # A locked row is locked by the caller's own transaction, which ends the attempt.
         return isinstance(error, UnreachableError) if self._inside else is_retryable(error)
 
     def _finish_values(
@@ -350,7 +351,7 @@ class RunningAttempt:
         return self._wanted.keep, status, text, *told, not inside
 
     def _finish_later(self, values: Values, error: BaseException) -> None:
-        """Have it stored in the background, unless the server itself has rejected what is to be stored."""
+        """Store it in the background, unless the server itself has rejected what is to be stored."""
         if isinstance(error, TextError):
             return  # it can never be stored
         silent = isinstance(error, UnreachableError) or sqlstate_of(error) is None
@@ -358,10 +359,10 @@ class RunningAttempt:
             return
         if not silent:
             error.add_note(
-                f"the server is asked again for a while to store the result of {self}: ask for the key again to learn what came"
-                " of it"
+                f"storing the result of {self} is retried for a while: call again with the key to find out whether it was"
+                " stored"
             )
-        # The server decides by the id of the claim, so that it does no harm to come late.
+        # The server decides by the id of the claim, so a late statement does no harm.
         until = max(self._grant.row_deadline, clock() + LONGEST_PATIENCE)
         self._end_later(lambda sql: sql.finish_late, (self._grant.stored, *self._ids, *values), until)
 
@@ -382,7 +383,7 @@ class RunningAttempt:
         emit_event(grant.config, event, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
 
     def _detach(self) -> None:
-        """Take the right to end it, and stop its heartbeat."""
+        """Claim the right to end it, and stop its heartbeat."""
         try:
             self._manager.detach(self._grant)
         except LockNotHeldError:

@@ -1,4 +1,4 @@
-"""IdempotentEffect, for threads."""
+"""`IdempotentEffect`, for threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class IdempotentEffect(EffectOptions[EngineSource, T]):
-    """Do something outside of the database once, however often it is requested, and return the same result each time.
+    """Do something outside the database once, however often it is requested, and return the same result each time.
 
     ::
 
@@ -26,41 +26,41 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
 
         receipt = IdempotentEffect(engine, order.key, scope="orders", result=str).run(work)
 
-    The key is claimed first, in a separate commit; then the function runs, outside of any transaction of ours; then its result
-    is stored. While it runs, a thread renews the claim.
+    The key is claimed first, in a separate transaction; then the function runs, outside any transaction of pgfence; then its
+    result is stored. While it runs, a thread renews the claim.
 
     Guarantees: of all callers with the same key and scope, one runs at a time, and at most one result is stored; later callers
     get it, equal and of the same type. If an attempt dies, another one follows when its claim has expired, with the steps that
     were saved; if the first one comes back late, it is rejected. No connection is held while the function runs.
 
-    Limitations: something may be done twice. An attempt may die after it did something and before that is saved, so a provider
+    Limitations: something may be done twice. An attempt may die after doing something and before that is saved, so a provider
     that does not honour the derived key of a step may do it twice; see `Attempt.step`. Use `takeover=False` for such a provider.
 
     How an attempt ends: with a result or an error of `record`, the key is done; with an error of `free`, the next caller runs at
-    once. After any other error, a cancel or a crash it is not known what was done, and the claim stays until it expires. It also
-    stays, whatever `record` and `free` say, if something was done that is not known to be saved, if a step is still running in
-    another thread or task, or if the attempt was lost; and errors of pgfence count only if one of its classes is named, not by
+    once. After any other error, a cancellation or a crash the outcome is unknown, and the claim is left to expire. It is also
+    left to expire, whatever `record` and `free` say, if something was done that may not be saved, if a step is still running in
+    another thread or task, or if the attempt was lost. Errors of pgfence count only if one of its classes is listed, not by
     `Exception`.
 
     Args:
-        engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
-        key: what the client repeats with the request: 1 to 255 characters, without control characters.
-        scope: whose key it is and for what: the same rules. Never the same for two clients that must not see each other's
-            answers, and never one that `idempotent` is used with.
-        payload: what must be equal in all requests with the same key; compared by its fingerprint. None compares nothing.
+        engine: an Engine, or a function that returns one. The tables must exist: `pgfence install`.
+        key: what the client sends again with each retry: 1 to 255 characters, without control characters.
+        scope: whose key it is and for which operation, by the same rules. Never the same for two clients that must not see each
+            other's results, and never one that `idempotent` is used with.
+        payload: must be equal in all requests with the same key; compared by its fingerprint. None compares nothing.
         result: the type of the result, and of what steps return; see `idempotent`.
-        ttl: seconds that a claim outlives a dead attempt, 0.3 to a day. Not how long the work takes.
-        keep: seconds from the end of the work on for which the result is kept, at least the ttl; of an attempt that was lost,
-            from the end of its claim on for which its steps are. After that the key is new again, with its steps: it has to
-            outlast the client's retries.
-        timeout: seconds to wait for an attempt that is running; 0 does not wait.
-        record: classes of errors that count as results: stored, and raised again each time. They come before `free`.
-        free: classes of errors after which it is known that nothing was done, or that doing it again does no harm.
-        takeover: whether an attempt that was lost is followed by another one. False: until an operator has freed the key, or
-            its time (`keep`) is over, calls raise AttemptLostError, because it is not known what it did.
+        ttl: seconds after which the claim of a dead attempt expires, from 0.3 to a day. Unrelated to how long the work takes.
+        keep: seconds for which the result is kept after the work has ended, at least the ttl; for a lost attempt, seconds for
+            which its steps are kept after its claim has ended. After that the key is new again and its steps are deleted, so
+            `keep` must be longer than the client retries.
+        timeout: seconds to wait for a running attempt; 0 does not wait.
+        record: exception classes that count as results: stored, and raised again each time. They take precedence over `free`.
+        free: exception classes after which it is known that nothing was done, or that repeating it is harmless.
+        takeover: whether a lost attempt is followed by another one. With False, calls raise AttemptLostError, because the
+            outcome is unknown, until an operator frees the key or `keep` has passed.
 
     Raises:
-        TypeError, ValueError: an argument is unusable; before anything was sent.
+        TypeError, ValueError: an argument is unusable; nothing was sent.
     """
 
     _engines = SYNC_ENGINES
@@ -69,20 +69,20 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
         """Run a function in a new attempt, or return the result that an earlier one has stored. May be called again.
 
         Args:
-            fn: gets the attempt.
+            fn: called with the attempt.
 
         Raises:
-            IdempotencyKeyReusedError: the key belongs to another payload, done or in progress. 422.
-            IdempotencyInProgressError: another attempt runs, or ended with an error and its claim is not over: `ended_with`. 409.
-                `retry_after` says when to ask again.
-            AttemptLostError: this attempt does not count any more; or, with `takeover=False`, one before it was lost.
-            IdempotencyMisuseError: the result is not of the type of `result`, or cannot be stored: where the annotation of the
-                function tells, before it runs. After that it is not known to others that the work was done.
-            UnreachableError: no answer: before the function, nothing was done; after it, the result is stored in the background
-                if the server comes back in time, and to ask again is safe.
+            IdempotencyKeyReusedError: the key belongs to another payload, finished or in progress. Respond with 422.
+            IdempotencyInProgressError: another attempt is running; or it ended with an error, `ended_with`, and its claim has
+                not expired yet. Respond with 409; `retry_after` is the number of seconds after which to retry.
+            AttemptLostError: this attempt is no longer valid; or, with `takeover=False`, an earlier one was lost.
+            IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored. This raises before the function
+                runs if its annotation tells; otherwise the work was done, and other callers do not learn of it.
+            UnreachableError: the server did not respond. Before the function, nothing was done; after it, the result is stored
+                in the background if the server recovers in time, and calling again is safe.
             SchemaError: pgfence's tables are missing, or older than version 2.
             StandbyError: the server is a standby.
-            TypeError: it is a coroutine or generator function.
+            TypeError: `fn` is a coroutine or generator function.
             Exception: what the function raised, with a note that says what happens to the key; or the recorded error.
         """
         check_plain_function(fn)

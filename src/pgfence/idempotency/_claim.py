@@ -1,4 +1,4 @@
-"""One key in the caller's transaction, on a sync Session; the async twin comes here through `run_sync`."""
+"""One key in the caller's transaction, on a sync Session; the async twin calls this through `run_sync`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ R = TypeVar("R")
 
 log = logging.getLogger("pgfence.idempotency")
 
-# What a routing Session is asked with. It is never sent; whatever sends reads elsewhere must send this to the primary.
+# Only passed to a routing Session to select its engine, never executed. A Session that routes reads must send this to the primary.
 _WRITE = update(table("pgfence_idempotency_key"))
 _CONTEXT = ErrorContext(
     sql.NEEDED,
@@ -81,7 +81,7 @@ class KeyCall(KeyName, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Claim(Generic[T]):
-    """A key that was asked for: claimed, or found with its result."""
+    """The outcome of a request for a key: claimed, or found with its result."""
 
     row: sql.KeyRow
     replayed: bool
@@ -90,11 +90,11 @@ class Claim(Generic[T]):
 
 
 def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
-    """Claim the key in the session's transaction, which begins here if it has not yet, or return what is stored under it.
+    """Claim the key in the session's transaction, which is begun if necessary, or return the result stored under it.
 
     Raises:
-        IdempotencyKeyReusedError, IdempotencyInProgressError: it is not to be had; the transaction is usable.
-        IdempotencyMisuseError: this transaction has claimed it already.
+        IdempotencyKeyReusedError, IdempotencyInProgressError: the key is not available; the transaction is usable.
+        IdempotencyMisuseError: this transaction has already claimed it.
         Exception: the recorded error.
     """
     connection = connection_of(session)
@@ -135,10 +135,10 @@ def _emit(config: Config, event: str, call: KeyName) -> None:
 
 
 def complete(session: Session, call: KeyCall[T], claimed: Claim[T], value: T) -> None:
-    """Store the result: now, or together with the COMMIT, which then raises what this would raise.
+    """Store the result: now, or together with the COMMIT, which then raises the errors below.
 
     Raises:
-        IdempotencyMisuseError: it cannot be stored, or the claim is gone.
+        IdempotencyMisuseError: it cannot be stored, or the claim no longer exists.
     """
     text = call.codec.encode(value)
     if claimed.savepoint is not None:
@@ -148,7 +148,7 @@ def complete(session: Session, call: KeyCall[T], claimed: Claim[T], value: T) ->
 
 def _release(session: Session, call: KeyCall[T], claimed: Claim[T], savepoint: SessionTransaction) -> None:
     """Flush what the work has left pending, and release the savepoint."""
-    # Before the release, so that an error of the flush counts as the work's and can be recorded.
+    # Before the release, so that an error of the flush counts as one of the work and can be recorded.
     try:
         session.flush()
     except Exception as error:
@@ -156,7 +156,7 @@ def _release(session: Session, call: KeyCall[T], claimed: Claim[T], savepoint: S
             try:
                 record(session, call, claimed, error)
             except Exception as failure:
-                attach(error, failure, "while it was recorded")
+                attach(error, failure, "while it was being recorded")
         raise
     try:
         savepoint.commit()
@@ -165,7 +165,7 @@ def _release(session: Session, call: KeyCall[T], claimed: Claim[T], savepoint: S
 
 
 def record(session: Session, call: KeyCall[T], claimed: Claim[T], error: Exception) -> None:
-    """Take back what was done since the claim, and store the error in its place."""
+    """Roll back what was done since the claim, and store the error instead."""
     text = errors.encode(error, call.codec)
     if claimed.savepoint is not None:
         claimed.savepoint.rollback()
@@ -183,21 +183,21 @@ def _finish(session: Session, call: KeyCall[T], claimed: Claim[T], status: str, 
 
 def _claim_gone_error(call: KeyName) -> IdempotencyMisuseError:
     return IdempotencyMisuseError(
-        f"{call} is not claimed any more: its transaction, or a savepoint around the claim, has ended inside the block."
-        " Commit and roll back outside of it"
+        f"{call} is no longer claimed: its transaction, or a savepoint around the claim, has ended inside the block."
+        " Commit and roll back outside the block"
     )
 
 
 def connection_of(session: Session) -> Connection:
-    """Return the connection of the session's transaction, which begins here if it has not yet.
+    """Return the connection of the session's transaction, which is begun if necessary.
 
     Raises:
-        TransactionStateError: there is no transaction that anything would be committed with.
+        TransactionStateError: the connection is in autocommit or in a pipeline.
     """
     try:
         connection = open_connection(session, {"clause": _WRITE})
     except UnboundExecutionError as error:
-        error.add_note("An idempotency key has no mapped class: its engine is the one that the Session has by bind=")
+        error.add_note("An idempotency key has no mapped class: create the Session with bind= for its engine")
         raise
     style_of(connection.dialect)
     sql.translate(connection)
@@ -205,7 +205,7 @@ def connection_of(session: Session) -> Connection:
     if state.autocommit or state.pipeline:
         where = "in autocommit" if state.autocommit else "in psycopg's pipeline mode"
         raise TransactionStateError(
-            f"the connection is {where}, and an idempotency key needs a transaction that its effect commits with"
+            f"the connection is {where}, but an idempotency key needs a transaction that commits it together with the work"
         )
     return connection
 
@@ -222,22 +222,22 @@ def _claim_error(call: KeyName, outcome: str) -> PgfenceError:
     match outcome:
         case "reused":
             return IdempotencyKeyReusedError(
-                f"{call} belongs to a request with another payload: a new request needs a new key",
+                f"{call} belongs to a request with another payload: use a new key for a new request",
                 scope=call.scope,
                 key=call.key,
             )
         case "own":
             return IdempotencyMisuseError(
-                f"this transaction has claimed {call} already and has not finished it: roll back before you try again"
+                f"this transaction has already claimed {call} and has not finished it: roll back before you retry"
             )
         case "deadlock":
             return DeadlockError(
-                f"waiting for {call} closed a circle of waits: claim keys in one order everywhere, or one in a transaction",
+                f"waiting for {call} caused a deadlock: claim keys in the same order everywhere, or one per transaction",
                 sqlstate=DEADLOCK_DETECTED,
             )
     return IdempotencyInProgressError(  # "snapshot"
-        f"{call} was claimed by a transaction that this one's snapshot (REPEATABLE READ, SERIALIZABLE) is older than:"
-        " its result is seen by a new transaction",
+        f"{call} was claimed by a transaction that committed after this one's snapshot (REPEATABLE READ, SERIALIZABLE):"
+        " only a new transaction can see its result",
         scope=call.scope,
         key=call.key,
         sqlstate=SERIALIZATION_FAILURE,
@@ -245,16 +245,16 @@ def _claim_error(call: KeyName, outcome: str) -> PgfenceError:
 
 
 def _busy_error(call: KeyName, attempt: sql.EffectAttempt | None, limit: float) -> IdempotencyInProgressError:
-    """Return the error for a key that another transaction, or an attempt at an effect, has."""
+    """Return the error for a key that is claimed by another transaction, or by an attempt at an effect."""
     if attempt is None:
         waited = f", which did not end within {limit:g} s" if limit else ""
-        told = f"{call} is in use by another transaction{waited}"
-        return IdempotencyInProgressError(told, scope=call.scope, key=call.key)
+        message = f"{call} is in use by another transaction{waited}"
+        return IdempotencyInProgressError(message, scope=call.scope, key=call.key)
     over = attempt.ended is not None or not attempt.remaining
     how = f"ended with {attempt.ended}" if attempt.ended else "was lost" if over else "is running"
     then = f"; a transaction can claim the key in {attempt.kept:.0f} s" if over else ""
     return IdempotencyInProgressError(
-        f"{call} is claimed by attempt {attempt.number} of an IdempotentEffect, which {how}, and no transaction waits for"
+        f"{call} is claimed by attempt {attempt.number} of an IdempotentEffect, which {how}, and transactions do not wait for"
         f" it{then}. Use separate scopes for idempotent() and IdempotentEffect",
         scope=call.scope,
         key=call.key,

@@ -1,4 +1,4 @@
-"""`idempotent_call`: functions that run once for each key, which their arguments name."""
+"""`idempotent_call`: functions that run once for each key, which is built from their arguments."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _SESSION = re.compile(r"\b(?:Session|AsyncSession|scoped_session|async_scoped_se
 
 
 class _RequiredFields(string.Formatter):
-    """`str.format`, where no field may be None: it would be one key for all calls that have no value of their own."""
+    """`str.format` that rejects None: a field that is None would give all calls without a value the same key."""
 
     def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, str]:
         found: tuple[object, str] = super().get_field(field_name, args, kwargs)
         if found[0] is None:
-            raise ValueError(f"{{{field_name}}} of the key or the scope is None: a call without it has no key")
+            raise ValueError(f"{{{field_name}}} in the key or the scope is None, so this call has no key")
         return found
 
 
 class SameCall(Protocol):
-    """What `idempotent_call` returns: a decorator that keeps the signature."""
+    """The type of what `idempotent_call` returns: a decorator that keeps the signature."""
 
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
 
@@ -52,36 +52,36 @@ def idempotent_call(
     keep: Seconds = DAY,
     record: Sequence[type[Exception]] = (),
 ) -> SameCall:
-    """Make of a function one whose work is done once for each key; see `idempotent`, whose promises are these.
+    """Decorate a function so that its work is done once for each key, with the guarantees of `idempotent`.
 
     ::
 
         @idempotent_call(key="{event_id}", scope="webhook:orders")
         def webhook(session: Session, event_id: str, amount: int) -> bool: ...
 
-    The session is the one argument that is annotated as a session; the result is of the type that the function is annotated to
-    return. It runs in the session's transaction, and the caller commits.
+    The session is the one parameter that is annotated as a session; the type of the result is the return annotation. The
+    function runs in the session's transaction, which the caller commits.
 
     Args:
-        key: a `str.format` template for the call's arguments. Put between two fields what neither of them contains.
-        scope: likewise.
-        payload: names of the arguments that make two calls with the same key the same call; None compares nothing.
+        key: a `str.format` template over the call's arguments. Separate two fields by a character that neither contains.
+        scope: a template as for `key`.
+        payload: names of the arguments that must be equal in all calls with the same key; None compares nothing.
         timeout: as for `idempotent`.
-        keep: likewise.
-        record: likewise.
+        keep: as for `idempotent`.
+        record: as for `idempotent`.
 
     Raises:
-        TypeError: at the decoration: there is not one session among the arguments; the function is a generator function; `payload`
-            is a text; or what it is annotated to return cannot be stored, which a call says where it is not defined yet.
-        ValueError: at the decoration: a field of a template, or a name in `payload`, is no argument. From a call: a field of a
-            template is None.
-        PgfenceError: from a call, as `idempotent`.
+        TypeError: at decoration, if not exactly one parameter is a session, the function is a generator function, `payload` is
+            a str, or a result of the return annotation cannot be stored. If that annotation is not defined yet, at the call.
+        ValueError: at decoration, if a field of a template, or a name in `payload`, is not a parameter. At a call, if a field
+            of a template is None.
+        PgfenceError: at a call, as for `idempotent`.
     """
     return _Decorator(key, scope, payload, {"timeout": timeout, "keep": keep, "record": record})
 
 
 class _Decorator:
-    """What `idempotent_call` returns. One that decorates nothing warns when it is dropped."""
+    """What `idempotent_call` returns. It warns if it is garbage-collected without having decorated a function."""
 
     def __init__(self, key: str, scope: str, payload: Sequence[str] | None, options: Mapping[str, object]) -> None:
         self._arguments = key, scope, payload, options
@@ -108,15 +108,15 @@ class _Decorator:
     def __del__(self) -> None:
         if not self._used and not sys.is_finalizing():
             warnings.warn(
-                f"idempotent_call(key={self._arguments[0]!r}, ...) decorates no function. Write @idempotent_call(...) in front of"
-                " the function",
+                f"idempotent_call(key={self._arguments[0]!r}, ...) decorates no function. Write @idempotent_call(...) before the"
+                " function",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
 class _CallTemplate:
-    """How the key of a call of one function is built from its arguments."""
+    """Build the key of a call of one function from its arguments."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _CallTemplate:
     ) -> None:
         reject_generator(fn)
         if isinstance(payload, str):
-            raise TypeError(f"payload is a list of names: [{payload!r}]")
+            raise TypeError(f"payload must be a list of names: [{payload!r}]")
         hints, unknown = _resolve_hints(fn)
         self._signature = inspect.signature(fn)
         self._session = _find_session(fn, self._signature, hints)
@@ -137,7 +137,7 @@ class _CallTemplate:
         Codec.of(self._options["result"])
         if strangers := set(payload or ()) - set(self._signature.parameters):
             raise ValueError(
-                f"payload names {sorted(strangers)}, and {describe_function(fn)} has ({', '.join(self._signature.parameters)})"
+                f"payload contains {sorted(strangers)}, but {describe_function(fn)} has ({', '.join(self._signature.parameters)})"
             )
         self._payload = payload
         self._plain = key, scope
@@ -150,13 +150,13 @@ class _CallTemplate:
         values = bound.arguments
         named = self._plain if self._naming is None else tuple(map(str, self._naming(args, kwargs)))
         payload = None if self._payload is None else {name: values[name] for name in self._payload}
-        if self._late is not None:  # what it names may be there by now
+        if self._late is not None:  # the name in the annotation may be defined by now
             self._options["result"] = _resolve_hints(self._late)[0].get("return")
         return idempotent(values[self._session], named[0], scope=named[1], payload=payload, **self._options)
 
 
 def _resolve_hints(fn: Callable[..., object]) -> tuple[dict[str, object], set[str]]:
-    """Return the annotations, and the names of those that are texts still, for they name what is not known, or not yet."""
+    """Return the annotations, and the names of those that are still strings because a name in them is not defined yet."""
     found: dict[str, object] = {}
     unknown = set()
     for name, annotation in getattr(fn, "__annotations__", {}).items():
@@ -172,10 +172,10 @@ def _resolve_hints(fn: Callable[..., object]) -> tuple[dict[str, object], set[st
 def _find_session(fn: Callable[..., object], signature: inspect.Signature, hints: dict[str, object]) -> str:
     found = [name for name in signature.parameters if _is_session(hints.get(name))]
     if len(found) != 1:
-        told = " and ".join(found) if found else "none"
+        count = " and ".join(found) if found else "none"
         raise TypeError(
-            f"{describe_function(fn)} needs one argument that is annotated as a Session or AsyncSession, whose transaction the work"
-            f" belongs to; it has {told}"
+            f"{describe_function(fn)} needs one parameter annotated as a Session or AsyncSession, whose transaction the work"
+            f" belongs to; it has {count}"
         )
     return found[0]
 

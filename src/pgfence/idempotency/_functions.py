@@ -105,9 +105,9 @@ def idempotent(
 
     Guarantees: of all transactions that request the same key and scope, one does the work and commits it together with its
     result; the others wait for it, then get that result, equal and of the same type. If it rolls back, or its process dies,
-    one of the others does the work. No outcome aborts the caller's transaction, and none is an IntegrityError. A transaction in
-    which the work was begun and not finished cannot commit: an exception in it must lead to a rollback, of the whole
-    transaction or to a savepoint around the call.
+    one of the others does the work. No outcome aborts the caller's transaction or raises an IntegrityError. A transaction in
+    which the work was begun and not finished cannot commit: if it raises, roll back the whole transaction, or to a savepoint
+    around the call.
 
     With psycopg the result is sent together with the COMMIT, unless anything listens for statements; it is sent before it if a
     savepoint, a setting or another key follows. Commit through SQLAlchemy: the driver's own `commit()` does not send it, and
@@ -115,39 +115,39 @@ def idempotent(
 
     A key that is requested and then neither run nor entered raises a RuntimeWarning when it is garbage-collected.
 
-    Limitations: nothing is guaranteed about effects outside the database, or after `keep`. If a Session has several engines, only
-    what is written through the engine of the key is committed with it. In REPEATABLE READ and SERIALIZABLE a transaction cannot
+    Limitations: nothing is guaranteed about effects outside the database, or after `keep`. If a Session has several engines,
+    only writes through the engine of the key are committed with it. In REPEATABLE READ and SERIALIZABLE a transaction cannot
     see a result that was committed after its own snapshot, and gets IdempotencyInProgressError with SQLSTATE 40001.
 
     Args:
-        session: a Session or scoped_session, or an async one. Its transaction is the caller's, who commits it.
-        key: what the client repeats with the request: 1 to 255 characters, without control characters.
-        scope: whose key it is and for what, e.g. tenant, user and operation: the same rules. The same key in another scope is
-            another key. Never use the same scope for two clients that must not see each other's results.
-        payload: what makes a request with the same key the same request; compared by its fingerprint. None: nothing.
-        result: the type of the result; dataclasses, pydantic models, named tuples and enumerations are stored if it reaches
-            them, and a result of another type is rejected. None: only what JSON and the standard library's types of numbers,
-            texts, times and collections can say.
-        timeout: seconds to wait for another transaction that has the key; None is the configured default, `math.inf` waits
+        session: a Session or scoped_session, or an async one. You commit its transaction.
+        key: what the client sends again with each retry: 1 to 255 characters, without control characters.
+        scope: whose key it is and for which operation, for example tenant, user and operation, by the same rules. The same key
+            in another scope is another key. Never use the same scope for two clients that must not see each other's results.
+        payload: must be equal in all requests with the same key; compared by its fingerprint. None compares nothing.
+        result: the type of the result. Dataclasses, pydantic models, named tuples and enumerations can be stored if this type
+            contains them, and a result of another type is rejected. With None only JSON and the standard library's types of
+            numbers, texts, times and collections can be stored.
+        timeout: seconds to wait for another transaction that has the key. None is the configured default, `math.inf` waits
             indefinitely, 0 does not wait.
-        keep: seconds from the end of the work on for which the result is kept. After that the key is new again.
-        record: classes of errors that are a result too. An error of these classes, or of their subclasses, rolls back what was
-            done since the claim (a savepoint, two more round trips), is stored, and is raised again each time. The caller must
-            commit all the same, or nothing is stored. An error of the flush at the end counts as an error of the work.
+        keep: seconds for which the result is kept after the work has ended. After that the key is new again.
+        record: exception classes that count as a result. An error of these classes, or of their subclasses, rolls back what
+            was done since the claim (a savepoint, two more round trips), is stored, and is raised again for each retry. Commit
+            the transaction nevertheless, or nothing is stored. An error of the flush at the end counts as an error of the work.
 
     Raises:
-        IdempotencyKeyReusedError: on entering: the key belongs to another payload, also while that is in progress. 422.
-        IdempotencyInProgressError: on entering: the holder of the key did not end within the timeout. 409.
-        IdempotencyMisuseError: on leaving: the block has not looked at `op.replayed`, or not called `op.complete()`; or the
-            result is not of the type of `result`, or cannot be stored. On entering: this transaction has claimed the key
-            already; or the stored result cannot be read. From COMMIT: the work was begun and not finished (SQLSTATE PF004), or
-            the claim was rolled back inside the block. Nothing is committed then.
-        TransactionStateError: autocommit.
+        IdempotencyKeyReusedError: on entering, if the key belongs to another payload, finished or in progress. Respond with 422.
+        IdempotencyInProgressError: on entering, if the holder of the key did not end within the timeout. Respond with 409.
+        IdempotencyMisuseError: on leaving, if the block has not read `op.replayed` or not called `op.complete()`; or the
+            result is not of the type `result`, or cannot be stored. On entering, if this transaction has already claimed the
+            key; or the stored result cannot be read. From COMMIT, if the work was begun and not finished (SQLSTATE PF004), or
+            the claim was rolled back inside the block; nothing is committed then.
+        TransactionStateError: the connection is in autocommit.
         DeadlockError: this transaction holds a key that the other one waits for.
         SchemaError: pgfence's tables are missing, or older than version 2.
         StandbyError: the server is a standby, or the transaction is read-only; PostgreSQL has aborted it.
         CapacityError: the server's lock table is full; PostgreSQL has aborted the transaction.
-        TypeError, ValueError: an argument is unusable; before anything was sent.
+        TypeError, ValueError: an argument is unusable; nothing was sent.
     """
     call = KeyCall(
         scope=check_key(scope, "the scope"),
@@ -162,7 +162,7 @@ def idempotent(
         return AsyncIdem(session, call)
     if is_session(session):
         return Idem(session, call)
-    raise TypeError(f"an idempotency key belongs to the transaction of a Session, not of a {type(session).__name__}")
+    raise TypeError(f"an idempotency key needs the transaction of a Session, not of a {type(session).__name__}")
 
 
 @overload
@@ -174,7 +174,7 @@ def insert_once(session: SyncSession, instance: T, key: Sequence[str | Queryable
 def insert_once(
     session: SyncSession | AnyAsyncSession, instance: T, key: Sequence[str | QueryableAttribute[Any]]
 ) -> T | Coro[T]:
-    """Insert a row once by its own unique key; later callers get the row that was inserted first.
+    """Insert a row once by its unique key; later callers get the row that was inserted first.
 
     ::
 
@@ -182,24 +182,25 @@ def insert_once(
 
     Guarantees: if the row was inserted, the instance itself is returned, flushed; otherwise the instance that has the key is
     returned, and the one that was passed is not in the session. There is no IntegrityError for this key, and the transaction
-    stays usable. The server waits for an unfinished insert of another transaction, up to the session's `lock_timeout`.
+    remains usable. The server waits for an unfinished insert of another transaction, up to the session's `lock_timeout`.
 
     Limitations: the existing row may have other values. In REPEATABLE READ and SERIALIZABLE a row that was committed after the
     snapshot cannot be read, and raises IdempotencyInProgressError with SQLSTATE 40001.
 
     Args:
-        session: a Session or scoped_session, or an async one; then the result is awaited. What is pending in it is flushed.
-        instance: of a mapped class, new, with the columns of the key set.
-        key: attributes, or their names, that a primary key, a unique constraint or a unique index of the table consists of; not
-            one that is deferred, or an index over some rows or over an expression.
+        session: a Session or scoped_session; or an async one, in which case the result must be awaited. Pending changes are
+            flushed.
+        instance: a new instance of a mapped class, with the columns of the key set.
+        key: attributes, or their names, that form a primary key, a unique constraint or a unique index of the table; not a
+            deferred one, and not an index over some rows or over an expression.
 
     Raises:
-        ValueError: no such unique key is declared; an attribute is another class's; or one of them is None.
+        ValueError: no such unique key is declared; an attribute belongs to another class; or one of them is None.
         TypeError: the instance is not of a mapped class, the session is not a session, or the key is not a list.
-        IntegrityError: of another constraint; or of this one, where a query of the class does not find the row that has the
-            key: it is of another class of the same table, hidden by a filter or a policy, or the server rounds the value.
-            Under row level security the server does not say of which.
-        IdempotencyInProgressError: see above.
+        IntegrityError: another constraint is violated; or this one, but a query of the class does not find the row that has
+            the key: it belongs to another class of the same table, is hidden by a filter or a policy, or the server rounds the
+            value. Under row-level security the server does not say which constraint it was.
+        IdempotencyInProgressError: see Limitations.
         UnreachableError: the server cannot be reached.
     """
     from pgfence.idempotency._insert import insert

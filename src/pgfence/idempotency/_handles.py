@@ -1,4 +1,4 @@
-"""What `idempotent` returns: a key to run a function under, or to enter as a block."""
+"""What `idempotent` returns: a key under which a function is run, or a block entered."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Op(Generic[T]):
-    """One pass through a block under an idempotency key."""
+    """One execution of a block under an idempotency key."""
 
     def __init__(self, call: _claim.KeyCall[T], claim: _claim.Claim[T]) -> None:
         self._call = call
@@ -49,30 +49,30 @@ class Op(Generic[T]):
 
     @property
     def result(self) -> T:
-        """What came of the work, this time or the first time.
+        """The result of the work, from this execution or the first one.
 
         Raises:
-            IdempotencyMisuseError: it was not done before, and `complete()` was not called yet.
+            IdempotencyMisuseError: the work was not done before, and `complete()` was not called yet.
         """
         self._read = True
         if not self._complete:
-            raise IdempotencyMisuseError(f"{self._call} has no result yet: complete(value) gives it one")
+            raise IdempotencyMisuseError(f"{self._call} has no result yet: call complete(value) to set it")
         return cast("T", self._value)
 
     def complete(self, value: T, /) -> None:
-        """Say what came of the work; the end of the block stores it, in the caller's transaction.
+        """Set the result of the work, which the end of the block stores in the caller's transaction.
 
         Args:
-            value: of the type of `result`, if that was given, and of the types that can be stored; see `idempotent`.
+            value: of the type `result`, if that was given, and of a type that can be stored; see `idempotent`.
 
         Raises:
-            IdempotencyMisuseError: the key has a result already; or the value is not of the type of `result`.
+            IdempotencyMisuseError: the key already has a result; or the value is not of the type `result`.
         """
         if self._complete:
             how = (
-                "was replayed: look at op.replayed before doing the work"
+                "was replayed: check op.replayed before doing the work"
                 if self._claim.replayed
-                else "is complete already"
+                else "already has a result"
             )
             raise IdempotencyMisuseError(f"{self._call} {how}")
         self._call.codec.check(value, str(self._call))
@@ -80,15 +80,15 @@ class Op(Generic[T]):
         self._complete = True
 
     def _find_omission(self) -> IdempotencyMisuseError | None:
-        """Return what a block that ends without an error has left undone."""
+        """Return the error for a block that ended without an exception and without doing what it must."""
         if self._claim.replayed and not self._read:
             return IdempotencyMisuseError(
-                f"{self._call} was replayed, and the block did not look: what it did was done a second time. Roll back, and"
-                " begin the block with `if op.replayed`"
+                f"{self._call} was replayed, but the block did not check op.replayed, so its work was done a second time. Roll"
+                " back, and begin the block with `if op.replayed`"
             )
         if not self._complete:
             return IdempotencyMisuseError(
-                f"the block of {self._call} ended without op.complete(value): roll back, for its transaction cannot commit"
+                f"the block of {self._call} ended without op.complete(value): roll back, because its transaction cannot commit"
             )
         return None
 
@@ -97,7 +97,7 @@ class Op(Generic[T]):
 
 
 class _KeyBase(Guided, ABC, Generic[T]):
-    """What both twins know."""
+    """What the sync and async keys share."""
 
     _decorator = "idempotent(...).run(fn), or decorate the function with @idempotent_call(key=..., scope=...)"
 
@@ -109,13 +109,13 @@ class _KeyBase(Guided, ABC, Generic[T]):
     def __del__(self) -> None:
         if not getattr(self, "_used", True) and not sys.is_finalizing():
             warnings.warn(
-                f"{self._call} was asked for and never used: no work was done under it. Use {self._block}",
+                f"{self._call} was requested and never used, so no work was done under it. Use {self._block}",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _note_misuse(self) -> None:
-        self._used = True  # the error says it
+        self._used = True  # the error that follows is sufficient
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._call.scope!r} {self._call.key!r}>"
@@ -127,7 +127,7 @@ class _KeyBase(Guided, ABC, Generic[T]):
     def _mark_entered(self) -> None:
         self._used = True
         if self._op is not None:
-            raise IdempotencyMisuseError(f"the block of {self._call} was entered before: ask for the key again")
+            raise IdempotencyMisuseError(f"the block of {self._call} was entered before: call idempotent() again")
 
     @abstractmethod
     async def _run(self, work: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -149,11 +149,11 @@ class _KeyBase(Guided, ABC, Generic[T]):
             try:
                 await self._run(_claim.record, self._call, op._claim, cast("Exception", exc))
             except Exception as failure:
-                attach(exc, failure, "while it was recorded")
+                attach(exc, failure, "while it was being recorded")
 
 
 class Idem(_KeyBase[T]):
-    """A key in the transaction of a Session; see `idempotent`. One that is never used warns when it is dropped."""
+    """A key in the transaction of a Session; see `idempotent`. It warns if it is garbage-collected unused."""
 
     _block = "idempotent(...).run(fn), or `with idempotent(...) as op:`"
 
@@ -165,11 +165,11 @@ class Idem(_KeyBase[T]):
         """Run a function under the key, or return what it returned the first time.
 
         Args:
-            fn: does the work in the session's transaction. It does not commit.
+            fn: does the work in the session's transaction. It must not commit.
 
         Raises:
-            TypeError: it is a coroutine function; nothing was asked for.
-            IdempotencyMisuseError: what it returned is not of the type of `result`, or cannot be stored.
+            TypeError: it is a coroutine function; nothing was requested.
+            IdempotencyMisuseError: its result is not of the type `result`, or cannot be stored.
             PgfenceError: as on entering the block.
         """
         self._used = True
@@ -180,7 +180,7 @@ class Idem(_KeyBase[T]):
             value = fn()
             op.complete(value)
             return value
-        raise AssertionError  # the block above swallows nothing
+        raise AssertionError  # unreachable: the block above swallows no exception
 
     async def _run(self, work: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return work(unwrap_session(self._given), *args, **kwargs)
@@ -195,7 +195,7 @@ class Idem(_KeyBase[T]):
 
 
 class AsyncIdem(_KeyBase[T]):
-    """A key in the transaction of an AsyncSession; see `idempotent`. One that is never used warns when it is dropped."""
+    """A key in the transaction of an AsyncSession; see `idempotent`. It warns if it is garbage-collected unused."""
 
     _block = "await idempotent(...).run(fn), or `async with idempotent(...) as op:`"
 
@@ -207,10 +207,10 @@ class AsyncIdem(_KeyBase[T]):
         """Run a coroutine function under the key, or return what it returned the first time.
 
         Args:
-            fn: does the work in the session's transaction. It does not commit.
+            fn: does the work in the session's transaction. It must not commit.
 
         Raises:
-            IdempotencyMisuseError: what it returned is not of the type of `result`, or cannot be stored.
+            IdempotencyMisuseError: its result is not of the type `result`, or cannot be stored.
             PgfenceError: as on entering the block.
         """
         async with self as op:
@@ -219,7 +219,7 @@ class AsyncIdem(_KeyBase[T]):
             value = await fn()
             op.complete(value)
             return value
-        raise AssertionError  # the block above swallows nothing
+        raise AssertionError  # unreachable: the block above swallows no exception
 
     async def _run(self, work: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return await unwrap_session(self._given).run_sync(work, *args, **kwargs)

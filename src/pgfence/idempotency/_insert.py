@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TRIES = 2
-"""The second one for a row that went away again between the INSERT and the look at it."""
+"""The second one is for a row that was deleted again between the INSERT and the SELECT."""
 
 
 class _UniqueKey(NamedTuple, Generic[T]):
@@ -37,7 +37,7 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
     if not isinstance(state, InstanceState):
         raise TypeError(f"insert_once() takes a new instance of a mapped class, not a {type(instance).__name__}")
     if state.key is not None:
-        raise ValueError(f"this {type(instance).__name__} is a row of the database already")
+        raise ValueError(f"this {type(instance).__name__} is already a row of the database")
     mapper = state.mapper
     wanted = _build_query(mapper, instance, key)
     if state.session is session:
@@ -45,16 +45,16 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
     open_connection(session, {"mapper": mapper, "clause": wanted.query})
     refused: IntegrityError | None = None
     for _ in range(_TRIES):
-        # Looked for first: a failed INSERT is an ERROR in the server's log.
+        # Select first, because a failed INSERT is logged as an ERROR by the server.
         if (found := session.scalars(wanted.query).one_or_none()) is not None:
             return found
-        savepoint = session.begin_nested()  # sends what is pending, whose errors are its own
+        savepoint = session.begin_nested()  # flushes pending changes, whose errors must not be taken for this row's
         try:
             with savepoint:
                 session.add(instance)
                 session.flush()
         except IntegrityError as error:
-            # Under row level security the server does not say which key it was.
+            # Under row-level security the server does not say which key it was.
             if (met := find_duplicate_columns(error)) is None or (met and met != wanted.columns):
                 raise
             refused = error
@@ -72,7 +72,7 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
         raise refused
     if session.connection(bind_arguments={"mapper": mapper}).get_isolation_level() == "READ COMMITTED":
         refused.add_note(
-            f"there is a {type(instance).__name__} with {wanted.shown}, which a query of that class does not find"
+            f"a {type(instance).__name__} with {wanted.shown} exists, but a query of that class does not find it"
         )
         raise refused
     raise _invisible_row_error("there is", mapper, instance, wanted)
@@ -82,8 +82,8 @@ def _invisible_row_error(
     there_is: str, mapper: Mapper[T], instance: T, wanted: _UniqueKey[T]
 ) -> IdempotencyInProgressError:
     return IdempotencyInProgressError(
-        f"{there_is} a {type(instance).__name__} with {wanted.shown}, and this transaction cannot see it, for its snapshot is"
-        " older: a new transaction can",
+        f"{there_is} a {type(instance).__name__} with {wanted.shown}, but this transaction cannot see it because its snapshot is"
+        " older. Retry in a new transaction",
         scope=mapper.local_table.description,
         key=wanted.shown,
         sqlstate=SERIALIZATION_FAILURE,
@@ -94,21 +94,21 @@ def _build_query(
     mapper: Mapper[T], instance: T, key: Sequence[str | QueryableAttribute[Any]] | QueryableAttribute[Any]
 ) -> _UniqueKey[T]:
     if isinstance(key, (str, QueryableAttribute)):
-        raise TypeError(f"key is a list of attributes: [{repr(key) if isinstance(key, str) else key}]")
+        raise TypeError(f"key must be a list of attributes: [{repr(key) if isinstance(key, str) else key}]")
     if strange := [one for one in key if not issubclass(mapper.class_, getattr(one, "class_", object))]:
-        raise ValueError(f"{strange[0]} is no attribute of {mapper.class_.__name__}")
+        raise ValueError(f"{strange[0]} is not an attribute of {mapper.class_.__name__}")
     names = [one if isinstance(one, str) else one.key for one in key]
     if unknown := [name for name in names if name not in mapper.column_attrs]:
         raise ValueError(f"{mapper.class_.__name__} has no column attribute {unknown[0]!r}")
     columns = [mapper.column_attrs[name].columns[0] for name in names]
     if not any(set(columns) == unique for unique in _find_unique(columns)):
         raise ValueError(
-            f"{mapper.class_.__name__} declares no primary key, unique constraint or whole unique index of ({', '.join(names)}):"
-            " without one PostgreSQL would insert both rows"
+            f"{mapper.class_.__name__} declares no primary key, unique constraint or full unique index of ({', '.join(names)}),"
+            " and without one PostgreSQL would insert both rows"
         )
     values = {name: getattr(instance, name) for name in names}
     if empty := [name for name, value in values.items() if value is None]:
-        raise ValueError(f"{mapper.class_.__name__}.{empty[0]} is None, and NULL is equal to nothing")
+        raise ValueError(f"{mapper.class_.__name__}.{empty[0]} is None, and NULL is never equal to another value")
     criteria = [getattr(mapper.class_, name) == value for name, value in values.items()]
     return _UniqueKey(
         select(mapper.class_).where(*criteria),
@@ -130,5 +130,5 @@ def _find_unique(columns: Sequence[ColumnElement[Any]]) -> Iterator[set[object]]
 
 
 def _strip_order(expression: object) -> object:
-    """Return the column of `column.desc()`; anything else as it is."""
+    """Return the column of `column.desc()`; anything else is returned as it is."""
     return getattr(expression, "element", expression) if getattr(expression, "modifier", None) else expression

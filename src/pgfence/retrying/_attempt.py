@@ -1,4 +1,4 @@
-"""One attempt: a fresh Session, its transaction, and what is known of its end. Async attempts pass their `sync_session`."""
+"""One attempt: a fresh Session, its transaction, and what is known about how it ended. Async attempts pass their `sync_session`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pgfence.errors import CommitOutcomeUnknownError, UnreachableError
 
 NUMBER = "pgfence_attempt"
-"""Where `session.info` keeps the number of the attempt."""
+"""The key of `session.info` that contains the number of the attempt."""
 
 _ABORTED = "25P02"
 
@@ -39,7 +39,7 @@ class AttemptRun:
     """One attempt at a transaction.
 
     Attributes:
-        joined: it is a savepoint in a transaction that the caller began on the Session's Connection.
+        joined: whether it is a savepoint in a transaction that the caller began on the Session's Connection.
     """
 
     def __init__(self, session: Session, number: int) -> None:
@@ -64,10 +64,10 @@ class AttemptRun:
         """Flush before the COMMIT, so that a later failure is one of the COMMIT itself.
 
         Raises:
-            Exception: what a flush raises; or an error that the function swallowed, after which the transaction is aborted.
+            Exception: what a flush raises; or an error that the function swallowed and that has aborted the transaction.
         """
         session.flush()
-        # PostgreSQL answers the COMMIT of an aborted transaction with a ROLLBACK, and no driver raises for that.
+        # PostgreSQL responds to the COMMIT of an aborted transaction with a ROLLBACK, and no driver raises for that.
         for connection, error in self._met.items():
             if not (session.is_active and _is_usable(connection)):
                 raise _swallowed_error(error)
@@ -81,14 +81,14 @@ class AttemptRun:
         self._met.clear()
 
     def find_doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
-        """Return what to raise if the transaction may be committed in spite of the error; None: it is not."""
+        """Return what to raise if the transaction may be committed in spite of the error; None if it is not committed."""
         # A savepoint commits nothing, and an error before the COMMIT leaves no doubt.
         if not self._ending or self.joined or not (isinstance(error, OSError) or is_driver_error(error)):
             return None
         if is_commit_unanswered(error):
             why = "the connection was lost during COMMIT"
         elif len(self._connections) > 1 and not self._session.twophase:
-            why = "the COMMIT of one database failed, and another one may be committed"
+            why = "the COMMIT of one database failed, and another database may have committed"
         else:
             return None
         return commit_unknown_error(why, what)
@@ -108,11 +108,11 @@ class AttemptRun:
         style_of(connection.dialect)
         if read_driver_state(connection).autocommit:
             raise TransactionStateError(
-                "the connection is in autocommit: each statement would be committed by itself, and again with each attempt."
+                "the connection is in autocommit: each statement would be committed separately, and again by each attempt."
                 " Use an engine without AUTOCOMMIT"
             )
         self._connections.add(connection)
-        # The listener is one for the whole dialect, and finds the attempt by its connection.
+        # There is one listener for the whole dialect, which finds the attempt through its connection.
         vars(connection)[_ATTRIBUTE] = self
         if connection.dialect not in _LISTENING:
             _LISTENING.add(connection.dialect)
@@ -128,7 +128,7 @@ def _listen_to_sessions() -> None:
     """Track every connection on which a Session begins."""
     from sqlalchemy.orm import Session
 
-    # One listener of the class: adding one to each Session is expensive.
+    # One listener for the class, because adding one to each Session is expensive.
     if not event.contains(Session, "after_begin", _use_connection):
         event.listen(Session, "after_begin", _use_connection)
 
@@ -142,7 +142,7 @@ def _use_connection(session: Session, _transaction: SessionTransaction, connecti
 def _swallowed_error(error: BaseException) -> BaseException:
     """Return the error to raise for one that the function swallowed, translated if pgfence has an error for it."""
     found = translate_error(error, None) or error
-    found.add_note("it was caught, but PostgreSQL has aborted the transaction: nothing of it can be committed")
+    found.add_note("the function caught it, but PostgreSQL has aborted the transaction: nothing of it can be committed")
     found.__cause__ = error.__cause__ if found is error else error
     return found
 
@@ -173,10 +173,10 @@ def bind_of(session: Session) -> Engine | Connection | None:
 
 
 def _sets_savepoint(session: Session) -> bool:
-    """Return whether the Session will set a savepoint in a transaction that is open already.
+    """Return whether the Session will set a savepoint in a transaction that is already open.
 
     Raises:
-        TransactionStateError: its rollback or its commit would end that transaction.
+        TransactionStateError: its rollback or commit would end that transaction.
     """
     bind = bind_of(session)
     if not (isinstance(bind, Connection) and bind.in_transaction()):
@@ -185,6 +185,6 @@ def _sets_savepoint(session: Session) -> bool:
     if mode == "create_savepoint" or (mode == "conditional_savepoint" and bind.in_nested_transaction()):
         return True
     raise TransactionStateError(
-        "the sessionmaker is bound to a Connection whose transaction is open already: to try again would roll that back. Bind"
+        "the sessionmaker is bound to a Connection whose transaction is already open: a retry would roll that back. Bind"
         ' it to the engine; or, for tests that roll everything back, use join_transaction_mode="create_savepoint"'
     )

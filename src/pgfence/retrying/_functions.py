@@ -1,4 +1,4 @@
-"""`run_transaction` and `in_transaction`: what they take, refuse and promise."""
+"""`run_transaction` and `in_transaction`: their arguments and guarantees."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _ORM = "sqlalchemy.orm"
 
 
 class InTransaction(Protocol[S_co]):
-    """What `in_transaction` returns: a decorator that takes the session away from the signature."""
+    """The type of what `in_transaction` returns: a decorator that removes the session from the signature."""
 
     def __call__(self, fn: Callable[Concatenate[S_co, P], R], /) -> Callable[P, R]: ...
 
 
 class AsyncInTransaction(Protocol[AS_co]):
-    """As `InTransaction`, for coroutine functions."""
+    """`InTransaction` for coroutine functions."""
 
     def __call__(self, fn: Callable[Concatenate[AS_co, P], Coro[R]], /) -> Callable[P, Coro[R]]: ...
 
@@ -95,31 +95,32 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
     version conflicts of a flush (`VersionConflictError`, StaleDataError), serialization failures (SQLSTATE 40001) and
     deadlocks (40P01, `DeadlockError`), at COMMIT too, after a random backoff of at most 5 ms, doubled each time up to 500 ms.
 
-    Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called `attempts` times; its session's
-    `info["pgfence_attempt"]` has the number of the attempt. Use `attempts=1` for what must not be done twice. A running attempt
-    is not interrupted. A lost connection is never retried, nor is a conflict with the version that a client sent. After a
-    cancellation during COMMIT the outcome is unknown.
+    Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called `attempts` times; the number of
+    the attempt is `info["pgfence_attempt"]` of its session. Use `attempts=1` for work that must not be done twice. A running
+    attempt is not interrupted. A lost connection is never retried, nor is a conflict with the version that a client sent. After
+    a cancellation during COMMIT the outcome is unknown.
 
     Instances that `fn` returns belong to a closed session: return values instead.
 
     Args:
-        sessionmaker: makes the session of each attempt. With an async_sessionmaker the result is awaited, and so is `fn`.
-        fn: gets the session. It must neither commit nor roll back; whatever it raises rolls back.
-        attempts: how many at most, 1 or more.
-        timeout: seconds after which no further attempt begins; None is the configured default, `math.inf` never, 0 means
+        sessionmaker: creates the session of each attempt. With an async_sessionmaker the result and `fn` are awaited.
+        fn: called with the session. It must neither commit nor roll back; if it raises, the transaction is rolled back.
+        attempts: the maximum number of attempts, 1 or more.
+        timeout: seconds after which no further attempt begins. None is the configured default, `math.inf` is no limit, 0 is
             one attempt.
 
     Returns:
         What `fn` returned in the attempt that was committed.
 
     Raises:
-        CommitOutcomeUnknownError: the connection was lost during COMMIT, so that it may have happened; or, of a session on
-            several databases, one refused its COMMIT after others.
+        CommitOutcomeUnknownError: the connection was lost during COMMIT, so that it may have happened; or, for a session with
+            several databases, one rejected its COMMIT after others had committed.
         TransactionStateError: inside another transaction of `run_transaction` on the same database; or the sessionmaker is
             bound to a Connection whose transaction is open and would be rolled back; or its engine is in autocommit.
-        TypeError: no session factory, or `fn` is a generator function or of the other world.
+        TypeError: `sessionmaker` is not a session factory; or `fn` is a generator function, or async with a sync factory, or
+            sync with an async one.
         ValueError: `attempts` is below 1.
-        Exception: the last attempt's error, or the first one that another attempt cannot cure.
+        Exception: the last attempt's error, or the first error that another attempt cannot resolve.
     """
     asynchronous = _is_async(sessionmaker)
     _check_function(fn, asynchronous=asynchronous)
@@ -137,7 +138,7 @@ def in_transaction(
     sessionmaker: sync_sessionmaker[S], *, attempts: int = 5, timeout: Seconds | None = None
 ) -> InTransaction[S]: ...
 def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | None = None) -> object:
-    """Make each call of a function a transaction of its own, as `run_transaction` does; its first argument is the session.
+    """Decorate a function so that each call runs in its own transaction, as with `run_transaction`.
 
     ::
 
@@ -150,19 +151,19 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
 
         left = withdraw(1, amount=5)
 
-    Guarantees and limitations are the same. Callers omit the session. In a transaction that is already open, call the original
-    function: `withdraw.__wrapped__(session, 1, amount=5)`.
+    Guarantees and limitations are those of `run_transaction`. The first parameter of the function is the session, which callers
+    omit. In a transaction that is already open, call the original function: `withdraw.__wrapped__(session, 1, amount=5)`.
 
     Args:
-        sessionmaker: makes the session of each attempt; an async_sessionmaker for a coroutine function.
+        sessionmaker: creates the session of each attempt; an async_sessionmaker for a coroutine function.
         attempts: as for `run_transaction`.
-        timeout: likewise.
+        timeout: as for `run_transaction`.
 
     Raises:
-        TypeError: at decoration: no session factory; the function takes no argument, is a generator function, or is of the
-            other world. At a call with a session.
+        TypeError: at decoration, if `sessionmaker` is not a session factory, or the function takes no argument, is a generator
+            function, or does not match the factory (sync or async). At a call, if a session is passed.
         ValueError: `attempts` is below 1.
-        PgfenceError: at a call, as `run_transaction`.
+        PgfenceError: at a call, as for `run_transaction`.
     """
     asynchronous = _is_async(sessionmaker)
     count, limit = check_int(attempts, "attempts"), None if timeout is None else seconds(timeout)
@@ -205,30 +206,30 @@ def _is_async(sessionmaker: object) -> bool:
         return True
     if is_sessionmaker(sessionmaker):
         return False
-    way = "each attempt needs a session of its own, so give a sessionmaker or an async_sessionmaker"
+    way = "each attempt needs a separate session, so pass a sessionmaker or an async_sessionmaker"
     _reject_session(sessionmaker, way)
     raise TypeError(f"{way}, not {type(sessionmaker).__name__}")
 
 
 def _check_function(fn: object, *, asynchronous: bool) -> None:
-    """Reject what cannot be a transaction.
+    """Raise unless a function can run in a transaction.
 
     Raises:
-        TypeError: it is not a function, or a generator function, or a coroutine function for a sync session.
+        TypeError: it is not a function; or it is a generator function, or a coroutine function for a sync session.
     """
     if not callable(fn):
-        raise TypeError(f"a function is needed, not {type(fn).__name__}")
+        raise TypeError(f"fn must be a function, not {type(fn).__name__}")
     reject_generator(fn, "the transaction would end before its body runs. Return a list")
     if not asynchronous:
         reject_coroutine(fn, "a sync session cannot be awaited. Pass an async_sessionmaker")
 
 
 def _reject_session(given: object, way: str) -> None:
-    """Reject a session or a connection: inside its transaction nothing can be retried.
+    """Reject a session or a connection, because nothing can be retried inside its transaction.
 
     Raises:
         TransactionStateError: its transaction is open.
-        TypeError: it is not.
+        TypeError: its transaction is not open.
     """
     scoped = find_loaded_classes(_ORM, "scoped_session") + find_loaded_classes(_ASYNCIO, "async_scoped_session")
     plain: tuple[type, ...] = (
@@ -244,9 +245,9 @@ def _reject_session(given: object, way: str) -> None:
         work = work.registry() if work.registry.has() else None
     if work is not None and work.in_transaction():
         raise TransactionStateError(
-            f"{way}. The transaction of this {type(given).__name__} is open, and a part of it cannot be tried again: a savepoint"
-            " keeps the snapshot, so that SQLSTATE 40001 comes back with each attempt. To do the work in it once, call the"
-            " function itself: fn(session, ...), of a decorated one fn.__wrapped__(session, ...)"
+            f"{way}. The transaction of this {type(given).__name__} is open, and a part of it cannot be retried: a savepoint"
+            " keeps the snapshot, so that SQLSTATE 40001 occurs again in each attempt. To do the work in it once, call the"
+            " function itself: fn(session, ...); if it is decorated, fn.__wrapped__(session, ...)"
         )
     raise TypeError(f"{way}, not a {type(given).__name__}")
 
@@ -259,7 +260,7 @@ def _check_session_argument(fn: Callable[..., object]) -> inspect.Signature | No
     """
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # made in C, for one
+    except (TypeError, ValueError):  # for example a function that is implemented in C
         return None
     first = next(iter(signature.parameters.values()), None)
     if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
@@ -278,6 +279,6 @@ def _check_session_alone(fn: Callable[..., object]) -> None:
     asked = [p.name for p in further if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if asked:
         raise TypeError(
-            f"{describe_function(fn)} is called with the session alone, and asks for {', '.join(asked)} too: bind arguments with a lambda or"
-            f" functools.partial, or use in_transaction. Which attempt it is, session.info[{NUMBER!r}] says"
+            f"{describe_function(fn)} is called only with the session, but also requires {', '.join(asked)}: bind arguments with a"
+            f" lambda or functools.partial, or use in_transaction. The number of the attempt is session.info[{NUMBER!r}]"
         )

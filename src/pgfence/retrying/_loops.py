@@ -1,4 +1,4 @@
-"""The loop over the attempts, sync and async: they differ in how they call the function and how they pause."""
+"""The loop over the attempts, sync and async, which differ in how they call the function and how they sleep."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgfence.retrying")
 
 _RUNNING: ContextVar[tuple[tuple[object, object], ...]] = ContextVar("pgfence_transactions", default=())
-"""The thread or task of each running transaction, and its database. A task that is started inside one is another owner."""
+"""The thread or task of each running transaction, and its database. A task started inside one counts as another owner."""
 
 
 class Plan(NamedTuple):
-    """What was asked for.
+    """The options of one call.
 
     Attributes:
         name: of the function.
-        attempts: at most.
+        attempts: the maximum number of attempts.
         timeout: seconds after which no attempt begins; None is the configured default.
     """
 
@@ -99,8 +99,8 @@ class Retries:
             return False
         if attempt.joined and is_snapshot_error(error):
             error.add_note(
-                "not tried again: this was a savepoint in a transaction that is open already, whose snapshot and locks it"
-                " keeps. Roll the whole transaction back and do all of it again"
+                "not retried: this was a savepoint in a transaction that is already open and keeps its snapshot and locks."
+                " Roll back the whole transaction and retry all of it"
             )
             return False
         if self._number < self._plan.attempts and left > 0:
@@ -132,7 +132,7 @@ class Retries:
 
 
 def run(factory: sessionmaker[S], work: Callable[[S], object], plan: Plan) -> object:
-    """Do the work in a transaction of its own until it is committed."""
+    """Run the work in separate transactions until one is committed."""
     retries = Retries(plan)
     while True:
         session = factory()
@@ -154,7 +154,7 @@ def run(factory: sessionmaker[S], work: Callable[[S], object], plan: Plan) -> ob
 
 
 async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object], plan: Plan) -> object:
-    """Do the work in a transaction of its own until it is committed."""
+    """Run the work in separate transactions until one is committed, as `run` does."""
     retries = Retries(plan)
     while True:
         session = factory()
@@ -179,13 +179,13 @@ async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object
 def _reject_nested(me: object, session: Session, factory: object, plan: Plan) -> Iterator[None]:
     """Reject a transaction inside another one of this thread or task on the same database."""
     bind = bind_of(session)
-    # The dialect stands for the database: an engine and its copies with execution options share one.
+    # The dialect identifies the database: an engine and its copies with execution options share it.
     here = (me, factory if bind is None else bind.dialect)
     if here in _RUNNING.get():
         raise TransactionStateError(
-            f"{plan.name} was called inside a transaction of run_transaction: it would be committed although the outer one may"
-            " still fail, be done again with each attempt of that, and wait for its locks for ever. Call the function itself"
-            " with the session that is open; of a decorated one that is .__wrapped__(session, ...)"
+            f"{plan.name} was called inside a transaction of run_transaction: it would be committed even if the outer one"
+            " fails, repeated with each attempt of the outer one, and wait indefinitely for its locks. Call the function itself"
+            " with the open session; if it is decorated, .__wrapped__(session, ...)"
         )
     before = _RUNNING.set((*_RUNNING.get(), here))
     try:
@@ -197,13 +197,15 @@ def _reject_nested(me: object, session: Session, factory: object, plan: Plan) ->
 def _call(work: Callable[[S], object], session: S) -> object:
     result = work(session)
     if inspect.iscoroutine(result):
-        result.close()  # else Python would warn that it was never awaited
-        raise TypeError("a sync session cannot be awaited: pass an async_sessionmaker for a function that is awaited")
+        result.close()  # otherwise Python warns that it was never awaited
+        raise TypeError("a sync session cannot be awaited: pass an async_sessionmaker for a coroutine function")
     return result
 
 
 def _call_async(work: Callable[[AS], object], session: AS) -> Awaitable[object]:
     result = work(session)
     if not inspect.isawaitable(result):
-        raise TypeError("the function of an async_sessionmaker must be awaitable: async def, or a sessionmaker")
+        raise TypeError(
+            "the function for an async_sessionmaker must be awaitable: use async def, or pass a sessionmaker"
+        )
     return result

@@ -1,4 +1,4 @@
-"""The rules of a retry, without any I/O: what may be tried again, after how long a pause, and what an end of COMMIT says."""
+"""The rules of a retry, without I/O: which errors are retried, the backoff, and what a failed COMMIT means."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _AGAIN = (SERIALIZATION_FAILURE, DEADLOCK_DETECTED)
 
 @dataclass(frozen=True, slots=True)
 class TransactionAttempt(Event):
-    """One attempt of `run_transaction` is over: what `configure(on_event=...)` is told of it.
+    """The end of one attempt of `run_transaction`, an event for `configure(on_event=...)`.
 
-    `event` is "committed", "retried" (another attempt follows) or "failed" (the error goes to the caller); `name` is the
-    function's. `owner`, `lease_id` and `token` are None.
+    `event` is "committed", "retried" (another attempt follows) or "failed" (the caller gets the error); `name` is that of the
+    function. `owner`, `lease_id` and `token` are None.
 
     Attributes:
-        attempt: its number, from 1.
-        error: the name of the error's class; None when it was committed.
-        sqlstate: of the error, where the server spoke.
-        seconds: how long the attempt took.
-        pause: seconds until the next one begins; 0 where there is none.
+        attempt: its number, starting at 1.
+        error: the name of the error's class; None if it was committed.
+        sqlstate: the SQLSTATE of the error, if the server reported one.
+        seconds: the duration of the attempt.
+        pause: seconds until the next attempt begins; 0 if there is none.
     """
 
     attempt: int
@@ -44,14 +44,14 @@ class TransactionAttempt(Event):
 
 
 def pick_pause(attempt: int) -> float:
-    """Return the seconds to wait after a failed attempt: random ("full jitter"), up to a bound that doubles each time."""
+    """Return the seconds to wait after a failed attempt: random ("full jitter"), up to a limit that doubles each time."""
     return between(0, min(CAP, BASE * 2 ** min(attempt - 1, 10)))
 
 
 def is_curable(error: Exception) -> bool:
-    """Return whether another attempt can succeed after this error. The error that caused it does not count."""
+    """Return whether another attempt can succeed after this error, regardless of the error that caused it."""
     if isinstance(error, PgfenceError):
-        # With 40001 the key was in progress only by this snapshot, older than the winner's commit. A new one sees the result.
+        # With 40001 the key is in progress only in this snapshot, which is older than the winner's commit. A new one sees the result.
         if isinstance(error, IdempotencyInProgressError):
             return error.sqlstate == SERIALIZATION_FAILURE
         return isinstance(error, (VersionConflictError, DeadlockError)) and error.retryable
