@@ -77,9 +77,7 @@ async def test_what_the_last_flush_raises_is_an_answer_like_what_the_work_raises
 @pytest.mark.parametrize("end", ["rollback", "commit", "close"])
 async def test_work_that_ends_the_transaction_is_rejected(desk: Desk, end: str) -> None:
     """C101: with `record` as without it, and nothing is stored."""
-    with pytest.raises(
-        IdempotencyMisuseError, match="must be rolled back" if end == "commit" else "no longer claimed"
-    ):
+    with pytest.raises(IdempotencyMisuseError, match="must be rolled back" if end == "commit" else "no longer claimed"):
         await desk.pay("k", record=[Declined], work=lambda session: (getattr(session, end)(), Receipt("k"))[1])
     assert desk.effects() == 0
     await desk.pay("k")
