@@ -59,6 +59,8 @@ ogp_site_url = html_baseurl
 ogp_social_cards = {"enable": False}
 
 html_theme = "furo"
+# The default underlines the names of modules.
+pygments_dark_style = "github-dark"
 html_title = "pgfence"
 html_copy_source = False
 html_static_path = ["_static"]
