@@ -67,17 +67,18 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "crowd",
         "title": "A crowd in one process",
         "method": (
-            "Another session holds the lock until all of the crowd wait; then each takes it once and gives it back. Connections"
-            " are counted on the server, the holder's not among them, while they wait and while they drain."
+            "Another session holds the lock until all threads or tasks wait; then each acquires it once and releases"
+            " it. Connections are counted on the server, without the holder's, during the wait and until the last one"
+            " is done."
         ),
         "bars": [
-            report.bar(f"connections of {who} that wait for one key", "1 beside the holder's", most, 1, digits=0)
+            report.bar(f"connections of {who} that wait for one key", "1, besides the holder's", most, 1, digits=0)
             for who, _, most, _ in rows
         ],
         "tables": [
             report.table(
                 "Through one key",
-                ("Crowd", "Connections", "Until the last has had it", "Each"),
+                ("Crowd", "Connections", "Until the last one has held it", "Each"),
                 [(who, most, f"{drain:.3f} s", f"{1e6 * drain / size:.0f} µs") for who, size, most, drain in rows],
             )
         ],

@@ -48,7 +48,7 @@ def run(quick: bool) -> dict[str, Any]:
         lists = max(each.multixacts for rounds in found.values() for each in rounds[FENCED])
         bars = [
             report.bar(
-                "fenced, 32 writers: its ratio to bare against that of 1 writer", "at most 1.3x", growth, 1.3, "x"
+                "fenced, 32 writers: ratio to bare, divided by that of 1 writer", "at most 1.3x", growth, 1.3, "x"
             ),
             report.bar("fenced: multixacts per transaction", "under 0.01", lists, 0.01, digits=3),
             report.null_test(_ratio(found[32], AGAIN), f"{BARE}, 32 writers"),
@@ -62,10 +62,11 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "fence_growth",
         "title": "Many writers with one token",
         "method": (
-            "pgbench runs a transaction that updates one row, in as many sessions as there are writers, each with a row of its"
-            " own: bare, or with `pgfence_enter_gate_v1` as its first statement on a table with the statement trigger. The"
-            " server syncs to the disk. The contestants take turns of three seconds in random order; a ratio is the median of"
-            " the quotients of the same turn. Multixacts are counted between two checkpoints."
+            "pgbench runs a transaction that updates one row, in as many sessions as there are writers, each with a"
+            " separate row. The transaction is either bare, or its first statement is `pgfence_enter_gate_v1` on a"
+            " table with the statement trigger. The server syncs each commit to disk. The contestants take turns of"
+            " three seconds in random order; a ratio is the median of the quotients within the same turn. Multixacts"
+            " are counted between two checkpoints."
         ),
         "bars": bars,
         "tables": tables,
@@ -160,4 +161,4 @@ def _table(found: dict[int, dict[str, list[_Round]]]) -> dict[str, Any]:
         for writers, rounds in found.items()
     ]
     columns = ("Writers", BARE, *names, *(f"multixacts, {name}" for name in names[1:]))
-    return report.table("Transactions, and the ratio of bare ones to them", columns, rows)
+    return report.table("Bare transactions a second, and their ratio to the others", columns, rows)

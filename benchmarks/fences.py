@@ -90,8 +90,8 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "fences",
         "title": "Fences",
         "method": (
-            "One cycle is a transaction of one-row updates through SQLAlchemy Core, bare or in `lease.begin()` on a table"
-            " with the statement trigger, on a server that syncs each commit to the disk."
+            "One cycle is a transaction of one-row updates through SQLAlchemy Core, either bare or in `lease.begin()`"
+            " on a table with the statement trigger, on a server that syncs each commit to disk."
         ),
         "bars": bars,
         "tables": tables,

@@ -193,8 +193,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "handoff",
         "title": "Hand-off to a waiter in another process",
         "method": (
-            "The waiter stands in the queue with a timeout set where its library has one. Figures are ratios to a raw blocking"
-            " `pg_advisory_lock` of psycopg 3 between the same two processes: the median over pairs of processes."
+            "The waiter waits in the queue, with a timeout if its library has one. Figures are ratios to a raw"
+            " blocking `pg_advisory_lock` of psycopg 3 between the same two processes: the median over pairs of"
+            " processes."
         ),
         "bars": bars,
         "tables": [_table(sets, field)],
@@ -202,7 +203,7 @@ def run(quick: bool) -> dict[str, Any]:
         "pictures": [
             picture.bars(
                 "benchmark-handoff",
-                "Hand-off to a waiter in another process, p50 against psycopg by hand",
+                "Hand-off to a waiter in another process, p50 compared with plain psycopg",
                 {name: _ratio(sets, name, field[0]) for name in field if "up to a second" not in name},
             )
         ],

@@ -34,9 +34,9 @@ SELECT = sa.text("SELECT result FROM answer WHERE scope = :scope AND key = :key"
 CLAIM = sa.text("INSERT INTO answer VALUES (:scope, :key) ON CONFLICT DO NOTHING")
 STORE = sa.text("UPDATE answer SET result = cast(:result AS jsonb) WHERE scope = :scope AND key = :key")
 DELAY = {"commit_delay": "1000", "commit_siblings": "0"}
-SLOW = "where a commit takes a millisecond longer"
+SLOW = "with commits that take a millisecond longer"
 LIMIT = 200e-6
-HAND = "a key by hand"
+HAND = "a handwritten key"
 NUMBERS = itertools.count()
 
 
@@ -136,7 +136,7 @@ def run(quick: bool) -> dict[str, Any]:
     bars, tables = [], []
     with_key: dict[str, Make] = {"bare": bare, "keyed": keyed, HAND: by_hand}
     insert, twice = (
-        "a transaction of one INSERT under a key, against the same by hand",
+        "a transaction of one INSERT under a key, against a handwritten key",
         "an effect that does nothing, against a bare INSERT",
     )
     pairs: tuple[tuple[str, str, str, float, dict[str, Make]], ...] = (
@@ -158,11 +158,11 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "idempotency",
         "title": "Idempotency keys",
         "method": (
-            "One cycle is a transaction of an ORM Session, with fsync: one INSERT by Core, bare, as the work of a key with a"
-            " payload, or between an INSERT and an UPDATE of a table of keys; an effect, which is claimed and finished by a"
-            " commit each; or a replay, against a SELECT by primary key. How long a commit takes decides the ratio, so the"
-            " first two are measured again with a `commit_delay` of a millisecond. The result of the codec is a list of"
-            " dataclasses."
+            "One cycle is a transaction of an ORM Session, with fsync. The contestants are: one INSERT by Core, which"
+            " is either bare, or the work of a key with a payload, or between an INSERT and an UPDATE of a table of"
+            " keys; an effect, which is claimed and finished by one commit each; and a replay, compared with a SELECT"
+            " by primary key. The ratio depends mostly on how long a commit takes, so the first two are measured again"
+            " with a `commit_delay` of one millisecond. The result of the codec is a list of dataclasses."
         ),
         "bars": bars,
         "tables": tables,

@@ -70,7 +70,7 @@ def run(quick: bool) -> dict[str, Any]:
     added = {kind: statistics.median(1e3 * (run[2][n] - run[1][n]) for run in found) for n, kind in enumerate(KINDS)}
     lock = {kind: statistics.median(1e3 * (run[3][n] - run[2][n]) for run in found) for n, kind in enumerate(KINDS)}
     starts, trips = _measure_starts(runs)
-    ours, by_hand = starts["pgfence run"], starts["by hand with psycopg"]
+    ours, by_hand = starts["pgfence run"], starts["the same with plain psycopg"]
     sqlalchemy = {
         kind: statistics.median(1e3 * (run[1][n] - run[0][n]) for run in found) for n, kind in enumerate(KINDS)
     }
@@ -78,8 +78,8 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "imports",
         "title": "Start-up",
         "method": (
-            f"The medians of {len(found)} new processes with warm files. By hand is a program that connects with psycopg, calls"
-            " pg_advisory_lock and starts the command."
+            f"The medians of {len(found)} new processes with cached files. Plain psycopg is a program that connects"
+            " with psycopg, calls `pg_advisory_lock` and starts the command."
         ),
         "bars": [
             report.bar(
@@ -89,14 +89,14 @@ def run(quick: bool) -> dict[str, Any]:
         ]
         + [
             report.bar(
-                "`pgfence run` until its command starts, against the same by hand",
+                "`pgfence run` until its command starts, against plain psycopg",
                 "at most 2.5x",
                 ours.before / by_hand.before,
                 2.5,
                 "x",
             ),
             report.bar(
-                "processor time of `pgfence run`, against the same by hand",
+                "processor time of `pgfence run`, against plain psycopg",
                 "at most 2.5x",
                 ours.processor / by_hand.processor,
                 2.5,
@@ -104,7 +104,7 @@ def run(quick: bool) -> dict[str, Any]:
             ),
             report.bar("round trips of `pgfence run`", "at most 13", trips["pgfence run"], 13, digits=0),
         ]
-        + [report.bar("the plugin in `import alembic`, processor time", "under 5 ms", plugin, 5, " ms", digits=1)],
+        + [report.bar("the plugin, during `import alembic`, processor time", "under 5 ms", plugin, 5, " ms", digits=1)],
         "tables": [
             report.table(
                 "Import times",
@@ -136,7 +136,7 @@ def _build_commands(url: URL) -> dict[str, list[str]]:
     pgfence = Path(sys.executable).with_name("pgfence")
     return {
         "the command alone": [*CHILD],
-        "by hand with psycopg": [sys.executable, "-c", BY_HAND, plain, *CHILD],
+        "the same with plain psycopg": [sys.executable, "-c", BY_HAND, plain, *CHILD],
         "pgfence run": [str(pgfence), "run", "benchmark", "--dsn", plain, "--", *CHILD],
     }
 

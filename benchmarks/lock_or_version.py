@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 THOUGHT = 0.002
 """Seconds between the read and the write: what the program thinks meanwhile."""
 ROWS = {"one row": 1, "200 rows": 200}
-GUARDS = ("version, tried again", "TransactionLock")
+GUARDS = ("version, with retries", "TransactionLock")
 NAME = "lock-or-version"
 
 
@@ -90,14 +90,13 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "lock_or_version",
         "title": "Lock or version",
         "method": (
-            f"Up to {max(crowds)} processes read a row, think for {THOUGHT * 1000:g} ms and write it, for {seconds * rounds:.3g} s"
-            " at each point: by `run_transaction` with a version, and in `TransactionLock.begin()`."
+            f"Up to {max(crowds)} processes read a row, wait for {THOUGHT * 1000:g} ms and write it, for {seconds * rounds:.3g} s at each point: by `run_transaction` with a version, and in `TransactionLock.begin()`."
         ),
-        "bars": [report.bar(f"counts lost of {counted:,}", "0", abs(total - counted), 0, digits=0)],
+        "bars": [report.bar(f"updates lost of {counted:,}", "0", abs(total - counted), 0, digits=0)],
         "tables": [
             report.table(
                 "Commits a second",
-                ("Rows", "Guard", "Workers", "Commits a second", "Attempts each", "Half within ms", "99 % within ms"),
+                ("Rows", "Guard", "Workers", "Commits a second", "Attempts per commit", "p50, ms", "p99, ms"),
                 rows,
             )
         ],

@@ -37,14 +37,15 @@ def run(quick: bool) -> dict[str, Any]:
             told |= {f"{name}, callback": callback, f"{name}, block cancelled": cancelled}
     return {
         "scenario": "loss",
-        "title": "Told of a killed backend",
+        "title": "Notification of a killed backend",
         "method": (
-            f"{kills} kills each: from just before `pg_terminate_backend` is sent until the callback of `on_lost` runs, or the"
-            " cancelled block of `hold()` has come to its end. The program is idle meanwhile."
+            f"{kills} kills for each contestant, from just before `pg_terminate_backend` is sent until the callback of"
+            " `on_lost` runs, or until the cancelled block of `hold()` has ended. The program is idle during that"
+            " time."
         ),
         "bars": [
             report.bar(
-                f"told of a killed backend, p99, {how}",
+                f"notified of a killed backend, p99, {how}",
                 "under 100 ms",
                 1e3 * quantile(times, 0.99),
                 100,
@@ -55,7 +56,7 @@ def run(quick: bool) -> dict[str, Any]:
         ],
         "tables": [
             report.table(
-                "From the kill to the news",
+                "From the kill to the notification",
                 ("How", "p50", "p99", "Longest"),
                 [
                     (how, *(f"{1e3 * quantile(times, share):.1f} ms" for share in (0.5, 0.99, 1.0)))

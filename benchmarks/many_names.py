@@ -38,7 +38,7 @@ def run(quick: bool) -> dict[str, Any]:
             medians[size] = rounds.alternate(place, _field(size), effort)
     bars = []
     for size in sizes:
-        wanted = ((f"a lock of {size:,} names", HOLD, BARS), (f"the same with its {size:,} keys", NEW, WITH_KEYS))
+        wanted = ((f"a lock of {size:,} names", HOLD, BARS), (f"the same, including its {size:,} keys", NEW, WITH_KEYS))
         for what, name, limits in wanted:
             if size in limits or quick:
                 limit = limits.get(size, 5.0)
@@ -57,9 +57,10 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "many_names",
         "title": "Many names in one lock",
         "method": (
-            "One cycle takes all names and gives them back: raw, by one statement each over `generate_series`; by a lock object"
-            " that exists, whose keys are made at its first use; by a new object, which hashes its names; or in a transaction"
-            " and its COMMIT, against the same statement there."
+            "One cycle acquires all names and releases them. The contestants are: one statement each over"
+            " `generate_series` by the driver; an existing lock object, whose keys are computed at its first use; a"
+            " new lock object, which hashes its names; and a transaction with its COMMIT, compared with the same"
+            " statement in a transaction."
         ),
         "bars": bars,
         "tables": [_table(medians)],

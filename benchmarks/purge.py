@@ -61,8 +61,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "purge",
         "title": "Purging a million keys" if not quick else "Purging keys",
         "method": (
-            f"{rows:,} expired keys beside {LIVE:,} live ones, purged in batches of 1,000 by one process, on a server with fsync;"
-            " then VACUUM, as autovacuum would. The last purge is beside a transaction whose snapshot is older than all of it."
+            f"{rows:,} expired keys and {LIVE:,} live ones, purged in batches of 1,000 by one process, on a server"
+            " with fsync, then VACUUM, as autovacuum would run it. The last purge runs while the snapshot of another"
+            " transaction is older than all of the keys."
         ),
         "bars": [
             report.bar(

@@ -55,13 +55,13 @@ def markdown(results: Sequence[Mapping[str, Any]], pictures: str = "") -> str:
     """Return everything that was measured, as the page shows it; `pictures` is the folder that the page finds them in."""
     bars = [(result, each) for result in results for each in result["bars"] if not each.get("null")]
     missed = [(result["title"], *_show(each)) for result, each in bars if not each["met"]]
-    lines = [f"{len(bars) - len(missed)} of {len(bars)} bars are met."]
+    lines = [f"{len(bars) - len(missed)} of {len(bars)} limits are met."]
     if missed:
-        lines += ["", "Missed:", "", *_draw_table(("Scenario", "Bar", "Wanted", "Measured"), missed)]
+        lines += ["", "Missed:", "", *_draw_table(("Scenario", "Figure", "Limit", "Measured"), missed)]
     for result in results:
         lines += ["", f"### {result['title']}", "", result["method"], ""]
         rows = [(*_show(each), "yes" if each["met"] else "**no**") for each in result["bars"] if not each.get("null")]
-        lines += _draw_table(("Bar", "Wanted", "Measured", "Met"), rows)
+        lines += _draw_table(("Figure", "Limit", "Measured", "Met"), rows)
         for each in result.get("pictures", ()):
             lines += ["", f"![{each.get('title', result['title'])}]({pictures}{each['name']}.svg)"]
         for each in result["tables"]:
@@ -70,7 +70,7 @@ def markdown(results: Sequence[Mapping[str, Any]], pictures: str = "") -> str:
             lines += ["", f"Null tests: {', '.join(tested)}."]
         if result["skipped"]:
             left_out = "; ".join(f"{name} ({why})" for name, why in sorted(result["skipped"].items()))
-            lines += ["", f"Not measured here: {left_out}."]
+            lines += ["", f"Not measured: {left_out}."]
         if "measured" in result:
             lines += ["", f"*Measured on {result['measured']}, in {result['took']:.0f} s.*"]
     return "\n".join(lines)

@@ -55,7 +55,7 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "transactions",
         "title": "A lock that ends with the transaction",
         "method": (
-            "A cycle is a whole transaction on an engine with a pool: it takes a free lock, or runs `SELECT 1` by"
+            "One cycle is a whole transaction on an engine with a pool: it takes a free lock, or runs `SELECT 1` with"
             " SQLAlchemy's `text()` instead."
         ),
         "bars": bars,
@@ -77,7 +77,7 @@ def _field() -> dict[str, Make]:
         OURS: _on_connection(lambda c: TransactionLock(c, "connection").acquire()),
         TIMED: _on_connection(lambda c: TransactionLock(c, "timed").acquire(timeout=2)),
         "two names": _on_connection(lambda c: TransactionLock(c, "one", "two").acquire(timeout=2)),
-        "pg_advisory_xact_lock by hand": _on_connection(lambda c: c.execute(LOCK, args).scalar()),
+        "pg_advisory_xact_lock in SQL": _on_connection(lambda c: c.execute(LOCK, args).scalar()),
         "TransactionLock.begin(engine)": _begin,
         SESSION: _on_session(lambda s: s.execute(SELECT).scalar()),
         ON_SESSION: _on_session(lambda s: TransactionLock(s, "session").acquire()),

@@ -52,8 +52,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "transfers",
         "title": "Guarded transfers",
         "method": (
-            f"{processes} processes move money between {ACCOUNTS} accounts by reading, computing and writing. Lost is the sum"
-            " of what the balances differ from the journal; unguarded, as the control, it must not be 0."
+            f"{processes} processes transfer money between {ACCOUNTS} accounts by reading, computing and writing. Lost"
+            " is the sum of the differences between balances and journal; without a guard, as the control, it must not"
+            " be 0."
         ),
         "bars": bars,
         "tables": [report.table("Transfers", ("Guard", "Transfers", "Lost", "Rate"), rows)],

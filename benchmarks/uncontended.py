@@ -52,19 +52,20 @@ def run(quick: bool) -> dict[str, Any]:
             raw, again, ours = field
             medians = rounds.alternate_async(place, field, effort)
             bars += _bars(driver, medians, raw, again, ours)
-            large = {**field, "SQLAlchemy Core by hand, one connection": _core_async(driver)}
-            tables.append(_table(f"In a field with SQLAlchemy, {driver}", rounds.alternate_async(place, large, effort)))
+            large = {**field, "SQLAlchemy Core, one connection": _core_async(driver)}
+            tables.append(_table(f"Compared with SQLAlchemy, {driver}", rounds.alternate_async(place, large, effort)))
         bars += [_trips(place, "psycopg"), *(_trips_async(place, name) for name in ("psycopg", "asyncpg"))]
         found, skipped = peers.available(PEERS)
         medians = rounds.alternate(place, _everybody(found), effort)
-        bars.append(report.null_test(rounds.ratio(medians, AGAIN, RAW), f"{RAW}, all together"))
-        tables.insert(0, _table("All together, sync", medians))
+        bars.append(report.null_test(rounds.ratio(medians, AGAIN, RAW), f"{RAW}, all contestants"))
+        tables.insert(0, _table("All contestants, sync", medians))
     return {
         "scenario": "uncontended",
         "title": "Acquire and release, uncontended",
         "method": (
-            "One cycle takes the lock and gives it back. The bars are read in a field of three (raw, raw again, pgfence); a"
-            " larger field costs everybody more, because each finds the caches cold: compare within a table only."
+            "One cycle acquires the lock and releases it. The limits apply to a field of three contestants (raw, raw"
+            " again, pgfence). In a larger field each contestant finds cold caches and costs more, so compare figures"
+            " within a table only."
         ),
         "bars": bars,
         "tables": tables,
@@ -72,7 +73,7 @@ def run(quick: bool) -> dict[str, Any]:
         "pictures": [
             picture.bars(
                 "benchmark-uncontended",
-                "Acquire and release, against psycopg by hand",
+                "Acquire and release, compared with plain psycopg",
                 {name: rounds.ratio(medians, name, RAW) for name in medians},
             )
         ],
@@ -97,8 +98,8 @@ def _everybody(found: dict[str, type[peers.Client]]) -> dict[str, Make]:
     field = SYNC | {
         "pgfence, try_acquire() and release()": floor.ours("try", "try"),
         "pgfence, a new lock object each time": floor.ours("new", "new"),
-        "SQLAlchemy Core by hand, one connection": floor.core("core"),
-        "SQLAlchemy Core by hand, from the pool": floor.core("pool", checkout=True),
+        "SQLAlchemy Core, one connection": floor.core("core"),
+        "SQLAlchemy Core, from the pool": floor.core("pool", checkout=True),
     }
     return field | {name: _peer(kind) for name, kind in found.items()}
 

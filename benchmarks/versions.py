@@ -160,9 +160,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "versions",
         "title": "Versions",
         "method": (
-            "One cycle counts up a number in rows that the session has loaded, and commits. The hook is measured by a"
-            " transaction with a SELECT and an UPDATE by primary key, with and without it in turns. Round trips are those of a"
-            " whole transaction, counted by a proxy."
+            "One cycle increments a number in rows that the session has loaded, and commits. The hook is measured"
+            " with a transaction of one SELECT and one UPDATE by primary key, alternately with and without the hook."
+            " Round trips are those of a whole transaction, counted by a proxy."
         ),
         "bars": bars,
         "tables": [

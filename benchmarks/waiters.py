@@ -58,27 +58,38 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "waiters",
         "title": "Many waiters",
         "method": (
-            f"{waiters} engines, each with one connection and one thread that waits for the same name with a timeout of ten"
-            f" minutes, looked at for {seconds:g} s after their first slice. Processor time is that of all server processes but"
-            " the one that looks. The kernel's clock ticks, which `top` shows, miss work that is done between two ticks; the"
-            " scheduler's own count does not."
+            f"{waiters} engines, each with one connection and one thread, wait for the same name with a timeout of ten"
+            f" minutes. They are observed for {seconds:g} s after their first slice. Processor time is that of all"
+            " server processes except the observer's. The kernel's clock ticks, which `top` shows, miss work that is"
+            " done between two ticks; the scheduler's own count does not."
         ),
         "bars": [
-            report.bar(f"{waiters} waiters: server processor, by ticks", "under 1.5 % of a core", cpu.ticks, 1.5, " %"),
-            report.bar(f"{waiters} waiters: server processor, exactly", "under 1.5 % of a core", cpu.exact, 1.5, " %"),
+            report.bar(
+                f"{waiters} waiters: server processor time, by ticks", "under 1.5 % of a core", cpu.ticks, 1.5, " %"
+            ),
+            report.bar(
+                f"{waiters} waiters: server processor time, by the scheduler's count",
+                "under 1.5 % of a core",
+                cpu.exact,
+                1.5,
+                " %",
+            ),
             report.bar(f"{waiters} waiters: server log", "under 1 kB/s", grown / 1000, 1.0, " kB/s", digits=3),
             report.bar("ERRORs in the server log, per wait", "at most 1", errors / waiters, 1.0),
-            report.bar("oldest snapshot of a waiter", "at most a slice, 0.5 s", oldest, SLICE + LATE, " s", digits=3),
+            report.bar("oldest snapshot of a waiter", "at most one slice, 0.5 s", oldest, SLICE + LATE, " s", digits=3),
         ],
         "tables": [
             report.table(
-                "Beside the bars",
+                "Other figures",
                 ("What", "Measured"),
                 [
-                    (f"processor, exactly, of {waiters} connections that ask twice a second", f"{polling.exact:.2f} %"),
+                    (
+                        f"processor time, by the scheduler's count, of {waiters} connections that send two requests a second",
+                        f"{polling.exact:.2f} %",
+                    ),
                     ("log written by the first slice, per waiter", f"{first / waiters:.0f} bytes, once"),
                     ("log from the first connection to the last release", f"{total / 1000:.1f} kB"),
-                    (f"until the lock has been through all {waiters} hands once it is free", f"{drain:.2f} s"),
+                    (f"until all {waiters} waiters have held the lock, once it is free", f"{drain:.2f} s"),
                     ("waiters that got the lock", f"{sum(each.got for each in crowd)} of {waiters}"),
                 ],
             )

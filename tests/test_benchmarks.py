@@ -123,7 +123,7 @@ def test_the_page_is_written_from_results_that_are_kept(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "benchmarks", "--docs", "--pages", str(tmp_path), "--from", str(file)]
         subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True)
     page = (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
-    assert "2 of 2 bars are met" in page
+    assert "2 of 2 limits are met" in page
     assert page.index("| 1.30x | yes |") < page.index("| 19 ms | yes |") < page.index("<!-- end -->")
     assert "20 ms" not in page
     assert "![curves](_static/picture-of-fair.svg)" in page
