@@ -51,7 +51,7 @@ async def test_a_try_on_what_is_held_here_is_busy(world: World, noun: Any, name:
     skipping = one.wrap(busy="skip")(world.pick(sync, asynchronous))
     async with world.enter(one.hold()) as held:
         assert await world.call(noun(world, engine, name).try_acquire) is None
-        with pytest.raises(LockTimeoutError, match=f"this {world.pick('thread', 'task')} holds it already") as caught:
+        with pytest.raises(LockTimeoutError, match=f"this {world.pick('thread', 'task')} already holds it") as caught:
             await world.call(one.acquire, timeout=0)
         assert caught.value.held_here == (name,)
         assert [holder.name for holder in caught.value.holders] == [name]
@@ -153,7 +153,7 @@ async def test_a_lease_and_a_token_lock_of_one_name_know_each_other(
     async with world.enter(outer(world, engine, name).hold()) as held:
         one = inner(world, engine, name)
         assert await world.call(one.try_acquire) is None
-        with pytest.raises(LockTimeoutError, match="holds it already"):
+        with pytest.raises(LockTimeoutError, match="already holds it"):
             await world.call(one.acquire, timeout=0)
         with pytest.raises(SelfDeadlockError, match="already"):
             await world.call(one.acquire, timeout=20)

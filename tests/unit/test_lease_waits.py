@@ -24,5 +24,5 @@ def test_a_long_wait_is_logged_once_whoever_it_is_for(caplog: pytest.LogCaptureF
         call.log_wait(logging.WARNING, 30.0, [])
         call.log_wait(logging.WARNING, 45.0, [])
     assert [record.getMessage() for record in caplog.records] == [
-        "waiting for the lease 'n' for 30.0 s, held by nobody by now"
+        "waiting for lease 'n' for 30.0 s, held by an unknown holder"
     ]

@@ -1,1 +1,1 @@
-"""Acquire and release of session locks."""
+"""Acquire and release session locks."""

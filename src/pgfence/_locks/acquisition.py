@@ -1,11 +1,11 @@
-"""One call of acquire: who wants what until when, and its place in the queue of this process.
+"""The state of one acquire call: the lock it requests, its deadline, and its place in the queue of this process.
 
     enqueue ── first in line ── connection ── try ─────────────────── hold ── release: hand over, or unlock
                     │                           └─ busy: wait in slices ─┘
-                    └─ handed over by the one before: hold at once
+                    └─ handed over by the previous holder: hold at once
 
-Every step belongs to the contender's own thread or task. Whatever ends it there (timeout, cancel, Ctrl-C, an error) gives
-back the connection it was at and leaves the queue; a loss does the same from the watcher's thread.
+Every step runs on the contender's own thread or task. Whatever ends the call (a timeout, a cancellation, Ctrl-C, an error)
+returns the connection and leaves the queue; a lost connection does the same from the monitor's thread.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 class Wanted(Protocol):
-    """What can be asked for: advisory keys, or a row."""
+    """A resource that can be acquired: advisory keys, or a row of the lease table."""
 
     @property
     def keys(self) -> tuple[LockKey, ...]: ...
     @property
     def places(self) -> tuple[Hashable, ...]:
-        """Where its contenders of this process queue."""
+        """The queues of this process in which its contenders wait."""
         ...
 
     @property
@@ -57,7 +57,7 @@ W = TypeVar("W", bound=Wanted)
 
 
 class Acquisition(Generic[W]):
-    """One call of acquire."""
+    """One acquire call."""
 
     noun: ClassVar[str] = "lock"
     once_only: ClassVar[str] = "a session lock is not re-entrant. Pass the handle on, or use one lock with many names"
@@ -91,19 +91,19 @@ class Acquisition(Generic[W]):
         cancel: CancelEvent | None = None,
         budget: float | None = None,
     ) -> None:
-        """Describe a call.
+        """Create the state of a call.
 
         Args:
-            queue: of this process.
-            config: of the engine.
-            names: for messages.
-            wanted: what it is for.
-            owner: who calls.
+            queue: the queue of this process.
+            config: the engine's configuration.
+            names: the names for messages.
+            wanted: the requested resource.
+            owner: the calling thread or task.
             timeout: in seconds; 0 does not wait.
-            lasts: whether it waits for a server that is away from its first question on.
-            no_handoff: whether each of its grants has something of its own, a token.
-            cancel: ends the wait of a thread.
-            budget: seconds that one statement may take; None: by the timeout.
+            lasts: whether to wait for the server from the first statement on, if it is unreachable.
+            no_handoff: whether the lock must not be handed over, because each grant has its own token.
+            cancel: the event that ends the wait of a thread.
+            budget: the seconds that one statement may take; None to derive them from the timeout.
         """
         self.queue = queue
         self.config = config
@@ -112,7 +112,7 @@ class Acquisition(Generic[W]):
         self.owner = owner
         self.timeout = timeout
         self.ends_at = clock() + timeout if timeout else 0.0
-        """When its time is over, on the clock of this process."""
+        """The deadline of the call, on this process's clock."""
         self.cancel = cancel
         self.entry = QueueEntry(wanted.places, owner, queue, no_handoff=no_handoff)
         self._budget = budget
@@ -121,7 +121,7 @@ class Acquisition(Generic[W]):
 
     @property
     def patience(self) -> Patience:
-        """What it does while the server is away. Made at its first use, because a lock that is free needs none."""
+        """The retry state for outages, created on first use, because a free lock needs none."""
         if self._known_patience is None:
             self._known_patience = Patience(self._lasts)
         return self._known_patience
@@ -136,8 +136,8 @@ class Acquisition(Generic[W]):
 
     @property
     def budget(self) -> float:
-        """Seconds that one statement of this call may take."""
-        # A little more than what is left: a server that hangs must not make the call outlast its timeout by much.
+        """The seconds that one statement of this call may take."""
+        # A little more than the time left: a server that hangs must not make the call exceed its timeout by much.
         if self._budget is not None:
             return self._budget
         left = self.ends_at - clock()
@@ -148,12 +148,12 @@ class Acquisition(Generic[W]):
     # ------------------------------------------------------------ in the queue of this process
 
     def enqueue(self) -> bool | None:
-        """Enter the queue, under the mutex, and return whether it stands first for all that is wanted.
+        """Enter the queue, under the mutex, and return whether this call is first in line for all that it wants.
 
-        None: another contender is ahead, or this one holds it, and the call does not wait.
+        Return None if another contender is ahead or the owner holds it already, and the call does not wait.
 
         Raises:
-            SelfDeadlockError: the wait would never end inside this process.
+            SelfDeadlockError: waiting would deadlock inside this process.
         """
         owner, entry, queue = self.owner, self.entry, self.queue
         if queue.is_held_by(owner, entry.places) or self.is_held_by_caller():
@@ -171,18 +171,18 @@ class Acquisition(Generic[W]):
         queue.dequeue(entry)
         if circle:
             raise SelfDeadlockError(
-                f"waiting for {format_names(self.names)} would never end: its holder in this process waits for"
-                f" {format_names(_list_held_names(owner))}, held here. Take both at once: one lock with many names",
+                f"waiting for {format_names(self.names)} would deadlock: its holder in this process is waiting for"
+                f" {format_names(_list_held_names(owner))}, which is held here. Acquire both names with one lock",
                 names=self.names,
             )
         return None
 
     def is_held_by_caller(self) -> bool:
-        """Say whether its own contender holds what it asks for."""
+        """Return whether the calling contender already holds what it requests."""
         return is_held_by(self.owner, self.queue, self.wanted)
 
     async def wait_for_turn(self, carrier: Carrier) -> bool:
-        """Wait until it stands first, or was handed the lock; return False where its time ended before."""
+        """Wait until this call is first in line, or was handed the lock. Return False if its time ended before."""
         event, entry = carrier.make_event(), self.entry
         with MUTEX:
             entry.wake = event.set
@@ -197,8 +197,8 @@ class Acquisition(Generic[W]):
             return self.queue.is_first(entry)
 
     def _note_holder_ahead(self) -> None:
-        """Note, under the mutex, whether a contender in front holds it or has found it held by another process."""
-        # A loop, because an interrupt that comes while a generator is dropped partway is swallowed there.
+        """Record, under the mutex, whether a contender ahead holds it or has found that another process does."""
+        # A loop, not a generator: an interrupt raised while a half-consumed generator is closed would be swallowed.
         for place in self.entry.places:
             front = next(iter(self.queue.get_line(place)), self.entry)
             if front.hold is not None or front.found_held:
@@ -206,7 +206,7 @@ class Acquisition(Generic[W]):
                 return
 
     def find_local_holders(self) -> list[Holder]:
-        """Return the holders in this process that it queues behind."""
+        """Return the holders in this process that this call is queued behind."""
         with MUTEX:
             first = [
                 (key, next(iter(self.queue.get_line(place)), None))
@@ -218,18 +218,18 @@ class Acquisition(Generic[W]):
             if entry is not None and isinstance(entry.hold, Hold)
         ]
 
-    # ------------------------------------------------------------ what the server said
+    # ------------------------------------------------------------ responses of the server
 
     def note_held(self, holders: Sequence[Holder] = ()) -> None:
-        """Note that the server has responded, and that it is held."""
+        """Record the server's response that the lock is held."""
         self.patience.note_held(holders)
         self.entry.found_held, self.entry.away = True, None
 
     def plan_retry(self, error: Away) -> float:
-        """Return how many seconds to pause before a server that is away is asked again.
+        """Return the pause in seconds before an unreachable server is tried again.
 
         Raises:
-            UnreachableError, StandbyError: the call does not wait for it, or no longer.
+            UnreachableError, StandbyError: the call does not wait for the server, or its time is over.
         """
         pause = self.patience.pause(self.names, error, self.left)
         if pause is not None:
@@ -241,10 +241,10 @@ class Acquisition(Generic[W]):
         raise ended from error
 
     def plan_retry_after_loss(self, gone: ConnectionGoneError, failures: int) -> float:
-        """Return how many seconds to pause after a session that ended while it asked; the first of them is replaced at once.
+        """Return the pause in seconds after a connection was lost during a statement. The first loss is retried at once.
 
         Raises:
-            UnreachableError: one too many ended, and the call does not wait for the server.
+            UnreachableError: the connection was lost again, and the call does not wait for the server.
         """
         if failures == 1 and (self.left or not self.waits):
             return 0.0
@@ -253,17 +253,17 @@ class Acquisition(Generic[W]):
         return self.plan_retry(error)
 
     def build_outage_error(self, error: Away) -> Away:
-        """Return the error that the call ends with because it finds no server."""
+        """Return the error for a call that ends while the server is unreachable."""
         return self.patience.build_outage_error(self.names, error, self.timeout)
 
     def build_late_error(self, holders: Sequence[Holder]) -> Exception:
-        """Return what a contender raises that was not first in time: it is held, or the first one found no server."""
+        """Return the error for a call that was not first in line in time: the lock is held, or the server unreachable."""
         with MUTEX:
             fronts = [next(iter(self.queue.get_line(place)), self.entry) for place in self.entry.places]
         away = [front.away for front in fronts if front.away is not None]
         if not away:
             return self.build_timeout_error(holders)
-        self.patience.failures += 1  # so that it gets an error of its own, and not that of another contender
+        self.patience.failures += 1  # so that a new error is built: exceptions must not be shared between contenders
         return self.build_outage_error(away[0])
 
     def build_timeout_error(self, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
@@ -271,7 +271,7 @@ class Acquisition(Generic[W]):
         by = f"; held by {', '.join(map(str, holders))}" if holders else ""
         emit_event(self.config, "timeout", self.names)
         if self.is_held_by_caller():
-            nested = f"; this {owner.kind} holds it already, and {self.once_only}"
+            nested = f"; this {owner.kind} already holds it, and {self.once_only}"
         else:
             nested = f". This {owner.kind} also holds {format_names(held_here)}" if held_here else ""
         return LockTimeoutError(
@@ -284,16 +284,16 @@ class Acquisition(Generic[W]):
         )
 
     def build_no_connection_error(self) -> Exception:
-        """Return that all connections were in use until the end of the timeout."""
+        """Return the error for a call that found all connections in use until its timeout."""
         return self.build_timeout_error((), why=NO_CONNECTION)
 
     def log_wait(self, level: int, age: float, holders: Sequence[Holder]) -> None:
-        """Say in the log who is waited for."""
+        """Log the holders that the call is waiting for."""
         if log.isEnabledFor(level):
             keys = f" ({', '.join(str(key.value) for key in self.wanted.keys)})" if self.wanted.keys else ""
-            by = ", ".join(map(str, holders)) or "nobody by now"
+            by = ", ".join(map(str, holders)) or "an unknown holder"
             what = f"{self.noun} {format_names(self.names)}{keys}"
-            log.log(level, "waiting for the %s for %.1f s, held by %s", what, age, by)
+            log.log(level, "waiting for %s for %.1f s, held by %s", what, age, by)
 
 
 def _list_held_names(owner: Contender) -> tuple[str, ...]:
@@ -301,7 +301,7 @@ def _list_held_names(owner: Contender) -> tuple[str, ...]:
 
 
 def timeout_of(config: Config, timeout: Seconds | None, owner: Contender) -> float:
-    """Return how long a call may wait; the default is cut for whoever holds something already."""
+    """Return how long a call may wait. The default is shorter for a caller that holds another lock already."""
     if timeout is not None:
         return seconds(timeout)
     return min(config.default_timeout, NESTED_LIMIT) if owner.holds else config.default_timeout

@@ -1,4 +1,4 @@
-"""What an error means to a contender for a session lock."""
+"""Translate errors raised while acquiring or releasing a session lock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pgfence.errors import TransactionStateError
 if TYPE_CHECKING:
     from pgfence._sql.advisory import LockSql
 
-NO_CONNECTION = ": all connections for locks are in use (max_lock_connections)"
+NO_CONNECTION = ": all connections for locks are in use; raise max_lock_connections"
 
 
 def translate_lock_error(session: LockConnection, error: Exception, sql: LockSql) -> Exception:
-    """Return what an error while contending means. Nothing is known to be held after it: the session is closed."""
+    """Return the exception to raise for an error while contending. The connection is closed, so nothing is held."""
     context = replace(sql.context, lock_table=(session.facts.locks_used, session.facts.lock_limit))
     if told := translate_error(error, sql.row and sql.row[0], context):
         return told
@@ -29,13 +29,13 @@ def translate_lock_error(session: LockConnection, error: Exception, sql: LockSql
 
 
 def build_in_transaction_error(names: tuple[str, ...], *, closed: bool = False) -> TransactionStateError:
-    """The caller's connection is in a transaction while its lock is to be given back."""
+    """Return the error for releasing a lock on the caller's own connection while it is in a transaction."""
     if closed:
         return TransactionStateError(
-            f"the block of {format_names(names)} ended inside a transaction: whoever takes the lock next would not see its writes."
-            " The connection was closed and the transaction is rolled back. Commit inside the block"
+            f"the block of {format_names(names)} ended inside a transaction, whose writes the next holder would not see. The"
+            " connection was closed and the transaction was rolled back. Commit inside the block"
         )
     return TransactionStateError(
-        f"{format_names(names)} cannot be released inside a transaction: whoever takes the lock next would not see its writes."
-        " Commit or roll back first, then release; the lock is still held"
+        f"{format_names(names)} cannot be released inside a transaction, whose writes the next holder would not see. Commit or"
+        " roll back first, then release; the lock is still held"
     )

@@ -1,4 +1,4 @@
-"""Looks at the server: who holds a lock at this moment."""
+"""Query the server for the current holders of a lock."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 async def look(pool: LockPool, sql: LockSql) -> list[Holder]:
-    """Ask the server who holds what the statements are for, on a session that holds nothing.
+    """Return the current holders of the requested keys, queried on an idle connection.
 
     Raises:
-        UnreachableError: there is no server.
-        PoolerError, StandbyError, UnsupportedServerError: as an acquire.
+        UnreachableError: the server cannot be reached.
+        PoolerError, StandbyError, UnsupportedServerError: as for acquiring.
     """
     session = await pool.checkout_for_query()
     try:
@@ -36,17 +36,17 @@ async def look(pool: LockPool, sql: LockSql) -> list[Holder]:
 
 
 async def look_on(pool: LockPool, session: LockConnection, sql: LockSql) -> list[Holder]:
-    """Look on a session, for a message: nothing must fail for it."""
+    """Query the holders on a given connection, for a message. Errors are logged and ignored."""
     try:
         return await session.run_with_sqlalchemy(pool.engine, sql.holders, limit=WAIT_GRACE)
     except Exception:
-        log.debug("could not look who holds a lock", exc_info=True)
+        log.debug("could not query the holders of a lock", exc_info=True)
         session.close_after_use = True
         return []
 
 
 async def look_quietly(pool: LockPool, sql: LockSql) -> list[Holder]:
-    """Look if a session is idle, for a message: nothing must fail or wait for it."""
+    """Query the holders if a connection is idle, for a message. Never waits; errors are logged and ignored."""
     with MUTEX:
         idle = pool.state.idle.pop() if pool.state.idle else None
     if idle is None:

@@ -1,4 +1,4 @@
-"""Acquire and release of session locks, for the threads of this process or for the tasks of one loop."""
+"""Acquire and release session locks, for the threads of this process or for the tasks of one event loop."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 HandleT = TypeVar("HandleT")
 
 RETRY_AFTER = 1.0
-"""A session that ended sooner than this after it was taken for a wait counts as a failure; only the first is replaced at once."""
+"""A connection lost sooner than this after a wait began counts as a failure; only the first one is replaced at once."""
 
 
 class LockManager:
-    """The queue and the connections that the threads of this process, or the tasks of one loop, share for one engine."""
+    """The queue and the connections that one engine's threads, or the tasks of one event loop, share."""
 
     def __init__(self, engine: Engine, config: Config, carrier: Carrier) -> None:
         threads.require_native_threads()
@@ -68,7 +68,7 @@ class LockManager:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop whose tasks share it."""
+        """The event loop whose tasks share this manager; None for threads."""
         return self.carrier.loop
 
     def begin_call(
@@ -80,7 +80,7 @@ class LockManager:
         lasts: bool = False,
         budget: float | None = None,
     ) -> LockAcquisition:
-        """Return a call of this contender, which is in no queue yet."""
+        """Return the state of a new acquire call, which has not entered a queue yet."""
         carrier, no_handoff = self.carrier, isinstance(sql, TokenSql)
         owner = carrier.get_contender()
         limit = timeout_of(self.config, timeout, owner)
@@ -108,19 +108,19 @@ class LockManager:
         on: Connection | None = None,
         budget: float | None = None,
     ) -> HandleT | None:
-        """Return a handle, or None when somebody else has the lock and `timeout` is 0.
+        """Acquire a lock and return its handle; None if another holder has it and `timeout` is 0.
 
         Args:
-            names: for messages.
-            sql: the keys to take.
-            timeout: seconds; None is the default, which does not wait for a server that is away at the first question.
-            make: makes the handle. From then on its finaliser answers for the lock, until then we do.
-            on: the caller's own connection; None takes one of ours.
-            budget: seconds that one statement may take, for a caller that polls; None: by the timeout.
+            names: the names for messages.
+            sql: the statements for the requested keys.
+            timeout: seconds; None is the default timeout, with which the call does not wait for an unreachable server.
+            make: creates the handle, whose finaliser is responsible for the lock from then on.
+            on: the caller's own connection; None checks one out of the pool.
+            budget: the seconds that one statement may take, for a caller that polls; None to derive them from the timeout.
 
         Raises:
-            LockTimeoutError: it was not free within the timeout.
-            SelfDeadlockError: it would never be, inside this process.
+            LockTimeoutError: it did not become free within the timeout.
+            SelfDeadlockError: waiting would deadlock inside this process.
         """
         call = self.begin_call(names, sql, timeout, lasts=timeout is not None and on is None, budget=budget)
         entry = call.entry
@@ -130,16 +130,17 @@ class LockManager:
             with MUTEX:
                 if (front := call.enqueue()) is None:
                     return None
-                if front and on is None:  # in the same turn of the mutex: the free path takes it once
+                # While the mutex is held anyway: the uncontended path then takes it only once.
+                if front and on is None:
                     self.pool.state.pop_idle(entry)
             if not front:
                 await self._wait_for_turn(call, on)
             if entry.handed_over is not None or await self._contend(call, on):
-                # Until the handle is there the clean-up below answers for the grant, from then on its finaliser.
+                # Until the handle exists, the clean-up below is responsible for the grant; then the handle's finaliser is.
                 return make(self, self._record(call, entry.handed_over or entry.session))
             entry.leave()
         except BaseException as error:
-            # Certainly, for the exception may be a signal's, and another may follow.
+            # On a path that cannot be interrupted: the exception may come from a signal, and a second one may follow.
             self.carrier.run_cleanup(lambda: self._abort_acquire(call))
             if isinstance(error, Cancelled):
                 raise build_cancelled_error(names) from None
@@ -147,7 +148,7 @@ class LockManager:
         return None
 
     async def _wait_for_turn(self, call: LockAcquisition, on: Connection | None) -> None:
-        """Wait to be the first in the queue. It may get the session of the one before, with the lock."""
+        """Wait to be first in the queue. The previous holder may hand over its connection, and the lock with it."""
         if not await call.wait_for_turn(self.carrier):
             raise call.build_late_error(call.find_local_holders() or await look_quietly(self.pool, call.wanted))
         entry = call.entry
@@ -157,10 +158,10 @@ class LockManager:
             entry.session = None
 
     def _abort_acquire(self, call: LockAcquisition) -> None:
-        """Leave nothing behind, whatever happened."""
+        """Clean up after an acquire that ends with an exception, wherever it was raised."""
         self._discard(call)
         call.entry.discard_partial()
-        self._discard(call)  # until it left the queue, another thread could hand its lock over to it
+        self._discard(call)  # again: until it left the queue, another thread could hand its lock over to it
 
     def _discard(self, call: LockAcquisition) -> None:
         for session in (call.entry.session, call.entry.handed_over):
@@ -168,7 +169,7 @@ class LockManager:
                 self.pool.discard(session)
 
     async def _contend(self, call: LockAcquisition, on: Connection | None) -> bool:
-        """Contend with other processes, at the entry's session. False: not free, and no time to wait."""
+        """Contend with other processes for the lock. Return False if it is held and the call does not wait any longer."""
         failures, sql, entry = 0, call.wanted, call.entry
         many = len(sql.keys) > MANY_KEYS
         while True:
@@ -224,7 +225,7 @@ class LockManager:
         return session
 
     async def _make_room(self, session: LockConnection, call: LockAcquisition) -> None:
-        """Count the server's lock table before a large request unless that was done lately, and refuse what would fill it."""
+        """Reject a large request that would fill the server's lock table, whose use is counted unless it was lately."""
         if self.pool.lock_table.needs_count(len(call.wanted.keys)):
             self.pool.lock_table.note_count(
                 await session.fetch_value(self.engine, server.LOCK_TABLE_USE, (), limit=call.budget)
@@ -233,7 +234,8 @@ class LockManager:
 
     async def _wait(self, session: LockConnection, call: LockAcquisition) -> bool:
         sql = call.wanted
-        if own := find_holds_on(call.owner, sql.keys):  # through another engine: the queue does not show it
+        # The caller may hold the key through another engine, which this queue cannot see: compare with the server's holders.
+        if own := find_holds_on(call.owner, sql.keys):
             found = await look_on(self.pool, session, sql)
             if error := find_self_deadlock(call.owner, call.names, own, found, session.facts.started):
                 raise error
@@ -256,7 +258,7 @@ class LockManager:
         return False
 
     def _record(self, call: LockAcquisition, session: LockConnection) -> SessionHold:
-        """Record a grant."""
+        """Record a grant, and return its hold."""
         sql, entry = call.wanted, call.entry
         hold = Hold(call.names, sql, entry, session)
         if isinstance(sql, TokenSql):
@@ -265,7 +267,8 @@ class LockManager:
             entry.owner.waits = entry.away = None
             entry.owner.holds.append(hold)
             session.hold = entry.hold = hold
-        if session.dead is not None:  # it died between the answer and this line
+        # The connection may have died after the grant and before the hold was attached: then `hold` missed the loss.
+        if session.dead is not None:
             session.on_connection_lost(session.dead)
         if self.config.on_event is not None:
             emit_event(self.config, "acquired", call.names, hold.token)
@@ -274,17 +277,17 @@ class LockManager:
     # ------------------------------------------------------------ release
 
     async def release(self, hold: SessionHold, *, leaving: bool = False, failing: bool = False) -> None:
-        """Give the lock back, provably, or close its connection.
+        """Release the lock. Returns once the server has confirmed the release or the connection is closed.
 
         Args:
-            hold: what is given back.
-            leaving: a block ends: a lock on the caller's connection must not outlive it.
-            failing: it ends by an exception.
+            hold: the lock.
+            leaving: a block is ending, which a lock on the caller's connection must not outlive.
+            failing: the block is ending with an exception.
 
         Raises:
             LockNotHeldError: it was released before, or this is a forked child.
             LockLostError: it was lost before.
-            TransactionStateError: the caller's own connection is in a transaction. Unless a block ends, the lock stays.
+            TransactionStateError: the caller's own connection is in a transaction. The lock is kept, unless a block ends.
         """
         blocked = self._is_in_transaction(hold, leaving=leaving)
         try:
@@ -319,10 +322,10 @@ class LockManager:
             raise build_in_transaction_error(hold.names, closed=True)
 
     def _is_in_transaction(self, hold: SessionHold, *, leaving: bool) -> bool:
-        """Whether a transaction is open on the caller's own connection, so that the lock cannot be given back there.
+        """Return whether a transaction is open on the caller's own connection, which blocks the release.
 
         Raises:
-            LockNotHeldError: this is a forked child; nothing of its parent's is looked at.
+            LockNotHeldError: this is a forked child, which must not touch its parent's connection.
         """
         if hold.pid != PROCESS.pid:
             raise hold.not_held_error()
@@ -333,7 +336,7 @@ class LockManager:
         return True
 
     def _begin_release(self, hold: SessionHold) -> tuple[bool, bool]:
-        """Return whether it is ours to release, and whether the lock went on to the next in line without a round trip."""
+        """Return whether the caller may release the hold, and whether the lock was handed over without a round trip."""
         with MUTEX:
             if not hold.begin_release():
                 return False, False
@@ -343,8 +346,8 @@ class LockManager:
             session.hold = None
             if hold.reason is not None or session.dead or session.in_user_hands or not session.ours:
                 return True, False
-            # At most 16 times in a row, for at most 20 ms: many waiters here must not starve another process, which waits in the
-            # server and gets the lock only when it is unlocked there.
+            # At most 16 times in a row and for at most 20 ms. Another process waits in the server and gets the lock only
+            # when it is unlocked there, so many waiters here could starve it.
             successor = self.queue.find_successor(hold.entry)
             if successor is None or session.handoffs >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
                 return True, False
@@ -354,17 +357,18 @@ class LockManager:
             return True, True
 
     def _finish_interrupted_release(self, hold: SessionHold) -> None:
-        """Close the connection, unless it serves somebody else already."""
+        """Close the connection after an interrupted release, unless it already serves another holder."""
         session = hold.session
         if session.hold in (None, hold):
-            if session.statement_started:  # somebody else is inside a statement on it by now
+            # Another thread is executing a statement on it: only its socket may be shut down from here.
+            if session.statement_started:
                 MONITOR.shut_down(session)
             else:
                 self.pool.discard(session)
         hold.entry.discard_partial()
 
     async def _unlock_unused(self, session: LockConnection, sql: LockSql) -> None:
-        """Unlock a session that was handed over to somebody who cannot use it."""
+        """Unlock a connection that was handed over to a contender that cannot use it."""
         try:
             await session.unlock(self.engine, sql)
         except BaseException:
@@ -373,7 +377,7 @@ class LockManager:
         self.pool.checkin(session)
 
     def abandon(self, hold: SessionHold) -> None:
-        """Free a lock whose handle was dropped; called by a finaliser, so the work is done elsewhere."""
+        """Release a lock whose handle was dropped. A finaliser calls this, so the work is done on another thread."""
 
         def close() -> None:
             mine, handed_over = self._begin_release(hold)
@@ -384,15 +388,15 @@ class LockManager:
         self.carrier.run_later(close)
 
     def _on_connection_lost(self, hold: SessionHold | None) -> None:
-        """Let go of the lock of a dead session."""
-        # The server has freed it: waiters in this process need not wait until the loser leaves its block.
+        """Leave the queue and emit the event for a lock whose connection was lost."""
+        # The server has released the lock: waiters in this process need not wait until the former holder leaves its block.
         if hold is not None:
             hold.entry.leave()
             emit_event(self.config, "lost", hold.names, hold.token)
-            log.warning("the lock %s was lost: %s", format_names(hold.names), hold.reason)
+            log.warning("lock %s was lost: %s", format_names(hold.names), hold.reason)
         self.pool.close_idle(time.monotonic())
 
 
 def get_manager(engine: Engine, config: Config) -> LockManager:
-    """Return the lock manager of an engine in this process; of an async engine, on the running loop."""
+    """Return an engine's lock manager in this process; for an async engine, that of the running event loop."""
     return ManagerRegistry.for_carrier(engine, LockManager, lambda carrier: LockManager(engine, config, carrier))

@@ -1,4 +1,4 @@
-"""Waits that last through an outage of the server: when to retry, and the error at the end of the timeout. No I/O."""
+"""Decide when a wait retries during an outage of the server, and build the error at its timeout. No I/O."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ if TYPE_CHECKING:
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 
 Away = UnreachableError | StandbyError
-"""What an outage looks like. A standby may be a former primary while a cluster switches over."""
+"""The errors of an outage. A standby counts, because it may be a former primary while a cluster switches over."""
 
 
 @dataclass(slots=True)
 class Patience:
-    """Whether one call outlasts an outage, and what the server last responded to it."""
+    """Whether one call waits through an outage, and the last response of the server."""
 
     lasts: bool
-    """Whether it does: its caller passed a timeout, or the server has responded that the lock is held."""
+    """Whether the call waits through an outage: it has a timeout, or the server has responded that the lock is held."""
     failures: int = 0
-    """How many attempts in a row got no response."""
+    """The number of attempts in a row without a response."""
     heard_at: float | None = None
-    """When the server last responded that the lock is held, on the clock of this process."""
+    """When the server last responded that the lock is held, on this process's clock."""
     holders: Sequence[Holder] = ()
-    """Who held it then, as far as the response said."""
+    """The holders that the server then named, if any."""
 
     def note_held(self, holders: Sequence[Holder] = ()) -> None:
-        """Note the response that it is held. From now on the wait lasts until its timeout."""
+        """Record the response that the lock is held. From now on the call waits until its timeout."""
         self.lasts = True
         self.failures = 0
         self.heard_at = clock()
         self.holders = holders or self.holders
 
     def pause(self, names: tuple[str, ...], error: Away, left: float) -> float | None:
-        """Return how many seconds to pause before the server is asked again, or None: the call ends here."""
+        """Return the pause in seconds before the server is tried again, or None if the call ends here."""
         if not self.lasts or left <= 0 or not error.retryable:
             return None
         self.failures += 1
         if self.failures == 1:
             log.warning(
-                "no server while waiting for %s, asking again until the timeout: %s", format_names(names), error
+                "server unreachable while waiting for %s, retrying until the timeout: %s", format_names(names), error
             )
         longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.failures, 20))
         return min(left, longest * between(0.5, 1.0))
 
     def build_outage_error(self, names: tuple[str, ...], error: Away, timeout: float) -> Away:
-        """Return the error that ends a wait: the server cannot be reached, and what it last responded."""
+        """Return the error that ends a wait: the server is unreachable. It includes the server's last response."""
         if self.heard_at is None and not self.failures:
             return error
         reason = str(error).removesuffix(LOCK_OUTCOME_UNKNOWN).rstrip(" .")
@@ -72,7 +72,7 @@ class Patience:
 
 
 def build_gone_error(names: tuple[str, ...], gone: ConnectionGoneError) -> UnreachableError:
-    """The session ended under the question, and so did its successor."""
+    """Return the error for a call whose connection, and then the replacement, was lost during the statement."""
     return UnreachableError(
-        f"the session ended while it asked for {format_names(names)}: {gone.__cause__}. Nothing is held; try again"
+        f"the connection was lost while acquiring {format_names(names)}: {gone.__cause__}. Nothing is held; try again"
     )

@@ -1,4 +1,4 @@
-"""Waits for what the caller itself holds: in this process, and on another connection."""
+"""Detect a caller that waits for a lock that it holds itself, through another engine or on another connection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Contended(Protocol):
-    """What is asked for: the lines it stands in, and the row of the lease table, if it uses one."""
+    """A request: the queues it waits in, and the row of the lease table, if it uses one."""
 
     @property
     def places(self) -> Sequence[Hashable]: ...
@@ -30,14 +30,14 @@ class Contended(Protocol):
 
 
 def is_held_by(owner: Contender, queue: LocalQueue, wanted: Contended) -> bool:
-    """Say whether a contender holds what these statements are for, or another lock of this engine on the same row."""
+    """Return whether a contender holds the requested keys, or another lock of this engine on the same row."""
     if not owner.holds:
         return False
     places, row = set(wanted.places), wanted.row
     for hold in tuple(owner.holds):
         theirs = hold.entry.queue
         same_place = theirs is queue and not places.isdisjoint(hold.entry.places)
-        # A lease and a session lock with a token wait in different lines, and exclude each other by their row.
+        # A lease and a session lock with a token wait in different queues, and exclude each other by their row.
         same_row = row is not None and theirs.home is queue.home is not None and hold.row == row
         if (same_place or same_row) and not hold.dropped and hold.state in ("held", "unknown"):
             return True
@@ -45,9 +45,9 @@ def is_held_by(owner: Contender, queue: LocalQueue, wanted: Contended) -> bool:
 
 
 def find_holds_on(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[LockConnection]]:
-    """Return the session locks of a contender on any of these keys, in whatever database."""
-    # The queue of this process shows a hold on another connection only if both locks are taken through one engine. So the holds
-    # of the contender are compared with what the server shows.
+    """Return a contender's session locks on any of these keys, in any database."""
+    # The queue of this process only shows holds taken through the same engine. Holds through other engines are found by
+    # comparing them with the holders that the server reports.
     wanted = set(keys)
     return [
         hold
@@ -63,14 +63,14 @@ def find_self_deadlock(
     found: Sequence[Holder],
     started: str,
 ) -> SelfDeadlockError | None:
-    """Return the error of a wait for a lock that the contender holds itself; None: others hold it.
+    """Return the error if a contender would wait for a lock that it holds itself; None if other sessions hold it.
 
     Args:
-        owner: who is about to wait.
-        names: what it waits for.
+        owner: the contender that is about to wait.
+        names: the names that it would wait for.
         holds: its own session locks on those keys.
-        found: the holders of those keys in the database where it waits.
-        started: when that server was started. A process id alone proves nothing: another server may use the same one.
+        found: the holders of those keys in the database where it would wait.
+        started: when that server was started. A backend pid alone proves nothing: another server may use the same one.
     """
     there = {(holder.key, holder.backend_pid) for holder in found}
     own = tuple(
@@ -82,8 +82,8 @@ def find_self_deadlock(
     if not own:
         return None
     return SelfDeadlockError(
-        f"waiting for {format_names(names)} would never end: this {owner.kind} holds {format_names(own)} itself, as an AdvisoryLock on another"
-        " connection. Pass the handle on, or work on the lock's own connection (AdvisoryLock.connect())",
+        f"waiting for {format_names(names)} would deadlock: this {owner.kind} itself holds {format_names(own)} as an"
+        " AdvisoryLock on another connection. Pass the handle on, or work on the lock's own connection (AdvisoryLock.connect())",
         names=names,
     )
 
@@ -91,9 +91,9 @@ def find_self_deadlock(
 def find_hold_elsewhere(
     owner: Contender, connection: Connection, names: tuple[str, ...], keys: Sequence[LockKey]
 ) -> SelfDeadlockError | None:
-    """Return the error of a wait on this connection for a lock that the contender holds itself on another one.
+    """Return the error if the contender would wait on this connection for a lock that it holds on another one.
 
-    No round trip unless it holds a session lock on one of the keys, then two.
+    Makes no round trip, or two if the contender holds a session lock on one of the keys.
     """
     here = connection.connection.dbapi_connection
     holds = [hold for hold in find_holds_on(owner, keys) if hold.session.dbapi_connection is not here]

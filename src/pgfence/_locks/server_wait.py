@@ -1,4 +1,4 @@
-"""The wait of one contender at the server: a slice in the server's own queue, then slices in the order of the tickets."""
+"""Wait for a lock in the server: first one slice in the server's own queue, then slices in the order of the tickets."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 LOOK_EVERY = 4
-"""After so many slices a waiter looks whether the owner of the ticket in front stands still."""
+"""A waiter checks every so many slices whether the owner of the ticket ahead has stopped making progress."""
 
 
 class ServerWait:
-    """The wait of one contender on its session. After an error of it nothing is known: the session is closed."""
+    """The wait of one contender on its connection. After an error its state is unknown, and the connection is closed."""
 
     __slots__ = ("engine", "has_ticket", "has_turn", "session", "slices", "sql")
 
@@ -37,10 +37,8 @@ class ServerWait:
         self.slices = 0
 
     async def run_step(self, step: Wait, call: Acquisition[LockSql]) -> bool | None:
-        """Wait for one slice and return whether the lock was granted; None: this one needs a ticket, at once.
-
-        Nothing is asked before it has that, because others would take theirs in that time.
-        """
+        """Wait for one slice and return whether the lock was granted; None if the waiter needs a ticket now."""
+        # None is returned at once, before the server is queried for holders: other waiters would take tickets in that time.
         if not step.queued:
             return await self.wait_without_ticket(step.seconds)
         if self.has_turn or await self.wait_for_turn(step.seconds):
@@ -48,7 +46,7 @@ class ServerWait:
         return False
 
     async def wait_without_ticket(self, length: float) -> bool | None:
-        """Wait for some seconds in the server's own queue; None: others have tickets, so this one needs one, too."""
+        """Wait for `length` seconds in the server's own queue; return None at once if other waiters have tickets."""
         session, sql, milliseconds = self.session, self.sql, to_milliseconds(length, len(self.sql.keys))
         if isinstance(sql, TokenSql):
             return await session.lock_with_token(self.engine, sql, milliseconds, unless_queued=True)
@@ -62,7 +60,7 @@ class ServerWait:
         return True if row is not None and row[0] else None
 
     async def wait_for_turn(self, length: float) -> bool:
-        """Wait for some seconds until no ticket is in front of its own, which it takes at the first call."""
+        """Wait for up to `length` seconds until this waiter's ticket is the first. The first call takes the ticket."""
         self.slices += 1
         statements = build_wait_for_turn(
             self.sql.keys,
@@ -75,7 +73,7 @@ class ServerWait:
         return self.has_turn
 
     async def wait_in_turn(self, length: float) -> bool:
-        """Wait for some seconds as the one whose turn it is. The ticket is given back with the grant, or by `leave`."""
+        """Wait for up to `length` seconds with the first ticket. It is returned with the grant, or by `leave`."""
         session, sql, milliseconds = self.session, self.sql, to_milliseconds(length, len(self.sql.keys))
         if not isinstance(sql, TokenSql):
             statements = build_wait_for_keys(sql.keys, milliseconds)
@@ -86,8 +84,9 @@ class ServerWait:
         return granted
 
     async def leave(self) -> None:
-        """Give the ticket back."""
+        """Return the ticket."""
         if not self.has_ticket:
             return
         if await self.session.fetch_value(self.engine, LEAVE, (), limit=RELEASE_BUDGET) is False:
-            self.session.close_after_use = True  # it was no longer there: whatever took it away may have taken more
+            # The ticket was no longer there. Whatever released it may have released the lock too.
+            self.session.close_after_use = True
