@@ -124,7 +124,7 @@ def test_no_server_is_69(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["install", "--dsn", "postgresql://somebody:hunter2@127.0.0.1:1/d"]) == Code.UNAVAILABLE
     said = capfd.readouterr().err
     assert "127.0.0.1:1/d" in said
-    assert "Nothing was made" in said
+    assert "Nothing was created" in said
     assert "hunter2" not in said
 
 

@@ -128,7 +128,7 @@ def test_a_missing_server_setting_is_explained(cli: Cli, name: str) -> None:
     del cli.environment["DATABASE_URL"]
     done = cli.run(name, "--", "echo", "ran", PGCONNECT_TIMEOUT="5", PGUSER="ann", PGPASSWORD="s3cret")
     assert (done.returncode, done.stdout) == (69, "")
-    assert "no session at the default host: no server was given: give --dsn or --engine, or set" in done.stderr
+    assert "cannot connect to the default host: no server was given: give --dsn or --engine, or set" in done.stderr
     assert "?." not in done.stderr
     assert done.stderr.count("\n") == 1
     assert "s3cret" not in done.stderr
@@ -144,5 +144,5 @@ def test_a_url_that_did_not_arrive_is_misuse(cli: Cli, name: str) -> None:
 def test_what_the_driver_says_is_one_line_and_ends_once(cli: Cli, name: str) -> None:
     """A question of libpq's keeps its mark and gets no full stop behind it; a place without a database has no slash."""
     done = cli.run(name, "--", "true", DATABASE_URL=f"postgresql://127.0.0.1:{(port := unused_port())}")
-    assert f"no session at 127.0.0.1:{port}: " in done.stderr
+    assert f"cannot connect to 127.0.0.1:{port}: " in done.stderr
     assert "accepting TCP/IP connections? Nothing is known about the lock" in done.stderr

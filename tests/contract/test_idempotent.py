@@ -631,7 +631,7 @@ def test_wrong_arguments_are_rejected_before_anything_is_sent() -> None:
         idempotent(Session(), "k", scope="s").run(work)
     for options, message in (
         ({"result": Session}, "Session cannot be stored"),
-        ({"payload": object()}, "payload cannot hold"),
+        ({"payload": object()}, "payload cannot contain"),
         ({"record": [KeyboardInterrupt]}, "exception classes"),
         ({"scope": 7}, "must be a str"),
     ):

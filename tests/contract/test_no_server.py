@@ -45,7 +45,9 @@ NOWHERE = "postgresql://ann:s3cret@127.0.0.1:1/d"
 async def test_a_transaction_without_a_server_is_unreachable(world: World, name: str, entrance: str) -> None:
     """UnreachableError and 503 from each of them, whatever the driver raises and SQLAlchemy wraps; nothing was committed."""
     engine = world.engine(dsn=NOWHERE)
-    with pytest.raises(UnreachableError, match=r"no session at 127\.0\.0\.1:1/d: .*Nothing was committed") as caught:
+    with pytest.raises(
+        UnreachableError, match=r"cannot connect to 127\.0\.0\.1:1/d: .*Nothing was committed"
+    ) as caught:
         await entered(world, name, entrance, engine)
     assert (caught.value.retryable, caught.value.http_status) == (True, 503)
     assert "s3cret" not in str(caught.value)
@@ -84,7 +86,7 @@ async def test_a_mistake_in_the_configuration_is_not_retried(
         lambda: world.call(lease(world, engine, name).acquire, timeout=60),
         lambda: entered(world, name, "TransactionLock", engine),
     ):
-        with pytest.raises(UnreachableError, match=f"no session at .*{said}.*Check host, user, password") as caught:
+        with pytest.raises(UnreachableError, match=f"cannot connect to .*{said}.*Check host, user, password") as caught:
             await call()
         assert (caught.value.retryable, caught.value.http_status) == (False, 500)
         assert "s3cret" not in str(caught.value)
@@ -155,7 +157,7 @@ async def test_messages_name_the_hosts_of_a_list(
     engine = world.engine(dsn=f"postgresql://ann@/d{query}")
     with caplog.at_level(logging.WARNING, "pgfence"):
         for _ in range(2):
-            with pytest.raises(UnreachableError, match=f"no session at {place}: "):
+            with pytest.raises(UnreachableError, match=f"cannot connect to {place}: "):
                 await world.call(lock(world, engine, name).try_acquire)
     (warning,) = [each.getMessage() for each in caplog.records if "several hosts" in each.getMessage()]
     assert place.removesuffix("/d") in warning
@@ -173,7 +175,9 @@ async def test_a_creator_of_the_application_is_not_taken_for_the_default_host(wo
 
     key = world.pick("creator", "async_creator")
     engine = world.engine(dsn="postgresql://", **{key: world.pick(create, create_async)})
-    with pytest.raises(UnreachableError, match=r"no session at the host of the engine's creator: 10\.0\.0\.5 refused"):
+    with pytest.raises(
+        UnreachableError, match=r"cannot connect to the host of the engine's creator: 10\.0\.0\.5 refused"
+    ):
         await world.call(lock(world, engine, name).try_acquire)
 
 

@@ -328,7 +328,7 @@ async def test_nothing_there_is_an_error_that_names_the_command(world: World, pl
 async def test_no_server_is_an_unreachable_error(world: World) -> None:
     """Without a listening server the error is typed, names the address, and shows no password."""
     engine = world.engine(dsn="postgresql://somebody:hunter2@127.0.0.1:1/d")
-    with pytest.raises(UnreachableError, match=r"(?s)127\.0\.0\.1:1/d.*Nothing was made") as caught:
+    with pytest.raises(UnreachableError, match=r"(?s)127\.0\.0\.1:1/d.*Nothing was created") as caught:
         await given(schema.create_all(engine))
     assert "hunter2" not in str(caught.value)
 

@@ -223,7 +223,7 @@ async def test_tables_are_not_dropped_while_they_are_used(
         op.add_fence("Entry", resource="books", schema=place, pgfence_schema=place)
 
     await perform(world, up)
-    with pytest.raises(SchemaError, match=r"fence still stands around .*Entry"):
+    with pytest.raises(SchemaError, match=r"still fenced: .*Entry"):
         await perform(world, lambda op: op.drop_pgfence(schema=place))
     await perform(world, lambda op: op.drop_fence("Entry", schema=place, pgfence_schema=place))
     use(admin, place, "lease")

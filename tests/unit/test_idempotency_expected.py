@@ -138,5 +138,5 @@ def test_the_error_names_what_was_expected_and_what_was_found(
     """The type as it is written, and the type of the value, or of the element that does not fit."""
     with pytest.raises(IdempotencyMisuseError) as caught:
         check_result(value, announced, "the key")
-    assert f"announced as {expected}" in str(caught.value).replace(f"{__name__}.", "")
-    assert f"and holds {found}. It is not stored" in str(caught.value)
+    assert f"declared as {expected}" in str(caught.value).replace(f"{__name__}.", "")
+    assert f"but contains {found}. It is not stored" in str(caught.value)

@@ -1,1 +1,1 @@
-"""What `schema` and `monitoring` are made of."""
+"""The implementation of `pgfence.schema` and `pgfence.monitoring`."""

@@ -1,4 +1,4 @@
-"""The one connection that administrative work runs on, sync or async."""
+"""Run administrative work on a connection of an engine, sync or async."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Translate: TypeAlias = Callable[[Engine, Exception], PgfenceError | None]
 
 R = TypeVar("R")
-# Whatever the engine's own default is: each statement has to see what was committed before it.
+# Independent of the engine's default: each statement must see what was committed before it.
 _ISOLATION = "READ COMMITTED"
 
 
@@ -27,12 +27,12 @@ def run_on_engine(engine: AsyncEngine, work: Callable[[Connection], R], translat
 @overload
 def run_on_engine(engine: Engine, work: Callable[[Connection], R], translate: Translate) -> R: ...
 def run_on_engine(engine: Engine | AsyncEngine, work: Callable[[Connection], R], translate: Translate) -> object:
-    """Do something on a connection of the engine, outside a transaction; of an AsyncEngine return a coroutine.
+    """Run work on a connection of the engine, outside a transaction. For an AsyncEngine, return a coroutine.
 
     Args:
         engine: the engine.
-        work: what to do; async engines run it inside a greenlet.
-        translate: returns what an error means, or None if it is to be raised as it is.
+        work: the function to run; async engines run it inside a greenlet.
+        translate: returns the error to raise instead of an error, or None to re-raise it.
     """
     if is_async_engine(engine):
         return _perform_async(engine, work, translate)

@@ -1,4 +1,4 @@
-"""How tables, functions and triggers are made and dropped: in which transaction, and what it means that it cannot be done."""
+"""Create and drop tables, functions and triggers in one transaction, and translate the errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONTEXT = ErrorContext(on_primary="Create and drop on the primary", owner=True)
 def perform(
     engine: Engine | AsyncEngine | Connection | AsyncConnection, work: Callable[[Connection, TableNames], None]
 ) -> Coro[None] | None:
-    """Do it in a separate transaction, or in the one of the Connection; for the async ones return a coroutine."""
+    """Run work in a separate transaction, or in that of a Connection. For async objects, return a coroutine."""
     place = table_names_of(engine)
     style_of(engine.dialect)
 
@@ -50,18 +50,18 @@ def perform(
 
 
 def _translate(engine: Engine, error: Exception) -> PgfenceError | None:
-    return find_connect_error(engine, error, "Nothing was made or changed")
+    return find_connect_error(engine, error, "Nothing was created or changed")
 
 
 def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
-    """Drop what is there.
+    """Drop the tables and functions that exist.
 
     Raises:
         SchemaError: a table is still fenced.
     """
     if guarded := fences.list_fenced(connection, place):
         raise SchemaError(
-            f"pgfence's fence still stands around {', '.join(guarded)}: pgfence.schema.drop_fence(engine, table) first",
+            f"still fenced: {', '.join(guarded)}. First call pgfence.schema.drop_fence(engine, table)",
             needed=VERSION,
             command=f"pgfence.schema.drop_fence(engine, {guarded[0]!r})",
         )
@@ -69,16 +69,16 @@ def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
 
 
 def perform_on(connection: Connection, place: TableNames, work: Callable[[Connection, TableNames], None]) -> None:
-    """Do it in the transaction of a Connection; Alembic's operations say the place themselves.
+    """Run work in the transaction of a Connection. Alembic's operations pass their own table names.
 
     Raises:
-        PgfenceError, ValueError: as `schema.create_all` and its neighbours say.
+        PgfenceError, ValueError: as documented for `schema.create_all` and the other functions.
     """
     check_version(connection.dialect)
     if read_driver_state(connection).autocommit:
         raise TransactionStateError(
-            "tables and functions are made in one transaction, and this Connection is in autocommit: pass the engine, or in"
-            " a migration call it outside of autocommit_block() and of an env.py in autocommit"
+            "tables and functions are created in one transaction, but this Connection is in autocommit: pass the engine, or, in"
+            " a migration, call it outside of autocommit_block() and of an env.py in autocommit"
         )
     try:
         work(connection, texts.resolve_schema(connection, place))

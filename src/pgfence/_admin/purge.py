@@ -1,4 +1,4 @@
-"""How expired idempotency keys are deleted: batch by batch, on one connection of the engine."""
+"""Delete expired idempotency keys in batches, on one connection of the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def purge(engine: AsyncEngine, batch: int) -> Coro[int]: ...
 @overload
 def purge(engine: Engine, batch: int) -> int: ...
 def purge(engine: Engine | AsyncEngine, batch: int) -> object:
-    """Delete all expired keys, and return how many they were; of an AsyncEngine return a coroutine."""
+    """Delete all expired keys and return their number. For an AsyncEngine, return a coroutine."""
     place = table_names_of(engine)
 
     def delete_batches(connection: Connection) -> int:
@@ -48,4 +48,4 @@ def _translate(engine: Engine, error: Exception) -> PgfenceError | None:
     state = sqlstate_of(error)
     if state is not None and not state.startswith(_NO_SESSION):
         return None
-    return translate_connect_error(engine, error, "What was purged before stays so")
+    return translate_connect_error(engine, error, "Keys that were already purged stay deleted")

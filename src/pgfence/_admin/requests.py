@@ -1,4 +1,4 @@
-"""How an eviction is carried out, by the function and by the command alike; and what other orders of operators share with it."""
+"""Carry out evictions and other requests of operators, for the Python functions and for the command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AdminRequest(Protocol):
-    """Something to be done on a connection."""
+    """A request to be carried out on a connection."""
 
     context: ClassVar[ErrorContext]
 
@@ -48,7 +48,7 @@ R = TypeVar("R")
 def build_eviction_request(
     engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None
 ) -> EvictionRequest:
-    """Return what is to be done, checked."""
+    """Check the arguments of an eviction, and return the request."""
     namespace = config_of(engine).namespace
     reason, actor = build_audit_fields(reason, actor)
     return EvictionRequest(
@@ -61,7 +61,7 @@ def build_eviction_request(
 
 
 def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, found: Found) -> Found:
-    """End what this process held through the engine under the name that was evicted, and return what was found."""
+    """Mark what this process holds under the evicted name as lost. Return the result of the eviction."""
     heartbeat = ManagerRegistry.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("heartbeat")
     if isinstance(heartbeat, HeartbeatService) and found.newest is not None and found.token is not None:
         heartbeat.note_eviction(order.place, order.name, found.token)
@@ -69,7 +69,7 @@ def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, fo
 
 
 def build_audit_fields(reason: str, actor: str | None) -> tuple[str, str]:
-    """Return why and by whom, checked; without an actor it is this process's user and host."""
+    """Check and return the reason and the actor; the default actor is this process's user and host."""
     return _check_non_empty(reason, "reason"), _default_actor() if actor is None else _check_non_empty(actor, "actor")
 
 
@@ -78,7 +78,7 @@ def perform(engine: AsyncEngine, work: Callable[[Connection, O], R], request: O)
 @overload
 def perform(engine: Engine, work: Callable[[Connection, O], R], request: O) -> R: ...
 def perform(engine: Engine | AsyncEngine, work: Callable[[Connection, O], R], request: O) -> object:
-    """Do what is requested on a connection of the engine; of an AsyncEngine return a coroutine."""
+    """Carry out a request on a connection of the engine. For an AsyncEngine, return a coroutine."""
 
     def translate(engine: Engine, error: Exception) -> PgfenceError | None:
         if isinstance(error, PgfenceError):
@@ -99,6 +99,6 @@ def _check_non_empty(value: object, what: str) -> str:
 def _default_actor() -> str:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
+    except (KeyError, OSError):  # the user of a container may have no name
         user = f"uid {os.getuid()}"
     return f"{user}@{socket.gethostname()}"

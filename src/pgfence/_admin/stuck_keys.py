@@ -1,4 +1,4 @@
-"""What is known of a key whose effect nobody has finished, and the orders to look at such keys and to set one free."""
+"""Build the requests that list keys with unfinished effects and free one of them."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _LONGEST = 1e9
 
 @dataclass(frozen=True, slots=True)
 class StuckKey:
-    """A key whose effect was begun and not finished, as one look saw it. What is stored under it is left out.
+    """A key whose effect was started and not finished, at the time of the query. Stored results are not included.
 
     Attributes:
-        scope: without the configured namespace.
-        key: what the client repeats.
-        state: "running" while its attempt keeps the claim; "lost" after that: nobody knows what the attempt has done.
-        attempt: the number of that attempt, from 1.
-        steps: names of the steps that are done, in the order of the alphabet.
-        owner, host, pid: of that attempt, as far as it has said.
+        scope: the scope, without the configured namespace.
+        key: the key that the client sends.
+        state: "running" while the attempt has the claim; "lost" after that, when the outcome of the attempt is unknown.
+        attempt: the number of the attempt, starting at 1.
+        steps: the names of the steps that are done, in alphabetical order.
+        owner, host, pid: of the attempt, if known.
         since: when the key was claimed for the first time.
-        locked_until: until when the attempt has the key to itself, or had it.
-        expires_at: until when the record is kept; after that the key is new again.
+        locked_until: when the attempt's exclusive claim ends or ended.
+        expires_at: when the record is deleted; after that the key is new again.
     """
 
     scope: str
@@ -54,12 +54,12 @@ class StuckKey:
     expires_at: datetime
 
     def __str__(self) -> str:
-        who = f"{self.owner or 'somebody'} on {self.host or 'an unknown host'} (pid {self.pid or 'unknown'})"
+        who = f"{self.owner or 'an unknown owner'} on {self.host or 'an unknown host'} (pid {self.pid or 'unknown'})"
         return f"{self.key!r} of scope {self.scope!r}: attempt {self.attempt} of {who}, {self.state}"
 
 
 def to_stuck_key(row: StuckKeyRow) -> StuckKey:
-    """Return what a row says."""
+    """Return the stuck key that a row describes."""
     return StuckKey(
         scope=row.scope.rpartition(SEPARATOR)[2],
         key=row.key,
@@ -76,7 +76,7 @@ def to_stuck_key(row: StuckKeyRow) -> StuckKey:
 
 
 def build_stuck_key_query(engine: Engine | AsyncEngine, *, older_than: Seconds, prefix: str) -> StuckKeyQuery:
-    """Return which keys are wanted, checked."""
+    """Check the arguments of a search for stuck keys, and return the query."""
     check_text(prefix, "prefix")
     older = min(seconds(older_than, "older_than"), _LONGEST)
     return StuckKeyQuery(
@@ -87,7 +87,7 @@ def build_stuck_key_query(engine: Engine | AsyncEngine, *, older_than: Seconds, 
 def build_free_key_request(
     engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None
 ) -> FreeKeyRequest:
-    """Return what is to be done, checked."""
+    """Check the arguments for freeing a key, and return the request."""
     reason, actor = build_audit_fields(reason, actor)
     return FreeKeyRequest(
         place=table_names_of(engine),

@@ -1,1 +1,1 @@
-"""The connections that hold locks."""
+"""Open, keep and close the connections that hold locks."""

@@ -1,4 +1,4 @@
-"""The caller's own connection, which keeps a lock for as long as the caller wants."""
+"""Hold a lock on the caller's own connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class CallerConnection(LockConnection):
-    """The caller's own connection, for one lock: nothing is set on it, and it is closed only where a lock would stay on it."""
+    """The caller's own connection, used for one lock. Its settings are restored, and it is closed only to end a lock on it."""
 
     ours = False
     direct = False
@@ -46,18 +46,19 @@ class CallerConnection(LockConnection):
         self.connection = connection
         self._fairy = connection.connection
         self._closing = threading.RLock()
-        """Held while the driver's connection is closed, so that the pool does not give it to another user."""
+        """Held while the driver's connection is being closed, so that the pool does not give it to another user."""
         self._locks_on_it: list[CallerConnection] = connection.info.setdefault(_LOCKS, [])
         self._locks_on_it.append(self)
-        pool = getattr(self._fairy, "_pool", connection.engine.pool)  # before a dispose() it was another one
-        if _on_pool_checkin not in tuple(pool.dispatch.checkin):  # event.contains() overlooks what dispose() has copied
+        pool = getattr(self._fairy, "_pool", connection.engine.pool)  # the engine has another pool after a dispose()
+        # Not event.contains(), which does not find the listeners that dispose() copies to the new pool.
+        if _on_pool_checkin not in tuple(pool.dispatch.checkin):
             event.listen(pool, "checkin", _on_pool_checkin)
         self.watch()
         event.listen(connection, "before_cursor_execute", self._guard)
 
     @classmethod
     async def borrow(cls, carrier: Carrier, connection: Connection, make_driver: type[DriverConnection]) -> Self:
-        """Borrow a connection that is outside a transaction. The server is not asked for anything."""
+        """Borrow a connection that is outside a transaction, without a round trip."""
         try:
             dbapi_connection = await carrier.call(lambda: connection.connection.dbapi_connection)
             assert dbapi_connection is not None
@@ -72,11 +73,11 @@ class CallerConnection(LockConnection):
         return cls(connection, dbapi_connection, driver, facts)
 
     async def learn(self, pooler: PoolerSetting, limit: float) -> None:
-        """Ask the server for its facts, judge them, and keep them with the pooled connection for the next lock.
+        """Read the facts about the server, check them, and cache them with the pooled connection.
 
         Raises:
             UnreachableError: the server does not respond within `limit` seconds.
-            PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on it.
+            PoolerError, StandbyError, UnsupportedServerError: a session lock would not be safe on it.
         """
         engine, driver = self.connection.engine, self.driver.raw
         try:
@@ -93,27 +94,28 @@ class CallerConnection(LockConnection):
 
     @staticmethod
     def check_usable(connection: Connection, dbapi_connection: DBAPIConnection, driver: DriverConnection) -> None:
-        """Refuse a connection on which a session lock cannot be taken as it is."""
+        """Raise if a session lock cannot be acquired on the connection in its current state."""
         if driver.busy:
             raise TransactionStateError(
-                "this connection is in pipeline mode, where an earlier error would hide whether the lock was taken: take"
-                " the lock outside the pipeline"
+                "this connection is in pipeline mode, where an earlier error would hide whether the lock was acquired."
+                " Acquire the lock outside the pipeline"
             )
         if is_in_transaction(connection, dbapi_connection, driver):
             raise TransactionStateError(
-                "a session lock must be taken outside a transaction: commit or roll back first, or use an AUTOCOMMIT"
-                " connection, or AdvisoryLock(engine, ...).connect(), or TransactionLock for a lock that ends with it"
+                "a session lock must be acquired outside a transaction: commit or roll back first, or use an AUTOCOMMIT"
+                " connection, AdvisoryLock(engine, ...).connect(), or a TransactionLock, which ends with the transaction"
             )
 
     def give_up(self) -> None:
-        """Leave the connection to its owner after a first statement that failed; if it was cut off, close it."""
+        """Return the connection to its owner after the first statement failed, or close it if it was cut off."""
         if self.dead is None:
             self.detach()
         else:
             self.close()
 
     def _guard(self, connection: Connection, *_: object) -> None:
-        """SQLAlchemy reconnects after a lost connection without a word: refuse to go on there without the lock."""
+        """Raise if the connection was replaced."""
+        # SQLAlchemy reconnects silently after a lost connection: the statement would run without the lock.
         if connection.connection.dbapi_connection is not self.dbapi_connection:
             self.on_connection_lost(self.dead or "killed")
             hold = self.hold
@@ -122,21 +124,21 @@ class CallerConnection(LockConnection):
 
     @property
     def attached(self) -> bool:
-        """Whether the driver's connection is still that of the caller's Connection, and of no other user."""
+        """Whether the driver's connection still belongs to the caller's Connection and to no other user."""
         connection = self.connection
         if self.closed or connection.closed or connection.invalidated:
             return False
         return connection.connection.dbapi_connection is self.dbapi_connection
 
     def check_attached(self) -> None:
-        """Raise before a statement that would reach another user of the driver's connection."""
+        """Raise before a statement that would run on another user's connection."""
         if not self.attached:
             self.dead = self.dead or "returned"
             raise ConnectionGoneError("the Connection was closed")
 
     @property
     def is_in_transaction(self) -> bool:  # type: ignore[override]
-        """Whether the lock cannot be given back at this moment, for a transaction is open."""
+        """Whether an open transaction currently blocks the release of the lock."""
         return (
             self.dead is None
             and self.attached
@@ -145,11 +147,11 @@ class CallerConnection(LockConnection):
 
     @property
     def shared(self) -> bool:
-        """Whether another Connection was closed, and the caller's still has the driver's connection (StaticPool)."""
+        """Whether the caller's Connection still uses the driver's connection after another one was closed (StaticPool)."""
         return bool(getattr(self._fairy, "_counter", 0))
 
     def on_checkin(self, record: ConnectionPoolEntry) -> None:
-        """End the lock, because the Connection is given back: the pool opens another one for its next user."""
+        """End the lock because the Connection is returned to its pool, which opens another one for the next user."""
         with self._closing:
             if self.closed:
                 return
@@ -157,12 +159,12 @@ class CallerConnection(LockConnection):
             self.dead = self.dead or "returned"
             with contextlib.suppress(Exception):
                 self.driver.close()
-        # An async driver would be awaited: a cancel there would cost the pool a place.
+        # Soft for an async driver: otherwise its close would be awaited, and a cancellation there would lose a pool slot.
         record.invalidate(soft=self.connection.dialect.is_async)
         self.on_connection_lost(self.dead)
 
     def detach(self, *, listed: bool = False) -> None:
-        """Leave the connection to its owner, as it was; `listed`: the pool still waits for what comes next here."""
+        """Return the connection to its owner, unchanged. With `listed`, it stays listed as one that may carry a lock."""
         if self.closed:
             return
         self.closed = True
@@ -176,11 +178,12 @@ class CallerConnection(LockConnection):
             self._locks_on_it.remove(self)
 
     def close(self) -> None:
-        """End the caller's connection, for a lock would stay on it; SQLAlchemy learns that it is gone."""
+        """Close the caller's connection, because a lock would remain on it, and invalidate it in SQLAlchemy."""
         PROCESS.notice_fork()
         with self._closing:
             attached = self.attached
-            self.detach(listed=attached)  # a check-in by another thread waits until the driver's connection is closed
+            # It stays listed until the driver's connection is closed: a check-in by another thread waits for that.
+            self.detach(listed=attached)
             self.dead = self.dead or "killed"
             if attached:
                 with contextlib.suppress(Exception):
@@ -190,7 +193,7 @@ class CallerConnection(LockConnection):
                 self._unlist()
 
     def invalidate(self) -> None:
-        """Tell SQLAlchemy that the connection is gone."""
+        """Tell SQLAlchemy that the connection is closed."""
         self.connection.invalidate()
 
     async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Row | None:
@@ -200,18 +203,21 @@ class CallerConnection(LockConnection):
         return await self._use_autocommit(lambda: self.driver.execute_script("; ".join(script)))
 
     async def _use_autocommit(self, ask: Callable[[], Awaitable[R]]) -> R:
-        """Send a statement in autocommit, and leave the mode as it was."""
+        """Send a statement in autocommit mode, and restore the mode."""
         self.check_attached()
         before = await self.driver.set_autocommit(True)
         try:
             return await ask()
         finally:
-            with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode
+            with contextlib.suppress(
+                Exception
+            ):  # the statement's own error matters more; a dead connection has no mode
                 await self.driver.set_autocommit(before)
 
 
 def is_in_transaction(connection: Connection, dbapi_connection: DBAPIConnection, driver: DriverConnection) -> bool:
-    """Whether a transaction is open: by the driver's word; or by SQLAlchemy's, whose begin() sends nothing at first."""
+    """Return whether a transaction is open."""
+    # SQLAlchemy's view counts too: its begin() sends nothing until the first statement.
     return driver.in_transaction is not False or (connection.in_transaction() and not dbapi_connection.autocommit)
 
 
@@ -220,7 +226,8 @@ _LOCKS = "pgfence.locks"
 
 
 def _on_pool_checkin(_: object, record: ConnectionPoolEntry) -> None:
-    """Called by a pool when a connection comes back: a lock must not go with it to the next user."""
+    """End the locks on a connection that is returned to a pool."""
+    # The next user of the connection would otherwise hold the lock.
     for session in list(record.info.get(_LOCKS, ())):
         if not session.shared:
             session.on_checkin(record)

@@ -1,6 +1,6 @@
-"""Open a connection like an engine's, wrap one, and judge its server.
+"""Open an unpooled connection with the engine's settings, wrap one for SQLAlchemy, and check its server.
 
-This is the one place that makes "a connection like this engine's, unpooled", sync and async, for SQLAlchemy 2.0 and 2.1.
+All connections of pgfence's own are opened here, sync and async, for SQLAlchemy 2.0 and 2.1.
 """
 
 from __future__ import annotations
@@ -39,32 +39,33 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEE
 def open_connection(
     engine: Engine, pooler: PoolerSetting, *, any_pooler: bool = False
 ) -> tuple[DBAPIConnection, RawConnection, server.ServerInfo]:
-    """Open a connection like the engine's, outside every pool, in autocommit; judge its server.
+    """Open a connection with the engine's settings, outside of any pool and in autocommit, and check its server.
 
-    This is the one place that makes "a connection like this engine's". Async engines run it inside a greenlet.
+    For async engines, call it inside a greenlet.
 
     Args:
         engine: the engine.
-        pooler: what the configuration says.
-        any_pooler: it is for leases, which live in rows and not in the session: no pooler is refused.
+        pooler: the configured pooler setting.
+        any_pooler: accept any pooler, because leases are rows and do not depend on the session.
 
     Returns:
-        The DBAPI connection, the driver's own connection, and the facts of the server.
+        The DBAPI connection, the driver's own connection, and the facts about the server.
 
     Raises:
-        UnreachableError: the server did not answer or did not let us in.
-        PoolerError, StandbyError, UnsupportedServerError: it did, and it is not safe there.
+        UnreachableError: the server did not respond or rejected the connection.
+        PoolerError, StandbyError, UnsupportedServerError: a session lock would not be safe on this server.
     """
     style_of(engine.dialect)
     warn_of_slow_hosts(engine)
     fairy = _connect_like(engine)
     try:
         connection = Connection(engine, connection=fairy)
-        connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot do it after detach()
+        connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot set it after detach()
         dbapi_connection = fairy.dbapi_connection
         assert dbapi_connection is not None
         driver = engine.dialect.get_driver_connection(dbapi_connection)
-        # One round trip sets it up and tells what is to be judged. Behind a declared pooler nothing is set: it would stay there.
+        # One round trip sets up the session and reads the facts. Through a declared pooler nothing is set, because the settings
+        # would stay on the pooled server connection.
         facts = server.read_facts(connection, _get_driver_pid(driver), set_up=pooler in {"auto", "direct"})
         if any_pooler:
             judge_server(engine, facts)
@@ -73,7 +74,7 @@ def open_connection(
         connection.commit()
         fairy.detach()
     except BaseException as error:
-        if fairy.dbapi_connection is not None:  # SQLAlchemy itself may have given it up already, and would warn
+        if fairy.dbapi_connection is not None:  # SQLAlchemy may have invalidated it already, and would warn
             with contextlib.suppress(Exception):
                 fairy.invalidate()
         if isinstance(error, Exception) and (told := translate_connect_error(engine, error)):
@@ -83,14 +84,14 @@ def open_connection(
 
 
 def _connect_like(engine: Engine) -> PoolProxiedConnection:
-    # A pool of its own, with the creator, arguments and connect events of the user's engine (tokens of cloud logins live
-    # there): a full QueuePool, a StaticPool, a pre-ping or a patched engine.connect cannot get in the way.
+    # From a copy of the engine's pool, with its creator, arguments and connect events (which provide tokens for cloud logins):
+    # a full QueuePool, a StaticPool, a pre-ping or a patched engine.connect cannot interfere.
     pool = engine.pool.recreate()
     for name in ("checkout", "detach"):
-        # Hooks that count or judge what the user checks out: they would never see ours come back.
+        # Listeners that count or check the application's checkouts would never see this connection returned.
         listeners = getattr(pool.dispatch, name)
         if listeners:
-            # Not clear(): that takes them out of SQLAlchemy's registry of the user's pool too.
+            # Not clear(), which would also remove them from SQLAlchemy's registry for the application's pool.
             listeners.for_modify(pool.dispatch).listeners.clear()
     try:
         return pool.connect()
@@ -101,7 +102,7 @@ def _connect_like(engine: Engine) -> PoolProxiedConnection:
 
 
 def judge_server(engine: Engine, facts: server.ServerInfo) -> None:
-    """Raise what is to be said against the server itself: it is none that pgfence knows, or a standby."""
+    """Raise if the server is a standby or not a supported PostgreSQL server."""
     if refusal := server.judge_session(facts, facts.backend_pid, "session", None):
         raise _locate(engine, refusal)
 
@@ -112,11 +113,11 @@ def _locate(engine: Engine, refusal: PgfenceError) -> PgfenceError:
 
 
 def judge(engine: Engine, facts: server.ServerInfo, driver: RawConnection, pooler: PoolerSetting) -> None:
-    """Raise what is to be said against a session lock on this connection, which is idle at this moment."""
+    """Raise if a session lock would not be safe on this connection, which must be idle."""
     driver_pid = _get_driver_pid(driver)
     other_pid = None
     if driver_pid != facts.backend_pid and pooler != "transaction":
-        # Only a pooler in transaction mode serves a second client on the same backend.
+        # Only a pooler in transaction mode serves a second client with the same backend.
         fairy = _connect_like(engine)
         try:
             other = Connection(engine, connection=fairy)
@@ -135,26 +136,26 @@ def _get_driver_pid(driver: RawConnection) -> int:
 
 
 def wrap_dbapi(engine: Engine, dbapi_connection: DBAPIConnection, *, reconnects: bool = True) -> Connection:
-    """Return a SQLAlchemy Connection over a session of ours, by a pool that knows this one connection and closes nothing.
+    """Return a SQLAlchemy Connection over a DBAPI connection, by a pool that contains only that one and never closes it.
 
-    `reconnects=False`: after a lost connection SQLAlchemy would otherwise go on, silently, with a new one without the lock.
+    With `reconnects=False`, SQLAlchemy does not silently replace a lost connection by a new one, which would not hold the lock.
     """
     pool = StaticPool(lambda: dbapi_connection, dialect=engine.dialect, reset_on_return=None)
     return Connection(engine, connection=pool.connect(), _allow_revalidate=reconnects)
 
 
 def wrong_backend_error(engine: Engine) -> PoolerError:
-    """Another server process answered than the one the connection began with; nothing was taken there."""
+    """Return the error for a connection that was switched to another server process. Nothing was locked there."""
     return PoolerError(
-        f"{describe_server(engine)}: another server process responded than the one this connection began with, so a pooler in transaction"
-        " mode is in between. Pass an engine with a direct URL as configure(engine, lock_engine=...)",
+        f"{describe_server(engine)}: the server process changed within one connection, so it goes through a pooler in"
+        " transaction mode. Pass an engine with a direct URL as configure(engine, lock_engine=...)",
         mode="transaction",
     )
 
 
 @contextmanager
 def open_sqlalchemy_connection(engine: Engine, dbapi_connection: DBAPIConnection) -> Iterator[Connection]:
-    """Yield a Connection over a session of ours for a moment; an exception is never replaced by one of the clean-up."""
+    """Yield a temporary Connection over a DBAPI connection. An error while closing it never replaces an exception."""
     connection = wrap_dbapi(engine, dbapi_connection)
     try:
         yield connection
@@ -166,7 +167,7 @@ def open_sqlalchemy_connection(engine: Engine, dbapi_connection: DBAPIConnection
 
 
 def run_without_loop(call: Callable[[], object]) -> None:
-    """Run sync code of SQLAlchemy's that awaits an async driver only in form, here and now, without a loop's turn."""
+    """Run SQLAlchemy code that awaits an async driver only in form, at once and without the event loop."""
     running = run_in_greenlet(call)
     try:
         running.send(None)
@@ -176,7 +177,8 @@ def run_without_loop(call: Callable[[], object]) -> None:
 
 
 def keep_alive(fd: int) -> None:
-    """Have the kernel give up on a silent server after 20 s, by the socket: no driver's arguments are touched."""
+    """Let the kernel give up on a silent server after 20 s."""
+    # Set on the socket, so that the driver's connection arguments stay unchanged.
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
         if ours.family not in (socket.AF_INET, socket.AF_INET6):
             return

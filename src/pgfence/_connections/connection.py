@@ -1,7 +1,7 @@
-"""A connection that holds a lock: its statements, and how its end is noticed.
+"""A connection that holds a lock: its statements, and how its loss is detected.
 
-It is made like the user's and belongs to no pool, so that `engine.dispose()` does not end a hold and a lock never comes back to
-the user's pool. It is in autocommit from the first statement to the last, and so never idle in a transaction.
+It is opened with the engine's settings and belongs to no pool, so that `engine.dispose()` does not end a hold and a lock never
+returns to the application's pool. It is always in autocommit, and so never idle in a transaction.
 """
 
 from __future__ import annotations
@@ -37,83 +37,83 @@ if TYPE_CHECKING:
     from pgfence.errors import LossReason
 
 STATEMENT_BUDGET = 30.0
-"""Seconds after which a statement is given up on a server that does not respond, unless the caller's deadline is earlier."""
+"""Seconds that a statement may take on a server that does not respond, unless the caller's deadline is earlier."""
 RELEASE_BUDGET = 5.0
-"""Seconds for a statement whose caller does not wait: a release, a try, and what ends after the caller's deadline."""
+"""The same for a statement that the caller should not wait for: a release, a try, and all work after the caller's deadline."""
 WAIT_GRACE = 2.0
 PROBE_EVERY = 10.0
 WARM_FOR = 30.0
 
 
 class ConnectionGoneError(Exception):
-    """The connection ended under a statement that cannot have left a lock behind. Never reaches a caller."""
+    """The connection was lost during a statement that cannot have left a lock behind. Never reaches a caller."""
 
 
 class Turn(Protocol):
-    """A lock, as far as it is needed here."""
+    """The methods of a lock that are needed here."""
 
     def acquire(self, blocking: bool, /) -> bool: ...
     def release(self) -> None: ...
 
 
 class LockConnection(ABC):
-    """One connection of ours, or one that the caller lent; whoever needs it runs its statements, one at a time.
+    """A connection opened by pgfence, or borrowed from the caller. Its user runs statements on it, one at a time.
 
-    A cancel in mid-statement reaches the driver; what the server did is unknown then, and whoever asked closes the session.
-    Closing is a plain call of the driver's that waits for nothing, so it works while a cancel unwinds and from the watcher.
+    Cancelling a statement interrupts the driver, and the outcome on the server is then unknown, so the caller closes the
+    connection. Closing is a plain driver call that never waits, so it works during cancellation and from the monitor's thread.
     """
 
     ours = True
-    """False: the caller's own connection. We set nothing on it, close it only when a lock would stay on it, and keep it out
-    of the roster."""
+    """False for the caller's own connection. It keeps its settings, is closed only when a lock would stay on it, and is not in
+    the pool."""
 
     carrier: Carrier
     turn: Turn
-    """The watcher's question, and the unlock: one at a time."""
+    """The lock that keeps the monitor's probe and the unlock from running at the same time."""
 
     def __init__(self, dbapi_connection: DBAPIConnection, driver: DriverConnection, facts: server.ServerInfo) -> None:
-        # No engine: a connection must not keep alive what its pool goes with.
+        # Holds no reference to the engine, which must be collectable while a connection of its pool is alive.
         self.dbapi_connection = dbapi_connection
         self.driver = driver
         self.learn_facts(facts)
         self.hold: Hold[LockConnection] | None = None
         self.in_user_hands = False
-        """The user's code runs on it (`connect()`): it may be told dead, but no statement of ours goes in between."""
+        """Whether the caller's code uses it (`connect()`). It may then be marked dead, but pgfence sends no statements."""
         self.dead: LossReason | None = None
         self.closed = False
         self.close_after_use = False
-        """Not to be kept after its use."""
+        """Whether to close it after use instead of keeping it."""
         self.uses_slot = True
-        """Whether it is one of the `max_lock_connections`."""
+        """Whether it counts towards `max_lock_connections`."""
         self.dup = -1
         self.socket: SocketId | None = None
-        """Which socket it speaks through."""
+        """The identity of its socket."""
         self.statement_started = 0.0
-        """When the running statement was sent; 0: none runs."""
+        """When the running statement was sent; 0 if none is running."""
         self.limit = STATEMENT_BUDGET
         self.idle_since = time.monotonic()
         self.last_probe = self.idle_since
         self.handoffs = 0
         self.granted_at = 0.0
         self.token = 0
-        """What came with the last grant, of a lock that brings one."""
+        """The token of the last grant, for locks with tokens."""
         self.on_death: Callable[[Hold[LockConnection] | None], object] | None = None
 
     def learn_facts(self, facts: server.ServerInfo) -> None:
-        """Store the facts about the server and this session."""
+        """Store the facts about the server and its session."""
         self.pid = facts.backend_pid
         self.slice = slice_for(facts.deadlock_timeout)
         if 0 < facts.statement_timeout < 2 * self.slice:
-            self.slice = 0.0  # the site would end a wait in the server: poll instead
+            self.slice = 0.0  # the server's statement_timeout would end a wait there, so poll instead
         self.facts = facts
 
     direct = True
-    """Statements may go straight to the driver's connection as it is."""
+    """Whether statements may be sent directly over the driver's connection."""
     is_in_transaction = False
-    """Whether the lock cannot be given back at this moment."""
+    """Whether an open transaction currently blocks the release of the lock."""
 
     def is_expired(self, now: float) -> bool:
-        """Whether it is not worth keeping, idle as it is."""
+        """Return whether an idle connection must be closed."""
         return self.dead is not None or now - self.idle_since > WARM_FOR
 
     def watch(self) -> None:
@@ -126,19 +126,20 @@ class LockConnection(ABC):
         _OPEN.add(self)
 
     def on_connection_lost(self, reason: LossReason) -> None:
-        """Tell everybody that the session is over: on the watcher's thread, or wherever it was found out."""
+        """Mark the connection as dead and notify the hold and the pool. May run on the monitor's thread."""
         if self.dead is None:
             self.dead = reason
-        # The hold first: its listeners learn of the loss before the connection is taken away from its pool.
+        # The hold first: its listeners must learn of the loss before the pool reuses the connection's slot.
         hold = self.hold
         lost = hold is not None and hold.lose(self.dead)
         if self.on_death is not None:
             self.on_death(hold if lost else None)
 
     def tick(self, now: float, paused: bool) -> None:
-        """Once a second, on the watcher's thread: cut what is overdue, ask for what is in doubt."""
+        """Abort an overdue statement and probe a hold in doubt. Called once a second on the monitor's thread."""
         if self.statement_started and paused:
-            self.statement_started = now  # the answer may lie in the socket already: we, not the server, stood still
+            # After a pause of this process, the response may be in the socket already: give it the full time again.
+            self.statement_started = now
         elif self.statement_started and now - self.statement_started > self.limit:
             self.abort()
         hold = self.hold
@@ -152,17 +153,17 @@ class LockConnection(ABC):
 
     @abstractmethod
     def probe(self, hold: Hold[LockConnection]) -> None:
-        """Ask the server whether the session lives, without waiting for the answer here."""
+        """Query the server in the background to check whether the session is alive."""
 
     def abort(self) -> None:
-        """Give up on a server that does not answer: the statement under way fails, the hold is lost."""
+        """Give up on a server that does not respond: the running statement fails, and the hold is lost."""
         self.dead = self.dead or "cut off"
         MONITOR.shut_down(self)
         self.on_connection_lost("cut off")
 
     def close(self) -> None:
-        """End the connection. Only for its owner: never while another thread is in a statement on it."""
-        PROCESS.notice_fork()  # in a forked child this must not end the session of the parent
+        """Close the connection. Only for its current user: never while another thread runs a statement on it."""
+        PROCESS.notice_fork()  # a forked child must not end its parent's session
         if self.closed:
             return
         self.dead = self.dead or "killed"
@@ -180,7 +181,8 @@ class LockConnection(ABC):
             _OPEN.discard(self)
 
     def begin(self, limit: float) -> None:
-        """Note that a statement is sent. Its end is `since = 0.0`: a call there could be interrupted, and the note would stay."""
+        """Record that a statement is sent."""
+        # The end is recorded by an assignment, `statement_started = 0.0`: a method call could be interrupted before it ran.
         self.limit = limit
         self.statement_started = time.monotonic()
 
@@ -195,7 +197,7 @@ class LockConnection(ABC):
         limit: float = STATEMENT_BUDGET,
         prepare: bool = True,
     ) -> Any:
-        """Run a statement of ours and return the first column of its one row."""
+        """Run a statement and return the first column of its only row."""
         return (await self.fetch_row(engine, text, args, limit=limit, prepare=prepare))[0]
 
     async def fetch_row(
@@ -207,7 +209,7 @@ class LockConnection(ABC):
         limit: float = STATEMENT_BUDGET,
         prepare: bool = True,
     ) -> Any:
-        """Run a statement of ours and return its first row, or None where it has none."""
+        """Run a statement and return its first row, or None if it returns no rows."""
         self.begin(limit)
         try:
             return await self._send(engine, text, args, prepare)
@@ -219,13 +221,13 @@ class LockConnection(ABC):
             self.statement_started = 0.0
 
     async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Row | None:
-        if has_listeners(engine):  # hooks, tracing and echo are to see our statements too
+        if has_listeners(engine):  # event hooks, tracing and echo must see these statements too
             return await self._run(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
-        # Past SQLAlchemy, which costs two to three times as much for a statement that takes 30 microseconds.
+        # Directly over the driver: SQLAlchemy would cost two to three times as much for a statement that takes 30 µs.
         return await self.driver.fetch(text, args, prepare=prepare)
 
     async def run_with_sqlalchemy(self, engine: Engine, run: Callable[[Connection], R], *, limit: float) -> R:
-        """Run sync code on this session by way of SQLAlchemy."""
+        """Run synchronous code on this connection through SQLAlchemy."""
         self.begin(limit)
         try:
             return await self._run(engine, run)
@@ -243,7 +245,7 @@ class LockConnection(ABC):
         if isinstance(sql, TokenSql):
             return bool(await self.lock_with_token(engine, sql, 0))
         args = (self.pid, *sql.unlock_args)
-        if self.direct and not has_listeners(engine):  # the short way: each layer costs, and this is the common case
+        if self.direct and not has_listeners(engine):  # a short cut for the common case: every layer costs time
             self.limit, self.statement_started = limit, time.monotonic()
             try:
                 granted = (await self.driver.fetch(sql.try_text, args, prepare=True))[0]
@@ -258,9 +260,9 @@ class LockConnection(ABC):
     async def lock_with_token(
         self, engine: Engine, sql: TokenSql, milliseconds: int, *, unless_queued: bool = False
     ) -> bool | None:
-        """Take a lock whose grant brings a token, which is kept in `token`; 0 milliseconds do not wait.
+        """Acquire a lock with a token, which is stored in `token`. With 0 milliseconds it does not wait.
 
-        None: others have tickets, and it was to be taken unless they do.
+        Return None if `unless_queued` is set and other waiters have tickets.
         """
         began, limit = time.monotonic(), milliseconds / 1000 + ROW_WAIT + WAIT_GRACE
         text, args = sql.lock_text, sql.lock_args(self.pid, milliseconds)
@@ -280,17 +282,17 @@ class LockConnection(ABC):
                     break
                 if state != SERIALIZATION_FAILURE or failures == RETRIES:
                     raise
-                # The session lock came before a commit that failed, or not at all.
+                # The transaction failed at COMMIT, maybe after the session lock was taken: release it before retrying.
                 await self.fetch_value(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET)
         if token == STRANGE_BACKEND:
             raise wrong_backend_error(engine)
         self.token = token or 0
         if token is None and (left := milliseconds / 1000 - (time.monotonic() - began)) > 0:
-            await self.carrier.sleep(left)  # a lease of this name blocks it, and nothing in the server waits for that
+            await self.carrier.sleep(left)  # a lease of this name blocks it, and no statement can wait for that
         return token is not None
 
     async def run_script(self, engine: Engine, script: tuple[str, ...], *, limit: float) -> bool:
-        """Run statements as one and return whether the last one returned a row."""
+        """Run several statements at once, and return whether the last one returned a row."""
         self.begin(limit)
         try:
             return await self._send_script(engine, script)
@@ -323,12 +325,12 @@ class LockConnection(ABC):
 
     @abstractmethod
     async def wait_for_probe(self) -> None:
-        """Wait until the watcher's question has its answer, or end it with the connection; then it is the unlock's turn."""
+        """Wait until a running probe has finished, or abort the connection. The caller then has the turn to unlock."""
 
-    # ------------------------------------------------------------ lent to the user's code
+    # ------------------------------------------------------------ lent to the caller's code
 
     async def as_user_connection(self, engine: Engine) -> Connection:
-        """Make the session an ordinary Connection for the user's code: transactions, and the site's own limits."""
+        """Turn this into an ordinary Connection for the caller's code, with transactions and the server's own time limits."""
 
         def lend() -> Connection:
             with open_sqlalchemy_connection(engine, self.dbapi_connection) as connection:
@@ -340,11 +342,11 @@ class LockConnection(ABC):
         return await self._call(lend)
 
     async def close_lent(self, connection: Connection) -> None:
-        """End the Connection that was lent; the session below it lives on for the unlock. What is open is rolled back."""
+        """Close the Connection that was lent, rolling back open work. The session below it stays open for the unlock."""
         await self._call(connection.close)
 
     async def reclaim(self, engine: Engine) -> None:
-        """End what the user's code left open, before the unlock."""
+        """Roll back what the caller's code left open, before the unlock."""
 
         def reclaim() -> None:
             self.dbapi_connection.rollback()
@@ -361,7 +363,7 @@ class LockConnection(ABC):
 
 
 def has_listeners(engine: Engine) -> bool:
-    """Say whether anybody wants to see our statements: hooks, tracing, echo."""
+    """Return whether event hooks, tracing or echo must see the statements of pgfence."""
     if engine.logger.isEnabledFor(INFO):
         return True
     if not engine._has_events:
@@ -375,18 +377,18 @@ _LEAKED_AFTER_FORK: list[LockConnection] = []
 
 
 def _forget_in_child() -> None:
-    """Cut a forked child off: its goodbye would end the parent's session, its copy of the socket keep a dead parent's lock."""
+    """Detach inherited connections in a forked child."""
+    # Closing them would send Terminate on the parent's session, and keeping the sockets open would keep the parent's locks alive
+    # after the parent dies.
     sessions = list(_OPEN)
-    _LEAKED_AFTER_FORK.extend(
-        sessions
-    )  # finalising a driver's connection here could still speak, warn or touch the loop
+    # Never finalise them: a driver's finaliser could still use the socket, warn, or touch the event loop.
+    _LEAKED_AFTER_FORK.extend(sessions)
     null = os.open(os.devnull, os.O_RDWR)
     for session in sessions:
         with contextlib.suppress(Exception):
             fd = session.driver.fileno()
-            if session.socket == identify_socket(
-                fd
-            ):  # the child may have closed it long ago, and something else has its number
+            # The child may have closed the socket before, and reused its number.
+            if session.socket == identify_socket(fd):
                 os.dup2(null, fd)
         session.dup = -1
     os.close(null)

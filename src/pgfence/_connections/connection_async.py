@@ -1,4 +1,4 @@
-"""What is a task's own about a connection: it belongs to a loop, and the driver itself may tell of its end."""
+"""Lock connections over async drivers: each belongs to an event loop, and the driver may report its end."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class AsyncLockConnection(LockConnection):
-    """One connection of ours, or the caller's own, driven by the task that needs it."""
+    """A lock connection over an async driver, used by tasks."""
 
     def __init__(self, dbapi_connection: DBAPIConnection, driver: DriverConnection, facts: server.ServerInfo) -> None:
         super().__init__(dbapi_connection, driver, facts)
         self.loop = asyncio.get_running_loop()
         self.carrier = TaskCarrier(self.loop)
         self._probing: asyncio.Future[None] | None = None
-        """The watcher's question, while it is under way: these drivers take one statement at a time."""
+        """The running probe, if any: async drivers run one statement at a time."""
         if hasattr(driver.raw, "add_termination_listener"):
-            # asyncio may see the end and close the socket before the watcher wakes, and epoll forgets closed sockets.
+            # asyncio may notice the end and close the socket before the monitor wakes up, and epoll forgets closed sockets.
             self._listener = make_weak_method(self._on_termination)
             driver.raw.add_termination_listener(self._listener)
 
@@ -43,17 +43,17 @@ class AsyncLockConnection(LockConnection):
         return self
 
     def acquire(self, _: bool, /) -> bool:
-        """Say whether no question is under way."""
+        """Return whether no probe is running."""
         return self._probing is None
 
     def release(self) -> None:
-        """A question that begins now looks for itself whether the lock is still held."""
+        """Do nothing: a probe that starts now checks for itself whether the lock is still held."""
 
     async def wait_for_probe(self) -> None:
         if self._probing is not None:
             await asyncio.wait({self._probing}, timeout=RELEASE_BUDGET)
         if self._probing is not None:
-            self.abort()  # the watcher's question has no answer either, and ends with the connection
+            self.abort()  # the server does not respond to the probe either; aborting ends it
             await asyncio.wait({self._probing})
 
     def probe(self, hold: Hold[LockConnection]) -> None:
@@ -78,7 +78,7 @@ class AsyncLockConnection(LockConnection):
 
 
 class AsyncCallerConnection(CallerConnection, AsyncLockConnection):
-    """The caller's own connection, for one lock. Our statements run between its transactions, in autocommit."""
+    """The caller's own connection, used for one lock. Statements run between the caller's transactions, in autocommit."""
 
     def detach(self, *, listed: bool = False) -> None:
         if not self.closed and hasattr(self.driver.raw, "remove_termination_listener"):
@@ -88,5 +88,6 @@ class AsyncCallerConnection(CallerConnection, AsyncLockConnection):
     def invalidate(self) -> None:
         if self.connection.dialect.has_terminate:
             self.connection.invalidate()
-        else:  # this dialect closes by awaiting, if only in form: the driver's connection is closed already
+        else:
+            # This dialect closes by awaiting, if only in form: the driver's connection is closed already.
             run_without_loop(self.connection.invalidate)

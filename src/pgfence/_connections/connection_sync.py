@@ -1,4 +1,4 @@
-"""What is a thread's own about a connection: the watcher's question takes turns with the unlock."""
+"""Lock connections over sync drivers: a lock keeps the monitor's probe and the unlock apart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SyncLockConnection(LockConnection):
-    """One connection of ours, or the caller's own, driven by the thread that needs it."""
+    """A lock connection over a sync driver, used by threads."""
 
     carrier = THREADS
 
@@ -30,7 +30,7 @@ class SyncLockConnection(LockConnection):
 
     async def wait_for_probe(self) -> None:
         if not self._turn.acquire(timeout=RELEASE_BUDGET):
-            self.abort()  # the watcher's question has no answer either, and ends with the connection
+            self.abort()  # the server does not respond to the probe either; aborting ends it
             self._turn.acquire()
 
     def probe(self, hold: Hold[LockConnection]) -> None:
@@ -52,4 +52,4 @@ class SyncLockConnection(LockConnection):
 
 
 class SyncCallerConnection(CallerConnection, SyncLockConnection):
-    """The caller's own connection, for one lock. Our statements run between its transactions, in autocommit."""
+    """The caller's own connection, used for one lock. Statements run between the caller's transactions, in autocommit."""

@@ -1,6 +1,6 @@
-"""The drivers' own connections, made alike: one statement, one row.
+"""A common interface to the drivers' own connections: run one statement, fetch one row.
 
-Everything here works on a connection in autocommit.
+All connections must be in autocommit.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ if TYPE_CHECKING:
 _PING = "SELECT 1"
 
 Heard: TypeAlias = "Callable[[str, str], object]"
-"""Called with channel and payload of a NOTIFY."""
+"""A callback for the channel and payload of a notification."""
 
 
 class DriverConnection(Protocol):
-    """What both worlds need to know of a driver's connection."""
+    """The interface of a driver's connection, sync or async."""
 
     raw: RawConnection
     """The driver's own connection."""
     pooled: bool
-    """A pooler may stand in between: nothing that is prepared may outlive its transaction. Set by whoever opened it."""
+    """Whether it may go through a pooler, where a prepared statement must not outlive its transaction. Set by the opener."""
 
     def __init__(self, driver: RawConnection) -> None: ...
 
     def close(self) -> None:
-        """End the connection without waiting for anything."""
+        """Close the connection without waiting."""
         ...
 
     @property
     def pid(self) -> int:
-        """The server process that the driver was told of when it connected."""
+        """The process id of the server, as the driver received it when it connected."""
         ...
 
     def fileno(self) -> int:
-        """The socket's descriptor, for a moment: once closed, the number may belong to somebody else."""
+        """Return the socket's current descriptor. Once the connection is closed, another file may reuse the number."""
         ...
 
     @property
     def in_transaction(self) -> bool | None:
-        """Whether a transaction is open; None when it is aborted."""
+        """Whether a transaction is open; None if it is aborted."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether the connection is in a mode in which a result cannot be read at once (a pipeline)."""
+        """Whether it is in a mode in which results cannot be read at once, such as a pipeline."""
         ...
 
     def fetch(self, text: str, args: Sequence[object], *, prepare: bool = False) -> Awaitable[Row]:
@@ -61,35 +61,35 @@ class DriverConnection(Protocol):
         ...
 
     async def execute_script(self, text: str) -> bool:
-        """Run several statements as one and say whether the last one returned a row."""
+        """Run several statements at once, and return whether the last one returned a row."""
         ...
 
     async def set_autocommit(self, value: bool) -> bool:
-        """Set the mode, and return what it was before."""
+        """Set the autocommit mode, and return the previous one."""
         ...
 
     async def ping(self) -> None:
-        """Ask something, with a cursor of its own."""
+        """Run a trivial query on a separate cursor."""
         ...
 
     reads_alone: bool
-    """Its loop reads from the connection also while nothing is asked."""
+    """Whether its event loop reads from the connection even while no statement is running."""
 
     async def listen(self, text: str, channel: str, *, on: bool) -> None:
-        """Run a LISTEN or UNLISTEN."""
+        """Run a LISTEN or UNLISTEN statement."""
         ...
 
     def on_notify(self, heard: Heard) -> None:
-        """Have `heard` called with channel and payload of a NOTIFY, by whoever reads from the connection."""
+        """Call `heard` with the channel and payload of each notification, on the thread that reads from the connection."""
         ...
 
     def poll_notifies(self) -> None:
-        """Read what has arrived, without waiting. Raises when the connection has ended."""
+        """Read notifications that have arrived, without waiting. Raises if the connection has ended."""
         ...
 
 
 class _LibpqBase:
-    """What the drivers over libpq share."""
+    """The common part of the drivers based on libpq."""
 
     pooled = False
     reads_alone = False
@@ -107,7 +107,7 @@ class _LibpqBase:
 
 
 class _SyncBase(_LibpqBase):
-    """What the drivers for threads share."""
+    """The common part of the sync drivers."""
 
     async def set_autocommit(self, value: bool) -> bool:
         before: bool = self.raw.autocommit
@@ -117,7 +117,7 @@ class _SyncBase(_LibpqBase):
 
 
 class _PsycopgBase(_LibpqBase):
-    """What psycopg's two connections share. `psycopg` is imported: its dialect is in use."""
+    """The common part of psycopg's connections. `psycopg` is already imported, because its dialect is in use."""
 
     def __init__(self, driver: RawConnection) -> None:
         from psycopg.rows import tuple_row
@@ -127,7 +127,7 @@ class _PsycopgBase(_LibpqBase):
         self._sent: set[str] = set()
 
     def _should_prepare(self, text: str, *, wanted: bool) -> bool:
-        """Return whether to prepare a statement: on its second use, because that takes a round trip."""
+        """Return whether to prepare a statement: from its second use on, because preparing costs a round trip."""
         if not wanted or self.pooled:
             return False
         if text in self._sent:
@@ -159,7 +159,7 @@ class _PsycopgBase(_LibpqBase):
             self._on_notify(news.relname.decode(encoding), news.extra.decode(encoding))
 
     def close(self) -> None:
-        # libpq's own end: it says goodbye, never waits, and works from both worlds.
+        # libpq's own function: it sends Terminate, never waits, and works for both connection classes.
         self.raw.pgconn.finish()
 
 
@@ -171,13 +171,13 @@ class PsycopgConnection(_SyncBase, _PsycopgBase):
         self.raw.execute(_PING)
 
     async def fetch(self, text: str, args: Sequence[object], *, prepare: bool = False) -> Row:
-        # A wait that fails leaves a prepared statement behind each time, so only what does not fail is prepared.
+        # A prepared wait that fails leaves a prepared statement behind each time, so waits are never prepared.
         self.cursor.execute(text, args, prepare=self._should_prepare(text, wanted=prepare))
         row: Row = self.cursor.fetchone()
         return row
 
     async def execute_script(self, text: str) -> bool:
-        """Run several statements as one and say whether the last one returned a row."""
+        """Run several statements at once, and return whether the last one returned a row."""
         self.cursor.execute(text, prepare=False)
         while self.cursor.nextset():
             pass
@@ -275,7 +275,7 @@ class AsyncpgConnection:
 
     @property
     def in_transaction(self) -> bool | None:
-        # asyncpg does not tell an aborted transaction from an open one.
+        # asyncpg does not distinguish an aborted transaction from an open one.
         return bool(self.raw.is_in_transaction())
 
     @property
@@ -289,10 +289,10 @@ class AsyncpgConnection:
         self._on_notify = heard
 
     def poll_notifies(self) -> None:
-        """The loop reads."""
+        """Do nothing: the event loop reads notifications."""
 
     async def listen(self, text: str, channel: str, *, on: bool) -> None:
-        # The driver writes the statement itself, and drops what is told on a channel that it does not know.
+        # asyncpg sends the statement itself, and ignores notifications on channels without a listener.
         change = self.raw.add_listener if on else self.raw.remove_listener
         await change(channel, self._on_notification)
 
@@ -306,7 +306,7 @@ class AsyncpgConnection:
         return row
 
     async def _fetch_unprepared(self, text: str, args: Sequence[object]) -> Row:
-        # The driver prepares always, in a trip of its own, which a transaction keeps on the same server.
+        # asyncpg always prepares, in a separate round trip. A transaction keeps both on the same server connection.
         async with self.raw.transaction():
             statement = await self.raw.prepare(text, name="")
             row: Row = await statement.fetchrow(*args)
@@ -317,7 +317,7 @@ class AsyncpgConnection:
         return status == "SELECT 1"
 
     async def set_autocommit(self, value: bool) -> bool:
-        # The driver begins no transaction by itself.
+        # asyncpg never begins a transaction implicitly.
         return True
 
     def close(self) -> None:
@@ -333,26 +333,26 @@ ASYNC_DRIVERS: dict[str, type[DriverConnection]] = {
 
 
 def choose_driver_connection(dialect: Dialect) -> type[DriverConnection]:
-    """Return the wire of a driver.
+    """Return the connection class for a dialect's driver.
 
     Raises:
-        UnsupportedServerError: the driver is of the other world, e.g. asyncpg under a sync Engine.
+        UnsupportedServerError: the driver is not supported, or does not match the engine (asyncpg under a sync Engine).
     """
     drivers = ASYNC_DRIVERS if dialect.is_async else SYNC_DRIVERS
     if dialect.driver not in drivers:
         raise UnsupportedServerError(
-            f"the driver {dialect.driver} has no {'async' if dialect.is_async else 'sync'} connections: use one of"
+            f"the driver {dialect.driver} does not support {'async' if dialect.is_async else 'sync'} engines: use one of"
             f" {', '.join(sorted(drivers))}"
         )
     return drivers[dialect.driver]
 
 
 def find_descriptor(driver: RawConnection) -> int:
-    """Return the socket's descriptor of a driver's connection, as `fileno`; -1 where it shows none."""
+    """Return the socket's descriptor of a driver's connection, or -1 if the driver does not expose it."""
     if hasattr(driver, "fileno"):
         fd: int = driver.fileno()
         return fd
-    # asyncpg has no public way to its socket; without it, its termination listener alone tells of a loss.
+    # asyncpg has no public access to its socket. Without it, only its termination listener reports a loss.
     transport = getattr(driver, "_transport", None)
     socket = transport.get_extra_info("socket") if transport is not None else None
     return -1 if socket is None else int(socket.fileno())

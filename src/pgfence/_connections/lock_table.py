@@ -1,4 +1,4 @@
-"""How full the server's lock table is, as far as this process knows."""
+"""Estimate how full the server's lock table is, and reject requests that would fill it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pgfence._sql import server
 from pgfence.errors import CapacityError
 
 MANY_KEYS = 100
-"""From how many keys on a request is judged by a new count."""
+"""Requests for more keys than this are checked against a fresh count."""
 COUNT_EVERY = 1.0
 
 
 class LockTable:
-    """What was counted last, and what this process has taken since."""
+    """The last count of the server's locks, and what this process has acquired since."""
 
     def __init__(self) -> None:
         self._counted_at = 0.0
@@ -23,8 +23,8 @@ class LockTable:
         self._warned = False
 
     def needs_count(self, keys: int) -> bool:
-        """Say whether the table must be counted before a large request is judged."""
-        # The last count may be old, and what this process has given back since is not in it: nothing is rejected by that.
+        """Return whether the locks must be counted before a large request is checked."""
+        # The last count may be old and ignores what this process has released since, so it never rejects a request by itself.
         return time.monotonic() - self._counted_at > COUNT_EVERY or (
             self._limit > 0 and server.judge_capacity(self._used, keys, self._limit) != "fine"
         )
@@ -36,16 +36,18 @@ class LockTable:
             self._limit = limit
 
     def note_taken(self, keys: int) -> None:
-        """Add what this process took since the last count."""
+        """Add the locks that this process acquired since the last count."""
         self._used += keys
 
     def check_room(self, keys: int) -> None:
-        """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""
+        """Raise CapacityError if the request would fill the server's lock table. Log a warning once when it is nearly full."""
         if not self._limit:
             return
         judged = server.judge_capacity(self._used, keys, self._limit)
         if isinstance(judged, CapacityError):
             raise judged
         if judged == "warn" and not self._warned:
-            log.warning("%d of at least %d places in the server's lock table are taken", self._used, self._limit)
+            log.warning(
+                "the server's lock table is nearly full: %d of at least %d entries used", self._used, self._limit
+            )
         self._warned = judged == "warn"

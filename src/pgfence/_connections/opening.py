@@ -1,4 +1,4 @@
-"""How a connection is opened beside its caller, and how all of them end: with the interpreter, or with the loop."""
+"""Open connections in the background, and close them at exit or with their event loop."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class PendingConnection:
-    """A connection being opened for somebody who may have gone by the time it is there."""
+    """A connection that is being opened. Its caller may have given up by the time it is open."""
 
     __slots__ = ("__weakref__", "_done", "abandoned", "done", "error", "event", "late", "session", "uses_slot")
 
     def __init__(self, event: WakeEvent, *, counts: bool) -> None:
         self.event = event
         self.uses_slot = counts
-        """Whether it has one of the `max_lock_connections`."""
+        """Whether it counts towards `max_lock_connections`."""
         self.done = False
         self.session: LockConnection | None = None
         self.error: Exception | None = None
@@ -41,29 +41,30 @@ class PendingConnection:
         self._done = threading.Event()
 
     def mark_done(self) -> None:
-        """Let the interpreter end, if it waits for that."""
+        """Wake the exiting interpreter, if it waits for this connection."""
         self._done.set()
 
     def end(self, seconds: float) -> None:
-        """Wait, for the interpreter ends: exit() must not meet the thread inside the driver."""
+        """Wait for the connection, because the interpreter is exiting."""
+        # exit() must not run while the thread is inside the driver.
         self._done.wait(seconds)
 
 
 def start_thread(opening: PendingConnection, opener: Opener) -> None:
-    """Open on a thread of its own: the caller can time out or be interrupted, the connection cannot be torn."""
+    """Open on a separate thread, so that the caller can time out or be interrupted without breaking the connection."""
     threads.register(opening)
     threads.start("pgfence-opener", contextvars.copy_context().run, lambda: run_sync(opener, opening))
 
 
 def start_task(opening: PendingConnection, opener: Opener) -> None:
-    """Open in a task of ours: a cancelled caller leaves the connection to whoever comes next."""
+    """Open in a separate task. If the caller is cancelled, the connection is kept for the next one."""
 
     async def run() -> None:
         try:
             await opener(opening)
         except asyncio.CancelledError as ended:
-            # The loop ends. The frames that it was cancelled in refer to each other, and with them lives a socket that is half
-            # open: until they are collected the server waits for the rest of a login, up to authentication_timeout.
+            # The event loop is closing. The traceback's frames form reference cycles that keep a half-open socket alive:
+            # until they are collected, the server waits for the login, for up to authentication_timeout.
             traceback.clear_frames(ended.__traceback__)
             raise
 
@@ -71,16 +72,17 @@ def start_task(opening: PendingConnection, opener: Opener) -> None:
 
 
 def close_at_exit(dialect: Callable[[], object], sessions: set[LockConnection]) -> None:
-    if dialect() is not None:  # nobody collected it: the interpreter ends
+    if dialect() is not None:  # not garbage-collected, so the interpreter is exiting
         threads.end_all()
     close_all(sessions)
 
 
 def close_all(sessions: set[LockConnection]) -> None:
-    """End sessions in an orderly way: their engine is collected, their loop or the interpreter ends."""
+    """Close connections, because their engine was collected or their event loop or the interpreter is ending."""
     PROCESS.notice_fork()  # a forked child must not shut down the sockets of its parent
     for session in list(sessions):
-        if session.statement_started:  # another thread is inside a statement: it must not lose the memory under it
+        # Another thread runs a statement on it: closing would free memory that the driver is using.
+        if session.statement_started:
             MONITOR.shut_down(session)
         else:
             session.close()
@@ -88,7 +90,8 @@ def close_all(sessions: set[LockConnection]) -> None:
 
 
 async def close_with_loop(sessions: set[LockConnection]) -> AsyncGenerator[None]:
-    """asyncio.run() closes async generators before the loop: the last chance to end sessions in an orderly way."""
+    """Close connections before the event loop closes."""
+    # asyncio.run() closes async generators first, which is the last time that connections can be closed cleanly.
     try:
         yield
     finally:
@@ -96,4 +99,4 @@ async def close_with_loop(sessions: set[LockConnection]) -> AsyncGenerator[None]
         close_all(sessions)
         for hold in holds:
             hold.lose("killed")
-        await asyncio.sleep(0)  # for the transports' own farewell
+        await asyncio.sleep(0)  # lets the transports finish closing

@@ -1,4 +1,4 @@
-"""The connections of one engine for locks: how many may be open, who waits for one, which are kept idle."""
+"""The pool of one engine's lock connections: the limit, the waiters, and the idle connections."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 WARM = 5
 OPEN_BUDGET = 5.0
-"""Seconds that opening a connection may take at least, however short the caller's timeout for the lock is."""
+"""The minimum of seconds that opening a connection may take, even if the caller's timeout is shorter."""
 OPEN_LIMIT = 30.0
 
 
 class Borrower(Protocol):
-    """Whoever is given a session, and gives it back whatever happens."""
+    """An object that receives a connection and returns it in any case."""
 
     session: LockConnection | None
 
@@ -52,11 +52,11 @@ class PoolWaiter:
 
     def __init__(self) -> None:
         self.session: LockConnection | None = None
-        """What it was given."""
+        """The connection it was given."""
         self.may_open = False
-        """Whether it has one of the places, to open a connection."""
+        """Whether it has a slot to open a connection."""
         self.opening: PendingConnection | None = None
-        """The connection that is being opened for it, which has the place from then on."""
+        """The connection that is being opened for it and has taken over the slot."""
         self.wake: Callable[[], object] = lambda: None
 
     @property
@@ -65,22 +65,22 @@ class PoolWaiter:
 
 
 class PoolState:
-    """The connections of one engine. Pure; the caller holds the mutex."""
+    """The state of the pool, without I/O. The caller holds the mutex."""
 
     def __init__(self, limit: int, warm: int = WARM) -> None:
         self.limit = limit
         self.max_idle = warm
-        """How many are kept idle at most."""
+        """The maximum number of idle connections."""
         self.open = 0
-        """Open or being opened."""
+        """The number of connections that are open or being opened."""
         self.idle: list[LockConnection] = []
         self._waiting: deque[PoolWaiter] = deque()
 
     def serve_or_enqueue(self, turn: PoolWaiter) -> PoolWaiter:
-        """Give a turn a warm session, the right to open one, or a place in the line for one, and return it."""
+        """Give a waiter an idle connection, a slot to open one, or a place in the line, and return it."""
         if self.pop_idle(turn):
             return turn
-        if self.open < self.limit and not self._waiting:  # whoever waits already comes first
+        if self.open < self.limit and not self._waiting:  # earlier waiters come first
             self.open += 1
             turn.may_open = True
         else:
@@ -88,22 +88,22 @@ class PoolState:
         return turn
 
     def take_slot(self) -> bool:
-        """Take a place for a connection that is open already; False: there is none."""
+        """Take a slot for a connection that is already open. Return False if all slots are taken."""
         if self.open >= self.limit:
             return False
         self.open += 1
         return True
 
     def pop_idle(self, user: Borrower) -> bool:
-        """Give the session that was used last, if it lives; a dead one stays for `take_expired`."""
+        """Give the most recently used connection, if it is alive. A dead one is left for `take_expired`."""
         if not self.idle or self.idle[-1].dead is not None:
             return False
-        user.session = self.idle[-1]  # before it is taken out: an interrupt in between must not lose it
+        user.session = self.idle[-1]  # before it is removed: an interrupt between the two lines must not lose it
         self.idle.pop()
         return True
 
     def checkin(self, session: LockConnection) -> bool:
-        """Take a session back; False: it is one too many, the caller closes it and calls `note_closed`."""
+        """Return a connection to the pool. Return False if it is not kept: the caller closes it and calls `note_closed`."""
         if session.dead or session.close_after_use:
             return False
         if self._waiting:
@@ -118,7 +118,7 @@ class PoolState:
         return True
 
     def note_closed(self) -> None:
-        """One is closed, or could not be opened."""
+        """Record that a connection was closed or could not be opened, and pass its slot to the next waiter."""
         self.open -= 1
         if self._waiting and self.open < self.limit:
             self.open += 1
@@ -127,24 +127,24 @@ class PoolState:
             turn.wake()
 
     def cancel_wait(self, turn: PoolWaiter) -> None:
-        """Leave the line without having been served."""
+        """Leave the line."""
         with contextlib.suppress(ValueError):
             self._waiting.remove(turn)
 
     def take_expired(self, now: float) -> list[LockConnection]:
-        """Take out the sessions that were idle for too long, or are dead."""
+        """Remove and return the connections that were idle for too long or are dead."""
         expired = [s for s in self.idle if s.is_expired(now)]
         self.idle[:] = [s for s in self.idle if s not in expired]
         return expired
 
     def take_all_idle(self) -> list[LockConnection]:
-        """Take out all idle sessions."""
+        """Remove and return all idle connections."""
         idle, self.idle[:] = list(self.idle), []
         return idle
 
 
 class LockPool:
-    """The connections of one engine, for the threads of this process or for the tasks of one loop."""
+    """The lock connections of one engine, for the threads of this process or for the tasks of one event loop."""
 
     def __init__(
         self,
@@ -165,18 +165,18 @@ class LockPool:
         self.config = config
         self.pid = PROCESS.pid
         self.any_pooler = any_pooler
-        """The sessions hold nothing by themselves: no pooler is refused."""
+        """Whether any pooler is accepted, because nothing depends on the server session."""
         self.state: PoolState = PoolState(config.max_lock_connections, warm)
         self.generation = 0
-        """Raised by every `engine.dispose()`: what was opened before it is not kept."""
+        """Incremented by every `engine.dispose()`. Connections of an earlier generation are not kept."""
         self.sessions: set[LockConnection] = set()
         self.stuck = 0
-        """Openings that took too long and have not ended yet."""
+        """The number of abandoned openings that have not ended yet."""
         self._opening_began = 0.0
         self.on_death = on_death
         self.lock_table = LockTable()
         self._close_with_loop = close_with_loop(self.sessions) if engine.dialect.is_async else None
-        """To be entered with the first opening."""
+        """The generator that closes connections with the event loop; started with the first opening."""
         on_disposed(engine, self._on_engine_disposed)
         weakref.finalize(engine.dialect, close_at_exit, weakref.ref(engine.dialect), self.sessions)
         MONITOR.keep(self)
@@ -184,13 +184,15 @@ class LockPool:
     async def checkout(
         self, left: float, keys: int = 1, *, again: bool = False, cancel: CancelEvent | None = None
     ) -> LockConnection | None:
-        """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time.
+        """Return a connection: an idle one, a new one, or, if `max_lock_connections` are in use, the next free one.
+
+        Return None if none was free in time.
 
         Args:
-            left: seconds to wait for a turn.
-            keys: how many keys it is to hold.
-            again: after one that ended: opening another may not take much longer than what is left.
-            cancel: ends the wait for a turn, and for a new session.
+            left: the seconds to wait for a free connection.
+            keys: the number of keys that it will hold.
+            again: whether it replaces a lost one: opening it must then not take much longer than the time left.
+            cancel: ends the wait.
         """
         turn = PoolWaiter()
         try:
@@ -213,7 +215,7 @@ class LockPool:
             raise
 
     async def checkout_for_query(self) -> LockConnection:
-        """Return a session to look with: a warm one, or one beside the pool that is closed after the look."""
+        """Return a connection for a query: an idle one, or one outside the limit that is closed after use."""
         turn = PoolWaiter()
         try:
             with MUTEX:
@@ -227,7 +229,7 @@ class LockPool:
             raise
 
     def _give_up(self, turn: PoolWaiter) -> None:
-        """Give back what a turn has: its place in the line, its place to open a connection, or its session."""
+        """Return what a waiter has: its place in the line, its slot, or its connection."""
         opening = turn.opening
         with MUTEX:
             self.state.cancel_wait(turn)
@@ -239,7 +241,7 @@ class LockPool:
             self.checkin(session)
 
     async def _open(self, turn: PoolWaiter, budget: float, keys: int, cancel: CancelEvent | None = None) -> None:
-        """Open a session on a thread or task of its own: whoever wants it can time out, be interrupted or cancelled."""
+        """Open a connection on a separate thread or task, so that the caller can time out, be interrupted or cancelled."""
         self.begin_opening()
         opening = turn.opening = PendingConnection(self.carrier.make_event(), counts=keys > 0)
         (start_task if self.engine.dialect.is_async else start_thread)(opening, self._open_for)
@@ -248,17 +250,17 @@ class LockPool:
         if turn.session is None:
             where = describe_server(self.engine)
             raise opening.error or UnreachableError(
-                f"no session at {where} within {budget:g} s. {LOCK_OUTCOME_UNKNOWN}"
+                f"cannot connect to {where} within {budget:g} s. {LOCK_OUTCOME_UNKNOWN}"
             )
         self.lock_table.check_room(keys)
 
     def _abandon(self, opening: PendingConnection, *, late: bool) -> LockConnection | None:
-        """Stop waiting for a connection, once. Returns the session if it came in the last moment.
+        """Stop waiting for a connection, once. Return it if it was opened at the last moment.
 
-        `late`: it takes too long. One that was interrupted says nothing about the server.
+        `late` counts it as stuck; an opening that was interrupted says nothing about the server.
         """
         with MUTEX:
-            if opening.abandoned:  # its opener parks what still comes
+            if opening.abandoned:  # if it still opens, its opener returns it to the pool
                 return None
             if not opening.done:
                 opening.abandoned, opening.late = True, late
@@ -270,13 +272,13 @@ class LockPool:
     async def _open_for(self, opening: PendingConnection) -> None:
         session: LockConnection | None = None
         error: Exception | None = UnreachableError(
-            f"the opening of a connection was broken off: try again. {LOCK_OUTCOME_UNKNOWN}"
+            f"opening a connection was interrupted: try again. {LOCK_OUTCOME_UNKNOWN}"
         )
         generation = self.generation
         try:
             if self._close_with_loop is not None:
                 entered, self._close_with_loop = self._close_with_loop, None
-                self._entered = entered  # kept until the loop ends
+                self._entered = entered  # keeps the generator alive until the event loop ends
                 await anext(entered)
             session = await self._open_unshared()
         except Exception as caught:
@@ -284,7 +286,7 @@ class LockPool:
         finally:
             opening.mark_done()
             with MUTEX:
-                # One that nobody waits for any more is kept for whoever comes next, if there is a place for it.
+                # An abandoned connection is kept for the next caller if a slot is free.
                 counts = opening.uses_slot and (
                     not opening.abandoned or (session is not None and self.state.take_slot())
                 )
@@ -295,7 +297,7 @@ class LockPool:
                 self.checkin(session)
 
     async def _open_unshared(self) -> LockConnection:
-        """Open a session of which no child that is forked meanwhile keeps the socket: its copy would keep a dead parent's lock."""
+        """Open a connection whose socket no forked child copied: the copy would keep a lock alive after this process dies."""
         while True:
             forks = PROCESS.forks
             dbapi_connection, driver, facts = await self.carrier.call(
@@ -308,11 +310,11 @@ class LockPool:
             session.close()
 
     async def borrow_unjudged(self, connection: Connection) -> CallerConnection:
-        """Make the caller's own connection a session without asking the server, for statements that hold nothing."""
+        """Borrow the caller's connection without a round trip, for statements that hold nothing."""
         return await self._callers_kind.borrow(self.carrier, connection, self._driver_kind)
 
     async def borrow(self, connection: Connection, limit: float) -> LockConnection:
-        """Make the caller's own connection a session, for one lock; its first question may take `limit` seconds."""
+        """Borrow the caller's connection for one lock. If the server's facts are not cached, reading them is limited."""
         session = await self.borrow_unjudged(connection)
         if session.facts is server.UNKNOWN:
             await session.learn(self.config.pooler, limit)
@@ -320,13 +322,13 @@ class LockPool:
         return session
 
     def configure(self, session: LockConnection) -> None:
-        """Make a new session ready for its work."""
+        """Prepare a new connection: detect a pooler, and watch the socket."""
         strange = session.driver.pid != session.facts.backend_pid
         session.driver.pooled = self.any_pooler and (strange or self.config.pooler in ("session", "transaction"))
         session.watch()
 
     def checkin(self, session: LockConnection) -> None:
-        """Give back a session that holds nothing."""
+        """Return a connection that holds no lock."""
         if not session.ours:
             assert isinstance(session, CallerConnection)
             session.detach()
@@ -337,16 +339,16 @@ class LockPool:
             self.discard(session)
 
     def discard(self, session: LockConnection) -> None:
-        """Close a session; the server frees whatever it held."""
+        """Close a connection. The server releases what it held."""
         session.close()
         with MUTEX:
             if session in self.sessions:
                 if session.uses_slot:
                     self.state.note_closed()
-                self.sessions.discard(session)  # last: an interrupt before it is followed by another discard
+                self.sessions.discard(session)  # last: if this is interrupted before, `discard` is called again
 
     def close_idle(self, now: float) -> None:
-        """Close the idle sessions that are dead, or were idle for too long."""
+        """Close the idle connections that are dead or were idle for too long."""
         if any(session.is_expired(now) for session in list(self.state.idle)):
             self.carrier.run_at_home(lambda: self._close_expired(now))
 
@@ -357,8 +359,8 @@ class LockPool:
             self.discard(session)
 
     def _on_engine_disposed(self, _: Engine) -> None:
-        """Close the idle sessions; the others are closed when what they hold ends."""
-        if self.pid != PROCESS.pid:  # a forked child often disposes of the engine that it inherits
+        """Close the idle connections. The others are closed when their locks are released."""
+        if self.pid != PROCESS.pid:  # a forked child often disposes of the engine that it inherited
             return
         with MUTEX:
             self.generation += 1
@@ -373,7 +375,7 @@ class LockPool:
         self.carrier.run_at_home(close)
 
     def note_opened(self, session: LockConnection | None, generation: int, *, counts: bool, late: bool) -> None:
-        """Enter a session that was opened, or none; under the mutex. One that does not count is closed after its use."""
+        """Add a new connection, or free its slot if opening failed; under the mutex. Without a slot, it is closed after use."""
         if late:
             self.stuck -= 1
         if session is None:
@@ -387,14 +389,12 @@ class LockPool:
         self.lock_table.note_count(session.facts.locks_used, session.facts.lock_limit)
 
     def begin_opening(self) -> None:
-        """Raise UnreachableError when as many openings as there are places are stuck: the server is away, not busy.
-
-        One more is tried every few seconds, for a driver may hang long after the server is back. The place stays the caller's.
-        """
+        """Raise UnreachableError if as many openings as there are slots are stuck. The caller keeps its slot."""
+        # One more is tried every few seconds, because a driver may hang long after the server is back.
         threads.block_during_shutdown()
         now = time.monotonic()
         with MUTEX:
             if self.stuck < self.state.limit or now - self._opening_began > OPEN_BUDGET:
                 self._opening_began = now
                 return
-        raise UnreachableError(f"{describe_server(self.engine)} does not answer. {LOCK_OUTCOME_UNKNOWN}")
+        raise UnreachableError(f"{describe_server(self.engine)} does not respond. {LOCK_OUTCOME_UNKNOWN}")

@@ -1,1 +1,1 @@
-"""Who holds and who waits inside this process. Pure."""
+"""Track which contenders of this process hold locks and which wait. No I/O."""

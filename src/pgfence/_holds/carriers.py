@@ -1,8 +1,8 @@
-"""What runs a contender: a thread, or a task of an event loop.
+"""Run a contender on a thread or on a task of an event loop.
 
-The runtime is written once, as coroutines over a carrier. What a thread's carrier offers blocks and never suspends, so
-`run_sync` drives the same text there. Only the ways to wait are written twice. Another thread can end the waits of a thread
-(`cancel_waits`); those of a task end with its cancel.
+The runtime is written once, as coroutines over a carrier. A thread's carrier blocks and never suspends, so that `run_sync` can
+run the same coroutines. Only the ways to wait are written twice. The waits of a thread can be ended by another thread
+(`cancel_waits`), those of a task by cancelling it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ R = TypeVar("R")
 
 
 class CancelEvent(Protocol):
-    """A `threading.Event`, or another object that says when waits end."""
+    """A `threading.Event`, or another object that can report that waits must end."""
 
     def is_set(self) -> bool:
-        """Return whether waits should end."""
+        """Return whether waits must end."""
         ...
 
 
 class Cancelled(BaseException):
-    """The wait was cancelled; `acquire` says so by a WaitCancelledError. Never reaches a caller."""
+    """A wait was cancelled. `acquire` translates this to `WaitCancelledError`, so it never reaches a caller."""
 
 
 class _Here(threading.local):
-    """What belongs to this thread."""
+    """The cancel event of each thread."""
 
     event: CancelEvent | None = None
 
@@ -61,22 +61,22 @@ def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
         with cancel_waits(stop), AdvisoryLock(engine, "indexer").hold(timeout=math.inf):
             index()
 
-    A wait that is cancelled raises `WaitCancelledError` at most about half a second later, and leaves nothing behind: no lock, no
-    place in a queue. A wait that begins after the event was set raises it at once. A try and a release are not affected.
+    A cancelled wait raises `WaitCancelledError` after about half a second at most, and leaves no lock and no place in a queue
+    behind. A wait that begins after the event was set raises it at once. Tries and releases are not affected.
 
-    Limitations: it ends neither the waits of an async lock, whose task can be cancelled, nor those of a `TransactionLock`, which
-    waits in the server: `pg_cancel_backend` or the server's `statement_timeout` ends that. If the server hangs, the wait ends when
+    Limitations: the event does not end the waits of an async lock (cancel its task instead) or of a `TransactionLock`, which
+    waits in the server (use `pg_cancel_backend` or the server's `statement_timeout`). If the server hangs, the wait ends when
     the running statement is given up, after up to 30 s. In nested blocks only the innermost event applies.
 
     Args:
-        event: a `threading.Event`, or anything with `is_set()`.
+        event: a `threading.Event`, or any object with `is_set()`.
 
     Raises:
-        TypeError: it has no `is_set()`.
+        TypeError: the object has no `is_set()`.
     """
     if not callable(getattr(event, "is_set", None)):
         raise TypeError(
-            f"cancel_waits() needs a threading.Event, or the like with is_set(), not {type(event).__name__}"
+            f"cancel_waits() needs a threading.Event, or another object with is_set(), not {type(event).__name__}"
         )
     before = cancel_here()
     _HERE.event = event
@@ -87,12 +87,12 @@ def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
 
 
 def cancel_here() -> CancelEvent | None:
-    """Return what can end the waits of this thread."""
+    """Return the event that can end the waits of this thread."""
     return _HERE.event
 
 
 def build_cancelled_error(names: tuple[str, ...]) -> WaitCancelledError:
-    """Return the error of a cancelled wait."""
+    """Return the error for a cancelled wait."""
     quoted = ", ".join(repr(name) for name in names)
     return WaitCancelledError(
         f"the wait for {quoted} was cancelled by the event of cancel_waits(); nothing is held", names=names
@@ -100,16 +100,16 @@ def build_cancelled_error(names: tuple[str, ...]) -> WaitCancelledError:
 
 
 def expect_uncancelled(cancel: CancelEvent | None) -> None:
-    """Raise Cancelled if the event is set."""
+    """Raise `Cancelled` if the event is set."""
     if cancel is not None and cancel.is_set():
         raise Cancelled
 
 
 def wait(waits: Callable[[float], bool], left: float, cancel: CancelEvent | None) -> bool:
-    """Wait by `waits` for at most `left` seconds, in slices so that it can be cancelled, and return what it returned.
+    """Call `waits` for at most `left` seconds, in slices so that the wait can be cancelled, and return its result.
 
     Raises:
-        Cancelled: it was cancelled.
+        Cancelled: the event was set.
     """
     if cancel is None:
         return waits(left)
@@ -124,31 +124,31 @@ def wait(waits: Callable[[float], bool], left: float, cancel: CancelEvent | None
 
 
 class WakeEvent(Protocol):
-    """Where one contender waits to be woken once, from any thread."""
+    """An event on which one contender waits, and which any thread can set once."""
 
     def set(self) -> None:
         """Wake the contender."""
         ...
 
     async def wait(self, seconds: float, cancel: CancelEvent | None = None) -> bool:
-        """Wait at most so long and return whether it is set."""
+        """Wait for at most `seconds`, and return whether the event is set."""
         ...
 
 
 class Carrier(Protocol):
-    """What the runtime needs of a thread or of a task's loop."""
+    """The operations that the runtime needs from a thread, or from the event loop of a task."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop of the tasks."""
+        """The event loop of the tasks; None for threads."""
         ...
 
     def get_contender(self) -> Contender:
-        """Return the contender that calls."""
+        """Return the calling contender."""
         ...
 
     def cancel_event(self) -> CancelEvent | None:
-        """Return what can end the waits of the caller, apart from a cancel of its task."""
+        """Return the event that can end the waits of the caller, besides cancelling its task."""
         ...
 
     def make_event(self) -> WakeEvent: ...
@@ -156,24 +156,24 @@ class Carrier(Protocol):
     async def sleep(self, seconds: float, cancel: CancelEvent | None = None) -> None: ...
 
     async def call(self, work: Callable[[], R]) -> R:
-        """Run sync code of SQLAlchemy's over the driver."""
+        """Run synchronous SQLAlchemy code, which may call the driver."""
         ...
 
     def run_cleanup(self, clean: Callable[[], None]) -> None:
-        """Run a clean-up that may be run twice, to its end."""
+        """Run a clean-up to its end. It may be run twice."""
         ...
 
     def run_at_home(self, work: Callable[[], object]) -> None:
-        """Run work on connections where they may be closed: at once where that is here."""
+        """Run work on connections where they may be closed: at once if that is here, or else on their event loop."""
         ...
 
     def run_later(self, work: Callable[[], object]) -> None:
-        """Run work later, out of the way of the caller, which may be a finaliser. Takes no lock."""
+        """Run work in the background. Takes no lock, because the caller may be a finaliser."""
         ...
 
 
 class ThreadEvent:
-    """Where one thread waits."""
+    """An event on which one thread waits."""
 
     __slots__ = ("_lock", "_set")
 
@@ -195,7 +195,7 @@ class ThreadEvent:
 
 
 class ThreadCarrier:
-    """The threads of this process."""
+    """The carrier for the threads of this process."""
 
     make_event = ThreadEvent
     loop = None
@@ -216,7 +216,7 @@ class ThreadCarrier:
 
     async def sleep(self, seconds: float, cancel: CancelEvent | None = None) -> None:
         if cancel is None:
-            time.sleep(seconds)  # noqa: ASYNC251  # a thread is to block
+            time.sleep(seconds)  # noqa: ASYNC251  # a thread must block
         else:
             await ThreadEvent().wait(seconds, cancel)
 
@@ -226,7 +226,8 @@ class ThreadCarrier:
     def run_cleanup(self, clean: Callable[[], None]) -> None:
         try:
             clean()
-        except BaseException:  # a signal's exception tore it: once more, where none arrives
+        except BaseException:
+            # A signal's exception interrupted it. Run it again on a thread that receives no signals.
             MONITOR.post(clean)
             raise
 
@@ -241,7 +242,7 @@ THREADS = ThreadCarrier()
 
 
 class TaskEvent:
-    """Where one task waits."""
+    """An event on which one task waits."""
 
     __slots__ = ("_future", "_loop", "_thread")
 
@@ -257,6 +258,7 @@ class TaskEvent:
             run_on_loop(self._loop, lambda: _resolve(self._future))
 
     async def wait(self, seconds: float, cancel: CancelEvent | None = None) -> bool:
+        # A second future, so that a timeout or a cancellation leaves the event itself unchanged.
         over = self._loop.create_future()
         timer = None if math.isinf(seconds) else self._loop.call_later(seconds, _resolve, over)
         self._future.add_done_callback(lambda _: _resolve(over))
@@ -269,7 +271,7 @@ class TaskEvent:
 
 
 class TaskCarrier:
-    """The tasks of one loop."""
+    """The carrier for the tasks of one event loop."""
 
     make_event = TaskEvent
 
@@ -284,7 +286,7 @@ class TaskCarrier:
         return get_task_contender()
 
     def cancel_event(self) -> None:
-        """A task is cancelled by asyncio."""
+        """Return None, because asyncio cancels tasks."""
 
     async def sleep(self, seconds: float, cancel: CancelEvent | None = None) -> None:
         await asyncio.sleep(seconds)
@@ -309,7 +311,7 @@ _CONTENDERS: weakref.WeakKeyDictionary[asyncio.Task[object], Contender] = weakre
 
 
 def find_task_contender() -> Contender | None:
-    """Return the contender that this task is, if it ever was one; None also outside a task."""
+    """Return the contender of the current task, if it has one; None also outside a task."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -318,10 +320,10 @@ def find_task_contender() -> Contender | None:
 
 
 def get_task_contender() -> Contender:
-    """Return the contender that this task is."""
+    """Return the contender of the current task, creating it on first use."""
     task = asyncio.current_task()
     if task is None:
-        raise RuntimeError("an async lock is taken by a task")
+        raise RuntimeError("an async lock must be acquired in an asyncio task")
     me = _CONTENDERS.get(task)
     if me is None or me.pid != PROCESS.known_pid:
         me = _CONTENDERS[task] = Contender("task")
@@ -332,19 +334,19 @@ _TASKS: set[asyncio.Task[object]] = set()
 
 
 def keep_task(task: asyncio.Task[object]) -> None:
-    """Keep a task alive until it is done: the loop itself refers to it weakly."""
+    """Keep a task alive until it is done: the event loop holds only a weak reference."""
     _TASKS.add(task)
     task.add_done_callback(_TASKS.discard)
 
 
 def run_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    """Run a call on a loop, from any thread; a loop that is closed needs no news."""
+    """Run a call on an event loop, from any thread. Does nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call)
 
 
 def is_running(loop: asyncio.AbstractEventLoop) -> bool:
-    """Say whether this thread runs that loop at this moment."""
+    """Return whether this thread is running the given event loop."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
@@ -352,7 +354,7 @@ def is_running(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 async def run_in_greenlet(call: Callable[[], R]) -> R:
-    """Run sync code of SQLAlchemy's over an async driver, on the calling task."""
+    """Run synchronous SQLAlchemy code over an async driver, on the calling task."""
     from sqlalchemy.util import greenlet_spawn
 
     result: R = await greenlet_spawn(call)

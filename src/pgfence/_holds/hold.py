@@ -1,8 +1,8 @@
-"""The record of one grant, and the four states it can be in: held, unknown, lost, released.
+"""The record of one grant and its four states: held, unknown, lost, released.
 
-A `Hold` belongs to the session that carries the lock. A lease has no session: its record is `_leases.grant.Grant`, on the same
-base. The state changes once from held to lost or released, from any thread. What `configure(on_event=...)` receives, and how
-names are written in messages, is here too.
+A `Hold` belongs to the connection that holds the lock. A lease has no connection: its record is `_leases.grant.Grant`, with the
+same base class. The state changes once from held to lost or released, from any thread. Events for `configure(on_event=...)`
+and the format of names in messages are here too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def emit_event(
     owner: str | None = None,
     lease_id: UUID | None = None,
 ) -> None:
-    """Tell `configure(on_event=...)` of an event; its exception is logged."""
+    """Call the hook of `configure(on_event=...)`. Its exceptions are logged."""
     hook: Callable[[Event], object] | None = config.on_event
     if hook is not None:
         what = Event(event, ", ".join(names), owner, lease_id, token, datetime.now(UTC))
@@ -52,7 +52,7 @@ def emit_event(
 
 
 class BaseHold:
-    """What every grant has in common: whose it is, whether it still stands, and who wants to hear of its end."""
+    """The common part of all grants: the owner, the state, and the callbacks for its end."""
 
     __slots__ = (
         "_end_callbacks",
@@ -73,22 +73,22 @@ class BaseHold:
 
     noun = "lock"
     place: TableNames
-    """The tables that the token comes from. Not set where there is no token."""
+    """The tables that the token comes from. Not set if there is no token."""
 
     def __init__(self, names: tuple[str, ...], entry: QueueEntry) -> None:
         self.names = names
         self.entry = entry
         self.owner: Contender = entry.owner
         self.token: int | None = None
-        """The fencing token, where the kind has one."""
+        """The fencing token, if this kind of lock has one."""
         self.stored = ""
-        """The name that the token belongs to, as it stands in the tables."""
-        self.pid = PROCESS.known_pid  # the same call has asked before
-        # Weak: the handle refers to the hold and never the other way round, so that a dropped handle is noticed.
+        """The stored name that the token belongs to."""
+        self.pid = PROCESS.known_pid  # the calling function has already checked for a fork
+        # Weak, because the handle refers to the hold: a strong reference would keep a dropped handle alive, unnoticed.
         self.handle: Callable[[], object] = _find_nothing
-        """A weak reference to what the user has in hand."""
+        """A weak reference to the caller's handle."""
         self.reason: LossReason | None = None
-        """What it was marked lost for."""
+        """The reason, once it is marked as lost."""
         self.released = False
         self.dropped = False
         """Whether the handle was dropped without release(): a background thread or task releases it."""
@@ -98,17 +98,17 @@ class BaseHold:
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
-        """The keys of an advisory lock; empty for everything else."""
+        """The keys of an advisory lock; empty for other kinds."""
         return ()
 
     @property
     def row(self) -> tuple[TableNames, str] | None:
-        """The row of the lease table that it stands in, if it uses one."""
+        """The row of the lease table that it uses, if any."""
         return None
 
     @property
     def loss_reason(self) -> LossReason | None:
-        """Why it is lost, as far as this process knows; None while it is not. Takes no lock of ours."""
+        """The reason for its loss, as far as this process knows; None if it is not lost. Takes no lock."""
         return self.reason
 
     @property
@@ -124,11 +124,11 @@ class BaseHold:
             return "lost"
         if self.released:
             return "released"
-        # Asked, and no answer yet: silence never counts as held.
+        # A renewal was sent and not answered: that never counts as held.
         return "unknown" if self.in_doubt else "held"
 
     def check(self) -> None:
-        """Raise unless it is held as far as this process knows."""
+        """Raise unless it is held, as far as this process knows."""
         state = self.state
         if state == "lost":
             raise self.lost_error()
@@ -137,7 +137,7 @@ class BaseHold:
 
     @property
     def description(self) -> str:
-        """Who has it, for the others of this process."""
+        """The holder, as other contenders of this process see it in messages."""
         if self.dropped:
             return "a handle of this process that was dropped without release()"
         return f"another {self.owner.kind} of this process"
@@ -145,33 +145,33 @@ class BaseHold:
     def lost_error(self) -> LockLostError:
         reason = self.loss_reason or "killed"
         return LockLostError(
-            f"the {self.noun} {format_names(self.names)} was lost while it was held: {_TOLD[reason]}. Another process may hold it by"
-            " now; what was done since then was not protected",
+            f"{self.noun} {format_names(self.names)} was lost while it was held: {_LOSS[reason]}. Another process may hold it"
+            " now. Work done since the loss was not protected",
             names=self.names,
             reason=reason,
             token=self.token,
         )
 
     def not_held_error(self) -> LockNotHeldError:
-        why = "it was released already" if self.ours else "this is a forked child, it belongs to its parent"
-        return LockNotHeldError(f"the {self.noun} {format_names(self.names)} is not held: {why}", names=self.names)
+        why = "it was already released" if self.ours else "this is a forked child, and the lock belongs to its parent"
+        return LockNotHeldError(f"{self.noun} {format_names(self.names)} is not held: {why}", names=self.names)
 
     def lose(self, reason: LossReason) -> bool:
-        """Mark it lost, once, and tell the listeners. Callable from any thread; must not be called under the mutex."""
+        """Mark it as lost, once, and call the listeners. Any thread, but not under the mutex."""
         if not self.ours:
             return False
         with MUTEX:
             if self.reason is not None or self.released:
                 return False
             self.reason = reason
-            # Taken out under the mutex and called outside of it: a listener may come back here.
+            # Taken out under the mutex and called without it, because a listener may call methods of this object.
             listeners, self._listeners = self._end_callbacks + self._listeners, ()
         for listener in listeners:
             call_logged(listener)
         return True
 
     def begin_release(self) -> bool:
-        """Take the right to release, under the mutex: true for the first caller only."""
+        """Claim the right to release, under the mutex. Return True for the first caller only."""
         first = not self.released and self.pid == PROCESS.known_pid
         self.released = True
         self._listeners = ()
@@ -181,11 +181,11 @@ class BaseHold:
         return first
 
     def add_end_callback(self, ender: Callable[[], object]) -> None:
-        """Have `ender` called at the loss or the release, at once if that is past. It must take no lock of ours."""
+        """Call `ender` at the loss or release, or now if it has already ended. It must not take a lock of pgfence."""
         over = not self.ours
         with MUTEX:
             self._end_callbacks = (*self._end_callbacks, ender)
-            # Looked at under the same mutex: a loss or a release in between would call nobody.
+            # Checked under the same mutex: a loss or release after the check would miss the new callback.
             over = over or self.state in ("lost", "released")
         if over:
             ender()
@@ -195,7 +195,7 @@ class BaseHold:
             self._end_callbacks = tuple(other for other in self._end_callbacks if other != ender)
 
     def subscribe(self, listener: Callable[[], object]) -> None:
-        """Have `listener` called once when it is lost, at once if it is already. It must be quick and not block."""
+        """Call `listener` once when it is lost, or now if it is already lost. It must be quick and must not block."""
         if not self.ours:
             return
         with MUTEX:
@@ -207,7 +207,7 @@ class BaseHold:
 
 
 class Hold(BaseHold, Generic[SessionT]):
-    """One grant of an advisory lock: which keys, on which session."""
+    """One grant of an advisory lock: its keys and its connection."""
 
     __slots__ = ("session", "sql")
 
@@ -225,23 +225,23 @@ class Hold(BaseHold, Generic[SessionT]):
         return self.sql.row
 
 
-_TOLD: dict[LossReason, str] = {
+_LOSS: dict[LossReason, str] = {
     "killed": "its server session ended",
-    "cut off": "the server cannot be reached any more",
-    "returned": "its Connection was closed, and with that returned to the pool",
+    "cut off": "the server cannot be reached",
+    "returned": "its Connection was closed, which returned it to the pool",
     "expired": "it was not renewed in time",
-    "superseded": "it is somebody else's by now",
+    "superseded": "another holder has taken over",
     "evicted": "an operator evicted its holder",
     "overdue": "it was held for longer than max_hold",
 }
 
 
 def _find_nothing() -> None:
-    """There is no handle (yet)."""
+    """Return None: there is no handle yet."""
 
 
 def describe_local_holder(key: LockKey, hold: Hold[Any]) -> Holder:
-    """Describe a holder in this process."""
+    """Return the description of a holder in this process."""
     return Holder(
         name=key.name,
         key=key,

@@ -1,10 +1,10 @@
-"""Who is next inside this process. Pure: no I/O, no threads, no clock.
+"""The order of contenders inside this process. No I/O, no threads, no clock.
 
-All contenders for the keys of one engine (and, async, one loop) stand in lines, one line per key, first come first served. An
-entry joins all its lines at once and stays there until what it was granted is given back.
+All contenders for the keys of one engine (for an async engine, also of one event loop) wait in lines, one line per key, first
+come, first served. An entry joins all its lines at once and stays in them until its grant is released.
 
-The caller serialises every call with `MUTEX`, one for the whole process, because a circle may lead through several engines;
-`QueueEntry.leave` and `discard_partial` take it themselves.
+The caller holds `MUTEX` for every call. There is one mutex for the whole process, because a deadlock may involve several
+engines. `QueueEntry.leave` and `discard_partial` take it themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BURST_TIME = 0.02
 
 
 class Holding(Protocol):
-    """What a contender holds. `hold.BaseHold` is what it really is."""
+    """A hold, as the queue sees it. The real class is `hold.BaseHold`."""
 
     names: tuple[str, ...]
     entry: QueueEntry
@@ -50,14 +50,14 @@ class Holding(Protocol):
 
 
 class Contender:
-    """A thread or a task: what can hold, and wait for one thing at a time."""
+    """A thread or task. It may hold several locks but waits for at most one."""
 
     __slots__ = ("__weakref__", "holds", "kind", "pid", "waits")
 
     def __init__(self, kind: Literal["thread", "task"]) -> None:
         self.kind = kind
         self.pid = PROCESS.known_pid
-        """In a forked child the contender is another one: these holds belong to the parent."""
+        """A forked child uses a new contender, because these holds belong to the parent."""
         self.holds: list[Holding] = []
         self.waits: QueueEntry | None = None
 
@@ -83,39 +83,39 @@ class QueueEntry:
         self, places: Sequence[Hashable], owner: Contender, queue: LocalQueue, *, no_handoff: bool = False
     ) -> None:
         self.places = places
-        """The keys it is for, sorted."""
+        """The keys, sorted."""
         self.no_handoff = no_handoff
-        """Neither hands its lock on nor takes one over: each of its grants has something of its own, a token."""
+        """Whether its lock is never handed over, neither from nor to it, because each grant has its own token."""
         self.owner = owner
         self.queue = queue
         self.handed_over: Any = None
-        """The session on which these very keys are held already: handed over by the one before."""
+        """The connection that already holds these keys, if the previous holder handed it over."""
         self.session: Any = None
-        """The session that it is at, from before the server is asked."""
+        """The connection that it uses, set before the first statement is sent."""
         self.hold: Holding | None = None
-        """What it was granted."""
+        """The hold, once it is granted."""
         self.away: UnreachableError | StandbyError | None = None
-        """Why the server could not be asked for it, while that is so."""
+        """The error while the server is unreachable."""
         self.found_held = False
         """Whether the server has responded that another process holds it."""
         self.last_holder: Holder | None = None
-        """Whom it found when it last asked; for messages."""
+        """The holder that the last attempt found, for messages."""
         self.wake: Callable[[], object] | None = None
 
     def leave(self) -> None:
-        """Leave the queue; a second time does nothing. Takes the mutex."""
+        """Leave the queue. Calling it again does nothing. Takes the mutex."""
         with MUTEX:
             self.queue.dequeue(self)
 
     def discard_partial(self) -> None:
-        """Forget what a grant left behind that was interrupted before its handle was there. Takes the mutex."""
+        """Remove a grant that was interrupted before its handle existed. Takes the mutex."""
         with MUTEX:
             self.owner.holds[:] = [hold for hold in self.owner.holds if hold.entry is not self]
             self.queue.dequeue(self)
 
     @property
     def dropped(self) -> bool:
-        """Whether its holder has dropped the handle, and it is being given back."""
+        """Whether its handle was dropped, so that it is being released."""
         return self.hold is not None and self.hold.dropped
 
 
@@ -126,13 +126,13 @@ class LocalQueue:
 
     def __init__(self, home: object = None) -> None:
         self.home = home
-        """What all lines of one engine have in common: of its session locks, and of its leases."""
+        """An object shared by all queues of one engine: that of its session locks and that of its leases."""
         self._lines: dict[Hashable, deque[QueueEntry]] = {}
 
     def enqueue(self, entry: QueueEntry) -> bool:
-        """Put an entry at the end of its lines and say whether it stands first in all of them."""
-        # All lines at once, so that every line has the order of arrival: entries for several keys cannot block each other
-        # in a circle.
+        """Append an entry to all its lines, and return whether it is first in each of them."""
+        # All lines at once, so that every line has the same order of arrival: entries for several keys cannot deadlock each
+        # other.
         first = True
         for place in entry.places:
             line = self._lines.get(place)
@@ -144,8 +144,8 @@ class LocalQueue:
         return first
 
     def is_first(self, entry: QueueEntry) -> bool:
-        """Say whether an entry stands first in all its lines."""
-        # Only then does it go to the server: a thousand waiters for one key use one connection.
+        """Return whether an entry is first in all its lines."""
+        # Only the first entry contends at the server, so a thousand waiters for one key use one connection.
         for place in entry.places:
             line = self._lines.get(place)
             if line is None or line[0] is not entry:
@@ -153,8 +153,8 @@ class LocalQueue:
         return True
 
     def dequeue(self, entry: QueueEntry) -> None:
-        """Take an entry out, first or not, and wake those who stand first in all their lines now."""
-        # Called again where an interrupt has cut a first call short: each step must be one that may have been done before.
+        """Remove an entry from any position, and wake the entries that are now first in all their lines."""
+        # Called again after an interrupt cut a first call short, so each step must tolerate that it was done before.
         if entry.owner.waits is entry:
             entry.owner.waits = None
         for place in entry.places:
@@ -162,7 +162,7 @@ class LocalQueue:
             if line is None:
                 continue
             if line[0] is entry:
-                if len(line) == 1:  # in one step: an interrupt must not leave an empty line behind
+                if len(line) == 1:  # in one step, so that an interrupt cannot leave an empty line behind
                     del self._lines[place]
                     continue
                 line.popleft()
@@ -173,7 +173,7 @@ class LocalQueue:
                 line[0].wake()
 
     def find_successor(self, entry: QueueEntry) -> QueueEntry | None:
-        """Return who comes first when this entry leaves, if it wants exactly the same keys and may take them over."""
+        """Return the next entry when this one leaves, if it wants exactly the same keys and may be handed the lock."""
         line = self._lines[entry.places[0]]
         if len(line) < 2 or line[1].places != entry.places or entry.no_handoff or line[1].no_handoff:
             return None
@@ -183,8 +183,8 @@ class LocalQueue:
         return successor
 
     def is_held_by(self, owner: Contender, places: Sequence[Hashable]) -> bool:
-        """Say whether this contender is already first in line for one of the keys, by a hold or a wait."""
-        # A hold whose handle was dropped does not count: it ends soon, and with it a wait for it.
+        """Return whether a contender is already first in line for one of the keys, holding or waiting."""
+        # A hold whose handle was dropped does not count: it is about to be released, so waiting for it is safe.
         for place in places:
             line = self._lines.get(place)
             if line is not None and line[0].owner is owner and not line[0].dropped:
@@ -192,7 +192,7 @@ class LocalQueue:
         return False
 
     def get_line(self, place: Hashable) -> Iterable[QueueEntry]:
-        """Everybody in one line, first to last."""
+        """Return the entries of one line, first to last."""
         return self._lines.get(place, ())
 
     def __len__(self) -> int:
@@ -200,8 +200,8 @@ class LocalQueue:
 
 
 def is_deadlock(entry: QueueEntry) -> bool:
-    """Say whether waiting with this entry would never end: its owner holds what another contender before it waits for."""
-    # Waits alone form no cycle, because each entry joins all its lines at once.
+    """Return whether waiting with this entry would deadlock: its owner holds a key that a contender ahead waits for."""
+    # Waits alone cannot form a cycle, because each entry joins all its lines at once.
     if not entry.owner.holds:
         return False
     passed: set[tuple[Hashable, int]] = set()

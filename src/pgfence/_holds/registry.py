@@ -1,4 +1,4 @@
-"""Where what one process shares for an engine is kept."""
+"""Keep the managers that the threads or tasks of one process share for an engine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Shared(Protocol):
-    """What is shared: it belongs to one process."""
+    """An object that belongs to one process."""
 
     pid: int
 
 
 class LoopShared(Shared, Protocol):
-    """What may belong to the tasks of one event loop."""
+    """An object that may belong to the tasks of one event loop."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None: ...
@@ -34,20 +34,22 @@ L = TypeVar("L", bound=LoopShared)
 
 
 class ManagerRegistry:
-    """Where managers live: on the dialect object of their engine, so that they go with it and its copies share them."""
+    """Stores managers on the dialect object of their engine."""
+
+    # There they are garbage-collected with the engine, and copies of the engine share them.
 
     ATTRIBUTE = "_pgfence_managers"
 
     @classmethod
     def of(cls, engine: Engine) -> dict[Hashable, Any]:
-        """Return what is kept for an engine."""
-        PROCESS.notice_fork()  # before the mutex, which a forked child renews
+        """Return the registry of an engine."""
+        PROCESS.notice_fork()  # before the mutex is used, because a forked child replaces it
         home: dict[Hashable, Any] = vars(engine.dialect).setdefault(cls.ATTRIBUTE, {})
         return home
 
     @classmethod
     def for_process(cls, engine: Engine, key: Hashable, kind: type[S], make: Callable[[], S]) -> S:
-        """Return what this process shares for an engine; a forked child gets one of its own."""
+        """Return the object that this process shares for an engine. A forked child creates its own."""
         home = cls.of(engine)
         found = home.get(key)
         if isinstance(found, kind) and found.pid == PROCESS.pid:
@@ -60,7 +62,7 @@ class ManagerRegistry:
 
     @classmethod
     def for_carrier(cls, engine: Engine, kind: type[L], make: Callable[[Carrier], L]) -> L:
-        """Return what the threads of this process share for an engine, or the tasks of this loop for an async engine."""
+        """Return the object that an engine's threads share; for an async engine, the tasks of the running event loop."""
         if not engine.dialect.is_async:
             return cls.for_process(engine, kind, kind, lambda: make(THREADS))
         loop = asyncio.get_running_loop()
@@ -68,6 +70,7 @@ class ManagerRegistry:
         found = home.get(key)
         if isinstance(found, kind) and found.loop is loop and found.pid == PROCESS.pid:
             return found
+        # A closed loop's id may be reused, and its manager would never be collected.
         with MUTEX:
             for place, other in list(home.items()):
                 if isinstance(place, tuple) and other.loop.is_closed():

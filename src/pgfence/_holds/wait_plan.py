@@ -1,4 +1,4 @@
-"""How a waiter slices its wait in the server, and when it logs that it waits. Pure: every function takes `now`."""
+"""Plan how a waiter divides its wait in the server into slices, and when it logs. Pure functions of `now`."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ LONGEST_LOCK_TIMEOUT = 2**31 - 1
 
 
 def slice_for(deadlock_timeout: float) -> float:
-    """Return how long one wait in the server may last, in seconds; 0 means: do not wait there, poll."""
-    # Half of it, so that the wait ends before the server looks for deadlocks: the waiter would be the victim whenever the holder
-    # builds an index CONCURRENTLY. Waits below 100 ms cost the server's log and processor more than polling does.
+    """Return the length of one wait in the server, in seconds; 0 to poll instead of waiting there."""
+    # Half of deadlock_timeout, so that the wait ends before the server looks for deadlocks: the waiter would be chosen as the
+    # victim whenever the holder builds an index CONCURRENTLY. Waits below 100 ms cost more log and CPU than polling.
     length = min(SLICE, deadlock_timeout / 2)
     return length if length >= SHORTEST_SERVER_WAIT else 0.0
 
 
 def choose_first_slice(length: float, left: float) -> float:
-    """Return the length of the first wait: at most half of what is left, or all of it where half would be under 100 ms."""
-    # Half leaves time to look who holds the lock, for the error.
+    """Return the length of the first wait: at most half the time left, or all of it if half would be under 100 ms."""
+    # The other half leaves time to query the holders for the error message.
     return min(length, max(left / 2, min(left, SHORTEST_SERVER_WAIT)))
 
 
 def to_milliseconds(length: float, keys: int = 1) -> int:
-    """Return `lock_timeout` for a wait of `length` seconds over `keys` keys, which it counts for each."""
-    # 0 would mean no limit, and the server takes at most 24.8 days: a caller with a longer wait asks again.
+    """Return the `lock_timeout` for a wait of `length` seconds. It applies to each of the `keys` keys separately."""
+    # 0 would mean no limit, and the server accepts at most 24.8 days; a caller that waits longer asks again.
     return max(1, int(min(length * 1000 / keys, LONGEST_LOCK_TIMEOUT)))
 
 
 def pause(left: float) -> float:
-    """Return the jittered seconds between two polls, never past what is left."""
+    """Return the jittered seconds between two polls, at most the time left."""
     return min(left, between(0.02, 0.06))
 
 
 WARN_AFTER = 30.0
 NESTED_LIMIT = 60.0
-"""What a wait may last by default while its task or thread holds another session lock: nobody sees a circle between processes."""
+"""The default limit of a wait by a task or thread that holds another lock: deadlocks between processes are not detected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One step of a wait: a slice in the server, or a pause after which to try again."""
+    """One step of a wait: a slice in the server, or a pause before polling."""
 
     seconds: float
     polls: bool
     queued: bool
-    """Whether it waits in the order of the tickets: every slice but the first."""
+    """Whether to wait in the order of the tickets, as every slice but the first does."""
 
 
 class WaitPlan:
-    """How one contender waits at the server: slices or polls until its deadline, and when it has something to tell."""
+    """The steps of one contender's wait: slices or polls until the deadline, and when a log line is due."""
 
     __slots__ = ("_began", "_deadline", "_slice", "_told", "_waits")
 
@@ -64,7 +64,7 @@ class WaitPlan:
         self._told = 0
 
     def next(self, now: float) -> Wait | None:
-        """Return the next step, or None when the time is over."""
+        """Return the next step, or None if the time is over."""
         left = self._deadline.left(now)
         if left <= 0:
             return None
@@ -76,7 +76,7 @@ class WaitPlan:
         return Wait(length, polls=False, queued=queued)
 
     def take_due_log(self, now: float) -> tuple[int, float] | None:
-        """Return a logging level and the age of the wait, once after the first step and once after 30 s."""
+        """Return a logging level and the age of the wait: once after the first step, and once after 30 s."""
         age = now - self._began
         if not self._told:
             self._told = 1

@@ -130,8 +130,7 @@ class LockManager:
             with MUTEX:
                 if (front := call.enqueue()) is None:
                     return None
-                # While the mutex is held anyway: the uncontended path then takes it only once.
-                if front and on is None:
+                if front and on is None:  # under the same mutex: the uncontended path takes it only once
                     self.pool.state.pop_idle(entry)
             if not front:
                 await self._wait_for_turn(call, on)
@@ -360,8 +359,7 @@ class LockManager:
         """Close the connection after an interrupted release, unless it already serves another holder."""
         session = hold.session
         if session.hold in (None, hold):
-            # Another thread is executing a statement on it: only its socket may be shut down from here.
-            if session.statement_started:
+            if session.statement_started:  # by another thread: only the socket may be shut down from here
                 MONITOR.shut_down(session)
             else:
                 self.pool.discard(session)

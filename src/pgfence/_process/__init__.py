@@ -1,1 +1,1 @@
-"""This process: its clock, threads, forks and exit. No SQL, no locks."""
+"""Manage this process: its clock, threads, forks and exit. No SQL, no locks."""

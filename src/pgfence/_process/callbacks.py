@@ -1,4 +1,4 @@
-"""Calls of code that is not ours: what it raises is logged."""
+"""Call the application's callbacks and log their exceptions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("pgfence.advisory")
 
 
 def call_logged(listener: Callable[[], object]) -> None:
-    """Call a listener; its exception is logged, for it must not break the lock or the other listeners."""
+    """Call a listener and log its exception, which must affect neither the lock nor the other listeners."""
     try:
         listener()
     except Exception:

@@ -1,4 +1,4 @@
-"""Rules about time. Pure: every function takes `now`, nothing here sleeps."""
+"""The monotonic clock, deadlines and jitter. Nothing here sleeps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Seconds: TypeAlias = float | timedelta
-"""Seconds. As a timeout: None = the configured default, math.inf = for ever, 0 = do not wait."""
+"""Seconds. As a timeout: None = the configured default, math.inf = indefinitely, 0 = do not wait."""
 
-# On macOS, unlike Linux, CLOCK_MONOTONIC counts the time asleep and `time.monotonic()` does not.
+# On macOS, unlike Linux, CLOCK_MONOTONIC includes the time asleep, and `time.monotonic()` does not.
 _CLOCK: int | None = getattr(time, "CLOCK_MONOTONIC" if sys.platform == "darwin" else "CLOCK_BOOTTIME", None)
 
 
-# No function of Python's: an acquire asks ten times.
+# A partial of a C function, not a Python function: an acquire reads the clock ten times.
 clock: Callable[[], float] = time.monotonic if _CLOCK is None else partial(time.clock_gettime, _CLOCK)
-"""Return seconds on a clock that nobody can set and that runs on through a suspend where there is one.
+"""Return the seconds of a monotonic clock that cannot be set and that, where available, includes suspended time.
 
-A clock that stands still during suspend would let a laptop believe, on waking, in what it held when it fell asleep.
+A clock that stops during a suspend would let a laptop, on waking up, still trust the leases it held when it was suspended.
 """
 
-# Not the generator of the module: what a program seeds for itself would keep the pauses of all its processes in step, and our
-# threads would disturb it.
+# Not the module's generator: a program that seeds it would keep the pauses of all its processes in step, and our threads would
+# change the sequence that the program sees.
 between = random.SystemRandom().uniform
 
 
@@ -49,7 +49,7 @@ def seconds(value: Seconds, what: str = "timeout") -> float:
 
 
 class Deadline(NamedTuple):
-    """The instant until which a call may wait, on the clock of this process."""
+    """The time until which a call may wait, on this process's clock."""
 
     at: float
     timeout: float
@@ -60,5 +60,5 @@ class Deadline(NamedTuple):
         return cls(now + timeout, timeout)
 
     def left(self, now: float) -> float:
-        """Return the seconds that are left, never below 0."""
+        """Return the seconds left, at least 0."""
         return max(0.0, self.at - now)

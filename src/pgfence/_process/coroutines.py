@@ -1,4 +1,4 @@
-"""One text for threads and tasks: a coroutine that never suspends is a function."""
+"""Run coroutines on a thread: a coroutine that never suspends is an ordinary function call."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Coro: TypeAlias = Coroutine[Any, Any, R]
-"""What calling an `async def` function returns: a coroutine whose result is an R."""
+"""The return value of an `async def` function: a coroutine with a result of type R."""
 
 
 def run_sync(function: Callable[P, Coro[R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run a coroutine function to its end on this thread, where everything that it awaits blocks instead of suspending.
+    """Run a coroutine function to completion on this thread. Everything that it awaits must block instead of suspending.
 
     Raises:
-        RuntimeError: it suspended; only a carrier of tasks may do that.
+        RuntimeError: it suspended, which only coroutines on an event loop may do.
     """
-    # Called here and not by the caller: an interrupt in between would leave a coroutine that was never awaited.
+    # Called here, not by the caller: an interrupt between the two calls would leave a coroutine that was never awaited.
     steps = function(*args, **kwargs)
     try:
         steps.send(None)
@@ -29,4 +29,4 @@ def run_sync(function: Callable[P, Coro[R]], /, *args: P.args, **kwargs: P.kwarg
         result: R = end.value
         return result
     steps.close()
-    raise RuntimeError("a coroutine that runs on a thread must not suspend")
+    raise RuntimeError("internal error: a coroutine that runs on a thread must not suspend")

@@ -1,4 +1,4 @@
-"""Which process this is, and what a forked child must renew before it uses pgfence."""
+"""Identify this process, and renew what a forked child must not share with its parent."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 _WIPE_ON_FORK = 18
-"""MADV_WIPEONFORK, for which Python has no name."""
+"""MADV_WIPEONFORK, a constant that Python does not define."""
 
 
 P = ParamSpec("P")
 
 
 class Mark(Protocol):
-    """What is set in this process and not in a child."""
+    """A flag that is set in this process and cleared in a forked child."""
 
     def __getitem__(self, index: int, /) -> int: ...
     def __setitem__(self, index: int, value: int, /) -> None: ...
 
 
 class PidMark:
-    """For where the kernel clears no memory at a fork (macOS): asks it for the process id each time."""
+    """A mark for systems whose kernel cannot clear memory on fork (macOS). It compares process ids on every access."""
 
     def __init__(self) -> None:
         self._pid = 0
@@ -43,7 +43,7 @@ class PidMark:
 
 
 def read_kernel_mark() -> Mark:
-    """Return a mark that the kernel clears in every child: 12 ns to look at, where getpid() is a system call."""
+    """Return a mark that the kernel clears in every forked child. Reading it takes 12 ns, and getpid() is a system call."""
     if sys.platform == "linux":
         try:
             page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -56,57 +56,59 @@ def read_kernel_mark() -> Mark:
 
 
 def finish_fork() -> None:
-    """Do what CPython asks of a C program that forks, where the program has left it out: call PyOS_AfterFork_Child.
+    """Call PyOS_AfterFork_Child in a child of a C program that forked without calling it, as CPython requires.
 
-    Without it a thread of the parent that waited for the GIL at the moment of the fork still counts as waiting in the child, and
-    takes the wake-up of the child's second thread. The call counts all threads but its own as dead, so it is omitted if another
-    one runs; and CPython has already made it if it knows of only one thread.
+    Otherwise a thread of the parent that was waiting for the GIL during the fork still counts as waiting in the child, and
+    receives the wake-up meant for the child's second thread. The function treats all other threads as dead, so it is not
+    called if another one is running. If CPython knows of only one thread, it was called already.
     """
     if sys.platform != "linux" or len(sys._current_frames()) == 1:
         return
-    if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208 - pathlib is not imported yet, and a child had better import little
+    # Not pathlib, which is not imported yet: a forked child should import as little as possible.
+    if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         return
     import ctypes
 
     api = ctypes.pythonapi
     for name in ("PyInterpreterState_Get", "PyInterpreterState_Main"):
         getattr(api, name).restype = ctypes.c_void_p
-    if api.PyInterpreterState_Get() == api.PyInterpreterState_Main():  # in another one it would end the process
+    # In a subinterpreter it would abort the process.
+    if api.PyInterpreterState_Get() == api.PyInterpreterState_Main():
         api.PyOS_AfterFork_Child()
 
 
 class Process:
-    """This process."""
+    """The state of this process."""
 
     __slots__ = ("_renewals", "_renewing", "_turns", "ending", "forks", "known_pid", "mark")
 
     def __init__(self) -> None:
         self.forks = 0
-        """Grows with each fork that ran our hooks: a child may have a copy of a socket that was being opened at that moment."""
+        """Incremented around each fork that ran our hooks: a child may have copied a socket that was just being opened."""
         self.ending = False
-        """The interpreter ends; daemon threads are still about."""
+        """Whether the interpreter is exiting, while daemon threads may still run."""
         self.mark = read_kernel_mark()
         self.mark[0] = 1
         self.known_pid = os.getpid()
-        """The process id, for code that runs after `notice_fork` or a use of `pid` in the same call."""
+        """The process id, for code that runs after `notice_fork` or `pid` in the same call."""
         self._renewals: list[Callable[[], None]] = []
         self._renewing = 0
         self._turns: dict[int, threading.RLock] = {}
-        """A mutex for each process, because a fork may copy one that is held by a thread that the child does not have."""
+        """One mutex per process id: a fork may copy one that was held by a thread that the child does not have."""
 
     @property
     def pid(self) -> int:
-        """The id of this process. In a forked child, the first use renews what must not be shared with the parent."""
-        # Looked at by each use, because hooks are not enough: a server in C that calls fork(2) itself runs none of them (uWSGI,
-        # by default), and a hook that was registered before ours runs in the child first.
+        """The id of this process. In a forked child, the first access renews what must not be shared with the parent."""
+        # Checked on every access, because fork hooks are not enough: a C server that calls fork(2) directly runs none of them
+        # (uWSGI does so by default), and hooks registered before ours run in the child first.
         if not self.mark[0]:
             self._renew()
         return self.known_pid
 
     def renew_in_child(self, renewal: Callable[[], None]) -> None:
-        """Have `renewal` called once in a forked child, before any other code of pgfence; in the order of registration.
+        """Register a function to be called once in a forked child, before other code of pgfence, in order of registration.
 
-        It must not wait: a mutex may be held by a thread that the child does not have.
+        It must not wait for a mutex, which may be held by a thread that the child does not have.
         """
         self._renewals.append(renewal)
 
@@ -116,13 +118,13 @@ class Process:
             self._renew()
 
     def count_fork(self) -> None:
-        """Count a fork of this process, before and after it: each opening of a connection that it meets is noticed."""
+        """Count a fork, before and after it, so that every connection being opened in the meantime is discarded."""
         self.forks += 1
 
     def _renew(self) -> None:
         pid = os.getpid()
         with self._turns.setdefault(pid, threading.RLock()):
-            if self.mark[0] or self._renewing == pid:  # a finalizer that runs during the renewal comes in here again
+            if self.mark[0] or self._renewing == pid:  # a finaliser that runs during the renewal re-enters this method
                 return
             self._renewing = pid
             try:
@@ -130,26 +132,26 @@ class Process:
                 for renewal in self._renewals:
                     renewal()
                 finish_fork()
-                self.mark[0] = 1  # last: other threads of the child wait for the whole renewal
+                self.mark[0] = 1  # last, so that other threads of the child wait for the whole renewal
             finally:
                 self._renewing = 0
 
 
 PROCESS = Process()
 if hasattr(os, "register_at_fork"):
-    # They only make the renewal earlier. None holds a lock across the fork, because hooks of others run in between.
+    # The hooks only make the renewal earlier. None holds a lock across the fork, because other hooks run in between.
     os.register_at_fork(
         before=PROCESS.count_fork, after_in_parent=PROCESS.count_fork, after_in_child=PROCESS.notice_fork
     )
 
 MUTEX = threading.Lock()
-"""The one mutex of pgfence, for what all threads of the process share."""
-# A fork while another thread is in here leaves the child a locked mutex. What it protected belongs to the parent.
+"""The only mutex of pgfence for state shared by all threads of the process."""
+# A fork while another thread holds it leaves the child a locked mutex. The state it protected belongs to the parent.
 PROCESS.renew_in_child(MUTEX._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def make_weak_method(method: Callable[P, object]) -> Callable[P, object]:
-    """Return a call of a bound method that does not keep its object alive."""
+    """Return a function that calls a bound method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> object:
@@ -160,12 +162,10 @@ def make_weak_method(method: Callable[P, object]) -> Callable[P, object]:
 
 
 def on_disposed(engine: Engine, method: Callable[[Engine], object]) -> None:
-    """Have a bound method called after each `engine.dispose()`, without keeping its object alive.
-
-    `event.listen` would mark the engine as one with events, and from then on each statement of each of its connections would
-    look for listeners.
-    """
+    """Call a bound method after each `engine.dispose()`, without keeping its object alive."""
+    # Not `event.listen`, which marks the engine as having events: every statement on its connections would then look for
+    # listeners.
     dispatch = engine.dispatch
     collection: Any = dispatch.engine_disposed.for_modify(dispatch)
-    # A copy made by execution_options() has its own beside those of the engine it was made from.
+    # An engine created by execution_options() has its own collection beside that of its parent engine.
     getattr(collection, "local", collection).listeners.append(make_weak_method(method))

@@ -1,4 +1,4 @@
-"""Daemon threads of this process: one detects closed sockets, one runs background jobs, one runs the users' callbacks."""
+"""Run the daemon threads: one detects closed sockets, one runs background jobs, one runs the application's callbacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TICK = 1.0
 PAUSE = 5.0
-"""A tick that comes this late means that the process stood still."""
+"""A tick that is late by this many seconds means that the process was stopped."""
 
 HAS_HANGUP = hasattr(select, "EPOLLRDHUP")
 SocketId: TypeAlias = tuple[int, int]
@@ -32,7 +32,7 @@ _CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, 
 
 
 class Monitored(Protocol):
-    """What the watcher needs of a session."""
+    """The interface of a connection to the monitor."""
 
     dup: int
     socket: SocketId | None
@@ -44,19 +44,19 @@ class Monitored(Protocol):
 
 
 class IdleReaper(Protocol):
-    """What the watcher needs of those who keep sessions."""
+    """The interface of a pool to the monitor."""
 
     def close_idle(self, now: float) -> None: ...
 
 
 class ConnectionMonitor:
-    """The threads; the first two start with the first session."""
+    """Watches connections and runs jobs and callbacks. Its first two threads start with the first connection."""
 
     def __init__(self) -> None:
         self._reset()
 
     def _reset(self) -> None:
-        self._lock = threading.RLock()  # a finaliser may come in here while its own thread is inside
+        self._lock = threading.RLock()  # re-entrant, because a finaliser on the same thread may call these methods
         self._epoll: select.epoll | None = None
         self._epoll_id: SocketId | None = None
         self._sessions: dict[int, weakref.ref[Monitored]] = {}
@@ -70,21 +70,21 @@ class ConnectionMonitor:
             self._keepers.add(keeper)
 
     def watch(self, session: Monitored, fd: int) -> None:
-        """Watch a session whose socket has the number `fd` at this moment."""
+        """Watch a connection whose socket currently has the descriptor `fd`."""
         with self._lock:
             self._start()
             if fd < 0:
                 return
-            # A duplicate: the next connection may reuse the number at once, and epoll forgets a socket that its owner closes.
+            # Watch a duplicate: the descriptor number may be reused at once, and epoll forgets a socket when it is closed.
             session.dup = os.dup(fd)
             self._sessions[session.dup] = weakref.ref(session)
             if self._epoll is not None:
-                # Only the hang-up: answers and notifications do not wake the watcher, TLS does not matter, and the user's
-                # thread may be inside a statement.
+                # Only the hang-up event: responses and notifications do not wake the monitor, TLS does not matter, and the
+                # thread of the caller may be inside a statement.
                 self._epoll.register(session.dup, select.EPOLLRDHUP)
 
     def unwatch(self, session: Monitored) -> None:
-        """Forget a session, before its connection is closed: the duplicate would keep the socket open."""
+        """Stop watching a connection before it is closed, because the duplicate would keep the socket open."""
         with self._lock:
             dup = session.dup
             if dup < 0 or self._sessions.pop(dup, None) is None:
@@ -98,7 +98,7 @@ class ConnectionMonitor:
                 os.close(dup)
 
     def shut_down(self, session: Monitored) -> None:
-        """End the conversation from any thread; whoever waits for an answer gets an error at once."""
+        """Shut down the socket from any thread. A thread that waits for a response gets an error at once."""
         with self._lock:
             if session.dup < 0:
                 return
@@ -106,27 +106,27 @@ class ConnectionMonitor:
                 ours.shutdown(socket.SHUT_RDWR)
 
     def post(self, job: Callable[[], object]) -> None:
-        """Run a job of ours on its thread. Takes no lock: a finaliser may call it from anywhere."""
+        """Run an internal job on the job thread. Takes no lock, so that a finaliser may call it anywhere."""
         self._jobs.put(job)
 
     def expect_callbacks(self) -> None:
-        """Start the thread for users' callbacks, if it does not run."""
+        """Start the callback thread, if it is not running."""
         PROCESS.notice_fork()
         with self._lock:
             if self._calls is None:
-                # A separate thread: a callback that blocks must delay neither the watcher nor the jobs.
+                # A separate thread: a callback that blocks must delay neither the monitor nor the jobs.
                 self._calls = SimpleQueue()
                 _start_thread("pgfence-callbacks", _serve, self._calls)
 
     def call(self, callback: Callable[[], object]) -> None:
-        """Run a user's callback on its thread."""
+        """Run a callback of the application on the callback thread."""
         if self._calls is not None:
             self._calls.put(callback)
 
     def _start(self) -> None:
         if HAS_HANGUP and self._epoll is None:
             self._open_epoll()
-        # Noted before: an interrupt in the wait for a thread to begin must neither start it twice nor leave out the next one.
+        # Set the flag first: an interrupt while a thread starts must neither start it twice nor skip the next one.
         if not self._watches:
             self._watches = True
             _start_thread("pgfence-watcher", self._watch)
@@ -139,13 +139,14 @@ class ConnectionMonitor:
         while True:
             epoll = self._epoll
             events: list[tuple[int, int]] = []
-            if epoll is None:  # macOS, Windows: each session is asked by a round trip from its tick
+            if epoll is None:  # macOS, Windows: `tick` checks each connection with a round trip
                 time.sleep(TICK)
             else:
                 events = epoll.poll(TICK)
-            now = clock()  # it runs through a suspend, which must be noticed too
+            now = clock()  # includes a suspend, which must be noticed as a pause
             paused = now - before > TICK + PAUSE
-            if paused and epoll is not None:  # what happened meanwhile says more than what a question would
+            # After a pause, hang-ups that happened during it are more reliable than asking each server.
+            if paused and epoll is not None:
                 events += epoll.poll(0)
             for dup, _ in events:
                 self._on_hangup(dup)
@@ -167,11 +168,9 @@ class ConnectionMonitor:
         call_logged(lambda: session.on_connection_lost(reason))
 
     def _renew(self) -> None:
-        """Watch again only what is to be watched.
-
-        Where an interrupt came into `unwatch`, a number is closed and its event stays: epoll hears of a socket as long as
-        there is a copy of it anywhere, and has no way to forget one whose number is gone. Each poll would return at once.
-        """
+        """Replace the epoll object by one that watches only the current connections."""
+        # An interrupt inside `unwatch` can close a descriptor whose event stays registered: epoll reports a socket as long as any
+        # copy of it is open, and cannot remove one whose number is closed. Every poll would return at once.
         assert self._epoll is not None
         self._epoll.close()
         self._open_epoll()
@@ -188,17 +187,15 @@ class ConnectionMonitor:
         with self._lock:
             sessions = [session for reference in self._sessions.values() if (session := reference()) is not None]
             keepers = list(self._keepers)
-        # What no socket shows: a statement that hangs, a session that has been idle for too long, a pause of this process.
+        # What a socket does not show: a statement that hangs, a connection that was idle too long, a pause of this process.
         for session in sessions:
             call_logged(lambda session=session: session.tick(now, paused))  # type: ignore[misc]
         for keeper in keepers:
             call_logged(lambda keeper=keeper: keeper.close_idle(now))  # type: ignore[misc]
 
     def forget(self) -> None:
-        """In a forked child: give up everything of the parent without a word on its sockets.
-
-        The child may have closed the descriptors before it came here, and opened others under their numbers.
-        """
+        """Release the parent's connections in a forked child, without sending anything on their sockets."""
+        # The child may have closed the descriptors before, and opened other files under the same numbers.
         for dup, reference in self._sessions.items():
             session = reference()
             with contextlib.suppress(OSError):
@@ -208,7 +205,7 @@ class ConnectionMonitor:
             with contextlib.suppress(OSError):
                 if identify_socket(self._epoll.fileno()) == self._epoll_id:
                     self._epoll.close()
-            _LEAKED_AFTER_FORK.append(self._epoll)  # its finalizer would close the number
+            _LEAKED_AFTER_FORK.append(self._epoll)  # its finaliser would close a descriptor that may be reused
         self._reset()
 
 
@@ -216,24 +213,23 @@ _LEAKED_AFTER_FORK: list[object] = []
 
 
 def identify_socket(fd: int) -> SocketId:
-    """Return the identity of the open socket (or file) behind a descriptor at this moment."""
+    """Return the identity of the socket or file that a descriptor currently refers to."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 
 
 def is_hung_up(dup: int) -> bool:
-    """Ask again: the event may be about a session that was closed since, and the number another one's by now."""
+    """Return whether the socket is hung up."""
+    # Asked again after the event, which may concern a closed connection whose descriptor number was reused.
     now = select.poll()
     now.register(dup, select.POLLRDHUP)
     return bool(now.poll(0))
 
 
 def reason_of(dup: int) -> LossReason:
-    """Say why a socket ended: the peer closed it, or the kernel gave up on a peer that was silent.
-
-    The socket's error is told once, and the driver may have read it before us; but the kernel also remembers probes and
-    retransmissions that nobody answered.
-    """
+    """Return why a socket was closed: by the peer, or by the kernel because the peer was silent."""
+    # SO_ERROR is reported only once, and the driver may have read it first. The kernel also counts probes and retransmissions
+    # that were not acknowledged.
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(dup)) as ours:
         if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _CUT:
             return "cut off"

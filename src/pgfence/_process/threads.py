@@ -1,4 +1,4 @@
-"""Native threads: whether there are any here, how ours begin, and how they end with the interpreter."""
+"""Start native threads, check that they can run here, and end them with the interpreter."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EXIT_BUDGET = 1.0
-"""Seconds that the end of the interpreter may wait for all of our connections' farewells, and for those being opened."""
+"""Seconds that the exit of the interpreter may wait for connections to be closed, or to finish opening."""
 LAST_PAUSE = 5.0
-"""Seconds after which a daemon thread goes on although the interpreter ends: somebody must be waiting for it."""
+"""Seconds after which a daemon thread continues although the interpreter exits: another thread may be waiting for it."""
 
 
 class Closable(Protocol):
-    """What wants to hear of the end."""
+    """An object to be closed when the interpreter exits."""
 
     def end(self, seconds: float) -> None: ...
 
@@ -33,12 +33,12 @@ _LEAKED_AFTER_FORK: list[Closable] = []
 
 
 def register(one: Closable) -> None:
-    """Have `one.end(seconds)` called when the interpreter ends; a forked child keeps its copy and never touches it."""
+    """Call `one.end(seconds)` when the interpreter exits. A forked child keeps its copy and never touches it."""
     _ALL.add(one)
 
 
 def end_all() -> None:
-    """Tell everybody that the interpreter ends. A second time finds nobody at work."""
+    """Close all registered objects, because the interpreter exits. Calling it again does nothing."""
     PROCESS.notice_fork()
     PROCESS.ending = True
     end = clock() + EXIT_BUDGET
@@ -47,17 +47,15 @@ def end_all() -> None:
 
 
 def block_during_shutdown() -> None:
-    """Keep a daemon thread from entering a driver while the interpreter ends.
-
-    It would be in C code there, and exit() takes OpenSSL down under it. If the end does not come, for a hook of atexit waits
-    for this very thread, it goes on.
-    """
+    """Keep a daemon thread from entering a driver while the interpreter exits."""
+    # Inside a driver it would run C code while exit() tears OpenSSL down. If the interpreter does not exit, because an atexit hook
+    # waits for this very thread, the thread continues after the pause.
     if PROCESS.ending and threading.current_thread().daemon:
         time.sleep(LAST_PAUSE)
 
 
 def _forget_threads_in_child() -> None:
-    # Finalising an event loop here would take the parent's sockets out of the epoll that both have.
+    # Not collected: finalising an event loop here would remove the parent's sockets from the epoll object that both share.
     _LEAKED_AFTER_FORK.extend(_ALL)
     _ALL.clear()
 
@@ -67,7 +65,7 @@ PROCESS.renew_in_child(_forget_threads_in_child)
 
 
 def start(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
-    """Start a daemon thread of ours."""
+    """Start a daemon thread."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     thread.start()
     return thread
@@ -75,14 +73,14 @@ def start(name: str, target: Callable[..., object], *args: object) -> threading.
 
 _GEVENT = ("threading", "select", "queue")
 _EVENTLET = ("thread", "select", "socket")
-"""What our threads use and cannot share with the greenlets of a hub: without it they end, hang, or never run."""
+"""The modules that our threads need unpatched: as greenlets of a hub they would end, hang, or never run."""
 
 
 def require_native_threads() -> None:
-    """Raise where our native threads do not run: no loss would be noticed, and no lease renewed.
+    """Raise if native threads cannot run here: losses would not be noticed, and leases not renewed.
 
     Raises:
-        PgfenceError: gevent or eventlet has replaced what they need, or uWSGI runs without --enable-threads.
+        PgfenceError: gevent or eventlet has patched modules that the threads need, or uWSGI runs without --enable-threads.
     """
     monkey = sys.modules.get("gevent.monkey")
     if monkey is not None and (names := [name for name in _GEVENT if monkey.is_module_patched(name)]):
@@ -95,14 +93,14 @@ def require_native_threads() -> None:
         options = {name.decode() if isinstance(name, bytes) else str(name) for name in getattr(uwsgi, "opt", ())}
         if not options & {"enable-threads", "threads"}:
             raise PgfenceError(
-                "pgfence needs threads to notice the loss of a lock and to renew leases, and this uWSGI runs none: start it"
-                " with --enable-threads"
+                "pgfence needs threads to notice the loss of a lock and to renew leases, but this uWSGI server has threads"
+                " disabled. Start it with --enable-threads"
             )
 
 
 def _is_replaced(who: str, names: list[str], call: str) -> PgfenceError:
     return PgfenceError(
-        "pgfence needs native threads to notice the loss of a lock and to renew leases, and they cannot run here because"
+        "pgfence needs native threads to notice the loss of a lock and to renew leases, but they cannot run here because"
         f" {who} has replaced {', '.join(f'`{name}`' for name in names)}. Call {call}, or hold locks and leases in a process"
-        " without monkey-patching; a TransactionLock needs no thread"
+        " without monkey-patching. A TransactionLock needs no thread"
     )

@@ -338,7 +338,7 @@ def translate_connect_error(
     reason = " ".join(str(getattr(error, "orig", None) or error).split()) or type(error).__name__
     reason = reason if reason.endswith("?") else f"{reason.rstrip('.')}."
     where = describe_server(engine)
-    told = f"no session at {where}: {reason}"
+    told = f"cannot connect to {where}: {reason}"
     # In a list of hosts another one may respond.
     if is_login_rejected(state, reason) or (is_host_unknown(error, reason) and "," not in where):
         advice = "Check host, user, password, database and pg_hba.conf"

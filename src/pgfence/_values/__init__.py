@@ -1,1 +1,1 @@
-"""What an idempotency key stores, and how it is compared."""
+"""Encode, decode and compare the values stored under an idempotency key."""

@@ -1,4 +1,4 @@
-"""Find the classes that a result may consist of: those that its annotation reaches."""
+"""Find the classes that a result may contain: those that its annotation refers to."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ ATOMS = frozenset(
     (types.NoneType, bool, int, float, str, bytes, bytearray, Decimal, datetime, date, time, timedelta, UUID)
 )
 CONTAINERS = frozenset((list, tuple, set, frozenset, dict))
-# Classes of pydantic that stand in annotations only: the values are of the standard library's classes.
+# Classes of pydantic that occur only in annotations: the values are instances of standard-library classes.
 _MARKS = frozenset(
     ("AwareDatetime", "NaiveDatetime", "PastDatetime", "FutureDatetime", "PastDate", "FutureDate", "EmailStr", "Json")
 )
 
 
 class ReachableTypes(NamedTuple):
-    """The classes that an annotation reaches.
+    """The classes that an annotation refers to, directly or indirectly.
 
     Attributes:
-        classes: by the names that they are stored under.
-        complete: whether every name in the annotation was found. If not, the same annotation may reach more later.
+        classes: the classes, by the names under which their instances are stored.
+        complete: whether every name in the annotation was resolved. If not, more classes may be found later.
     """
 
     classes: dict[str, type[object]]
@@ -45,10 +45,10 @@ class ReachableTypes(NamedTuple):
 
 
 def find_classes(annotation: object) -> ReachableTypes:
-    """Return the dataclasses, models, named tuples and enumerations that an annotation reaches.
+    """Return the dataclasses, models, named tuples and enumerations that an annotation refers to.
 
     Raises:
-        TypeError: it reaches a class whose instances cannot be stored, or two classes with the same name.
+        TypeError: it refers to a class whose instances cannot be stored, or to two classes with the same name.
     """
     visitor = _TypeVisitor()
     visitor.visit(annotation)
@@ -58,14 +58,14 @@ def find_classes(annotation: object) -> ReachableTypes:
         name = one.__qualname__ if count[one.__qualname__] == 1 else f"{one.__module__}.{one.__qualname__}"
         if name in classes:
             raise TypeError(
-                f"two classes have the name {name}, and results are stored under the names of their classes: rename one of them"
+                f"two classes have the name {name}, and results are stored under the names of their classes. Rename one of them"
             )
         classes[name] = one
     return ReachableTypes(classes, visitor.complete)
 
 
 class _TypeVisitor:
-    """Visit an annotation and everything that it refers to."""
+    """Visits an annotation and everything that it refers to."""
 
     def __init__(self) -> None:
         self.seen: list[object] = []
@@ -101,7 +101,7 @@ class _TypeVisitor:
             self.seen.append(one)
             try:
                 self.visit(getattr(one, "__value__", None))
-            except NameError:  # of a class that is not defined yet
+            except NameError:  # it refers to a class that is not defined yet
                 self.complete = False
 
     def _visit_class(self, one: type[object]) -> None:
@@ -111,7 +111,7 @@ class _TypeVisitor:
         self.seen.append(one)
         if is_model(one):
             if not one.__pydantic_complete__:
-                with suppress(Exception):  # pydantic raises it again when the model is used
+                with suppress(Exception):  # pydantic raises the error again when the model is used
                     one.model_rebuild(raise_errors=False)
                 self.complete &= one.__pydantic_complete__
             for field in one.model_fields.values():
@@ -126,7 +126,7 @@ class _TypeVisitor:
             try:
                 hints = get_type_hints(one, localns=scope)
             except Exception as error:
-                # A name that only type checkers import, or that is not defined yet, hides none of the other fields.
+                # One name that only type checkers import, or that is not defined yet, must not hide the other fields.
                 self.complete, name = False, getattr(error, "name", None)
                 hints = {} if name is None or name in scope else None
                 scope[name] = _Unknown
@@ -135,7 +135,7 @@ class _TypeVisitor:
         for base in one.__mro__:
             for generic in vars(base).get("__orig_bases__", ()):
                 for argument in get_args(generic):
-                    with suppress(TypeError):  # a field may be of this class, or none
+                    with suppress(TypeError):  # the argument may not be the type of any field
                         self.visit(argument)
 
 
@@ -150,23 +150,23 @@ class _UnknownType(type):
 
 
 class _Unknown(metaclass=_UnknownType):
-    """Whatever a name stands for that is not there when the program runs."""
+    """A placeholder for a name that does not exist at run time."""
 
 
 def _is_special_form(one: object) -> bool:
-    """Return whether an annotation says nothing of its own: Any, Union, Never, Final, a type variable and the like."""
+    """Return whether an annotation names no class itself: Any, Union, Never, Final, a type variable and the like."""
     return isinstance(one, (typing.TypeVar, typing.TypeVarTuple)) or (
         get_origin(one) is None and getattr(one, "__module__", None) == "typing"
     )
 
 
 def is_alias(one: object) -> bool:
-    """Return whether this is `type A = ...`, or a TypeAliasType of typing_extensions."""
+    """Return whether this is a `type A = ...` alias, or a TypeAliasType of typing_extensions."""
     return type(one).__name__ == "TypeAliasType"
 
 
 def is_open(one: type[object]) -> bool:
-    """Return whether values that can be stored are instances of an abstract class, or what a mark of pydantic stands for."""
+    """Return whether this is an abstract class or a pydantic marker whose storable values are standard-library instances."""
     if one.__module__ == collections.abc.__name__:
         return any(issubclass(kind, one) for kind in ATOMS | CONTAINERS)
     return one is _Unknown or (one.__module__ in ("pydantic.types", "pydantic.networks") and one.__name__ in _MARKS)
@@ -217,13 +217,15 @@ def _check_class(one: type[object]) -> None:
         if base in ATOMS or isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
     ]
     if hasattr(one, "__mapper__"):
-        why = "it is a row of the database. Return its key, or a dataclass or model with what the answer needs"
+        why = "it is a database row. Return its key, or a dataclass or model with the fields that the response needs"
     elif forms in ([], ["an exception"]):
         why = _STORABLE
     elif len(forms) > 1:
         why = f"it is {' and '.join(forms)}. Return a class that is only one of these"
     elif forms[0] in ("a dataclass", "a pydantic model") and builtin:
-        why = f"it is {forms[0]} and inherits from {builtin[0]}. Only fields are stored: make the {builtin[0]} a field"
+        why = (
+            f"it is {forms[0]} and inherits from {builtin[0]}. Only fields are stored, so make the {builtin[0]} a field"
+        )
     elif is_model(one) and one.__private_attributes__:
         names = ", ".join(one.__private_attributes__)
         why = f"private attributes are not stored, and it has {names}. Return a model without them"
@@ -237,7 +239,7 @@ def _describe_rejection(one: object, why: str) -> str:
 
 
 _ACCEPTED: dict[object, tuple[type[object], ...]] = {
-    # What type checkers accept in the place of these.
+    # Besides their own class, the types that type checkers accept for them.
     float: (float, int),
     bytes: (bytes, bytearray),
     None: (types.NoneType,),
@@ -246,33 +248,33 @@ _ACCEPTED: dict[object, tuple[type[object], ...]] = {
 
 
 def check_result(value: object, annotation: object, what: str) -> None:
-    """Raise unless a result is of its announced type, as far as its elements, but not the fields of its classes, tell.
+    """Raise unless a result has its declared type. Elements of collections are checked, fields of classes are not.
 
     Args:
         value: the result.
-        annotation: from `result=` or of the function; None announces nothing.
+        annotation: from `result=` or from the function; None declares no type.
         what: the key, for the message.
 
     Raises:
-        IdempotencyMisuseError: it is not.
+        IdempotencyMisuseError: the result has another type.
     """
     if annotation is None:
         return
     try:
         found = _find_mismatch(value, annotation)
-    except RecursionError:  # a list of itself cannot be stored, and that error says so
+    except RecursionError:  # a list that contains itself cannot be stored, and that error is clearer
         return
     if found is not None:
         plain = isinstance(annotation, type) and get_origin(annotation) is None
         expected = (getattr(annotation, "__qualname__", "") if plain else str(annotation)).replace("typing.", "")
         raise IdempotencyMisuseError(
-            f"the result for {what} was announced as {expected} (result=, or the annotation of the function), and holds {found}."
-            f" It is not stored: return {expected}, or announce the type that is returned"
+            f"the result for {what} was declared as {expected} (result=, or the annotation of the function) but contains"
+            f" {found}. It is not stored: return {expected}, or declare the type that is returned"
         )
 
 
 def _find_mismatch(value: object, annotation: object) -> str | None:
-    """Return what was found instead of what was announced; None if it fits, or if that cannot be told."""
+    """Return what was found instead of the declared type; None if it matches, or if that is not known."""
     if annotation in _ACCEPTED:
         return None if isinstance(value, _ACCEPTED[annotation]) else _describe(value)
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -295,7 +297,7 @@ def _find_class_mismatch(value: object, annotation: object) -> str | None:
         return _find_mismatch(value, getattr(annotation, "__value__", getattr(annotation, "__supertype__", None)))
     if not isinstance(annotation, type) or annotation is object or annotation.__module__.startswith("pydantic."):
         return None
-    # isinstance() takes no TypedDict.
+    # isinstance() does not accept a TypedDict.
     kind = dict if _is_typed_dict(annotation) else annotation
     try:
         return None if isinstance(value, kind) else _describe(value)
@@ -304,7 +306,7 @@ def _find_class_mismatch(value: object, annotation: object) -> str | None:
 
 
 def _find_inside(value: object, origin: object, arguments: tuple[object, ...]) -> Iterator[str | None]:
-    """Yield what is found of each element of a builtin collection."""
+    """Yield the mismatch of each element of a builtin collection, or None."""
     if isinstance(value, tuple) and origin is tuple and arguments[-1:] != (...,):
         if len(value) != len(arguments):
             yield f"{len(value)} elements"

@@ -1,10 +1,10 @@
-"""Write results as tagged JSON, from which an equal value of the same type can be read.
+"""Encode results as tagged JSON, which decodes to an equal value of the same type.
 
-JSON's own types stand for themselves. Everything else is an object with a tag: `{"$t": "Decimal", "v": "1.10"}` for the types
-of the standard library, `{"$c": "Receipt", "v": {...}}` for a class, which is looked up among those that the annotation of the
-result reaches. No name in the database is ever imported.
+JSON's own types are encoded as they are. All others become an object with a tag: `{"$t": "Decimal", "v": "1.10"}` for types of
+the standard library, `{"$c": "Receipt", "v": {...}}` for a class, which must be one that the annotation of the result refers to.
+No name from the database is ever imported.
 
-Not kept: the order of a dict's keys, because jsonb has its own; the name of a time zone that is not a `ZoneInfo`.
+Not preserved: the order of a dict's keys, because jsonb has its own, and the name of a time zone that is not a `ZoneInfo`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LIMIT = 1024 * 1024
-"""Bytes that a result may have."""
+"""The maximum size of a result in bytes."""
 
 _LOST_BY_JSONB = re.compile("[\0\ud800-\udfff]")
 _ALIKE = (bool, int, type(None))
 
 
 class Codec(Generic[T]):
-    """Writes results of one type, and reads them."""
+    """Encodes and decodes results of one type."""
 
     def __init__(self, annotation: object) -> None:
         self._annotation = annotation
         self.classes, self._complete = find_classes(annotation)
         self._names = {one: name for name, one in self.classes.items()}
-        # A stored value may be from a time when there were two classes with this name.
+        # A value may have been stored while two classes had this name.
         self._known = {f"{one.__module__}.{one.__qualname__}": one for one in self._names} | self.classes
         self._fields: dict[type[object], tuple[str, ...]] = {
             one: fields_of(one) for one in self._names if is_dataclass(one)
@@ -53,23 +53,23 @@ class Codec(Generic[T]):
 
     @staticmethod
     def of(annotation: type[T] | None) -> Codec[T]:
-        """Return the codec for an annotation; None reaches only the types of the standard library.
+        """Return the codec for an annotation; None allows only types of the standard library.
 
         Raises:
-            TypeError: the annotation reaches a class whose instances cannot be stored.
+            TypeError: the annotation refers to a class whose instances cannot be stored.
         """
         try:
             codec: Codec[T] = _choose_codec(cast("Hashable", annotation))
-        except TypeError:  # it is unhashable, or is rejected again
+        except TypeError:  # the annotation is unhashable, or cannot be stored and raises again
             return Codec(annotation)
-        # Names that were not defined when it was cached may be defined now.
+        # Names that were undefined when it was cached may be defined now.
         return codec if codec._complete else Codec(annotation)
 
     def check(self, value: object, what: str) -> None:
-        """Raise unless a result is of the type that was announced for it; `what` is the key, for the message.
+        """Raise unless a result has its declared type; `what` is the key, for the message.
 
         Raises:
-            IdempotencyMisuseError: it is not.
+            IdempotencyMisuseError: the result has another type.
         """
         if type(value) is not self._annotation:
             check_result(value, self._annotation, what)
@@ -78,26 +78,26 @@ class Codec(Generic[T]):
         """Return a value as JSON.
 
         Raises:
-            IdempotencyMisuseError: something in it cannot be stored, or it is too large.
+            IdempotencyMisuseError: the value or a part of it cannot be stored, or it is too large.
         """
         try:
             text = json.dumps(self._write(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except IdempotencyMisuseError:
             raise
-        except Exception as error:  # of json, of a property, or of what a class has made of its attributes
+        except Exception as error:  # raised by json, by a property, or by code of the class
             raise IdempotencyMisuseError(f"the result cannot be stored: {type(error).__name__}: {error}") from error
         if len(text) > LIMIT or len(text.encode()) > LIMIT:
             raise IdempotencyMisuseError(
-                f"the result has more than {LIMIT} bytes: store its content in a table of your own, and return its key"
+                f"the result has more than {LIMIT} bytes: store its content in your own table, and return its key"
             )
         return text
 
     def decode(self, text: str) -> T:
-        """Return what `encode` was given.
+        """Return the value that `encode` was called with.
 
         Raises:
-            IdempotencyMisuseError: it holds an instance of a class that the annotation does not reach any more, or that has
-                changed too much since.
+            IdempotencyMisuseError: it contains an instance of a class that the annotation no longer refers to, or that has
+                changed too much.
         """
         try:
             value: T = json.loads(text, object_hook=self._read)
@@ -105,7 +105,7 @@ class Codec(Generic[T]):
             raise
         except Exception as error:
             raise IdempotencyMisuseError(
-                f"the stored result cannot be read, because a class in it has changed since: {type(error).__name__}: {error}"
+                f"the stored result cannot be read, because a class in it has changed: {type(error).__name__}: {error}"
             ) from error
         return value
 
@@ -127,7 +127,7 @@ class Codec(Generic[T]):
             return {"$t": kind.__name__, "v": [self._write(one) for one in value]}
         if kind is float:
             text = repr(value)
-            # jsonb keeps digits, but not the sign of zero, and prints 1e22 like an integer.
+            # jsonb keeps the digits but not the sign of zero, and prints 1e22 like an integer.
             return value if "." in text and "e" not in text and value != 0 else {"$t": "float", "v": text}
         if (write := _WRITERS.get(kind)) is not None:
             return {"$t": kind.__name__, "v": write(value)}
@@ -146,17 +146,17 @@ class Codec(Generic[T]):
             if isinstance(value, UUID):  # asyncpg returns its own subclass
                 return {"$t": "UUID", "v": str(value)}
             raise IdempotencyMisuseError(
-                f"the result holds a {kind.__qualname__}, and cannot be stored. If it is a dataclass, a model, a named tuple or an"
-                " enumeration, name it in result=, or in the annotation of the function; else return something simpler"
+                f"the result contains a {kind.__qualname__}, which cannot be stored. If it is a dataclass, a model, a named tuple"
+                " or an enumeration, name it in result= or in the annotation of the function; otherwise return something simpler"
             )
         if (names := self._fields.get(kind)) is not None:
             try:
                 return {"$c": name, "v": {one: self._write(getattr(value, one)) for one in names}}
-            except AttributeError:  # of a `field(init=False)` that was never set
+            except AttributeError:  # a `field(init=False)` that was never set
                 held = {one: self._write(getattr(value, one)) for one in names if hasattr(value, one)}
                 return {"$c": name, "v": held, "unset": [one for one in names if one not in held]}
         if isinstance(value, Enum):
-            # `_name_`, because a class may define its own `name`. A combination of flags has no member.
+            # `_name_`, because a class may define its own `name`. A combination of flags is not a member.
             if type(value).__members__.get(value._name_) is value:
                 return {"$c": name, "m": value._name_}
             return {"$c": name, "v": self._write(value.value)}
@@ -168,8 +168,8 @@ class Codec(Generic[T]):
         held, names = vars(value), type(value).model_fields.keys()
         if missing := [one for one in names if one not in held]:
             raise IdempotencyMisuseError(
-                f"the result holds an instance of {type(value).__qualname__} that lacks {', '.join(missing)}, and cannot be stored:"
-                " model_construct() left it out. Validate the model, or give each field a value"
+                f"the result contains an instance of {type(value).__qualname__} without {', '.join(missing)}, which cannot be"
+                " stored: model_construct() left it out. Validate the model, or give each field a value"
             )
         written: dict[str, object] = {"v": {one: self._write(held[one]) for one in names}}
         if value.__pydantic_fields_set__ != names:
@@ -190,8 +190,8 @@ class Codec(Generic[T]):
         kind = self._known.get(found["$c"])
         if kind is None:
             raise IdempotencyMisuseError(
-                f"the stored result holds a {found['$c']}, which result= (or the annotation of the function) does not reach. Keep a"
-                " renamed class reachable under its old name as long as results of it are stored"
+                f"the stored result contains a {found['$c']}, which result= (or the annotation of the function) does not refer to."
+                " Keep a renamed class available under its old name as long as results of it are stored"
             )
         if issubclass(kind, Enum):
             return kind[found["m"]] if "m" in found else kind(found["v"])
@@ -202,7 +202,8 @@ class Codec(Generic[T]):
 
 
 def _rebuild(kind: type[Any], names: tuple[str, ...] | None, found: dict[str, Any]) -> object:
-    """Make a dataclass or a model as copying does: validation and `__post_init__` have run when the result was made."""
+    """Create a dataclass or model as the copy module does."""
+    # Without validation and `__post_init__`, which ran when the result was created.
     stored, made = found["v"], object.__new__(kind)
     fields = names if names is not None else kind.model_fields
     try:
@@ -216,7 +217,7 @@ def _rebuild(kind: type[Any], names: tuple[str, ...] | None, found: dict[str, An
                 values[name] = _default(kind, name, values)
     if names is not None:
         for name, value in values.items():
-            object.__setattr__(made, name, value)  # the class may be frozen
+            object.__setattr__(made, name, value)  # works for frozen classes too
         return made
     made.__setstate__(
         {
@@ -254,7 +255,7 @@ def _choose_codec(annotation: Hashable) -> Codec[Any]:
 
 
 def _is_plain(text: str) -> bool:
-    """Return whether jsonb keeps a text: it has no NUL and no half of a surrogate pair."""
+    """Return whether jsonb can hold a text: it contains no NUL and no lone surrogate."""
     return "\0" not in text if text.isascii() else _LOST_BY_JSONB.search(text) is None
 
 

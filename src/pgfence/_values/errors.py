@@ -1,4 +1,4 @@
-"""Errors that are stored in the place of a result: the name of their class, their arguments and their attributes."""
+"""Encode errors that are stored instead of a result: the name of the class, the arguments and the attributes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_among(error: BaseException, kinds: tuple[type[Exception], ...]) -> bool:
-    """Return whether an error is of these classes. `Exception` does not include errors of pgfence: one of its classes must be named."""
+    """Return whether an error is an instance of these classes. `Exception` does not include the errors of pgfence."""
     if isinstance(error, PgfenceError):
         kinds = tuple(kind for kind in kinds if issubclass(kind, PgfenceError))
     return isinstance(error, kinds)
@@ -24,7 +24,7 @@ def encode(error: Exception, codec: Codec[Any]) -> str:
     """Return an error as JSON.
 
     Raises:
-        IdempotencyMisuseError: its arguments or attributes cannot be stored, or it could not be made of them again.
+        IdempotencyMisuseError: its arguments or attributes cannot be stored, or it could not be created from them again.
     """
     _rebuild(type(error), error.args)
     state = {name: value for name, value in vars(error).items() if name != "__notes__"}
@@ -33,14 +33,14 @@ def encode(error: Exception, codec: Codec[Any]) -> str:
 
 
 def decode(text: str, record: tuple[type[Exception], ...], codec: Codec[Any], what: str) -> Exception:
-    """Return a stored error, as it was raised; of a class that is not recorded any more, an IdempotencyMisuseError."""
+    """Return a stored error as it was raised, or an IdempotencyMisuseError if its class is no longer recorded."""
     found = codec.decode(text)
     named = [kind for kind in _with_subclasses(record) if kind.__qualname__ == found["class"]]
     if not named:
         return IdempotencyMisuseError(
-            f"{what} ended in a {found['class']}, which record= does not include: add the class, or one that it inherits from"
+            f"{what} ended with a {found['class']}, which record= does not include. Add the class or one of its base classes"
         )
-    # A class that has moved to another module since is still the only one with its name.
+    # Prefer the same module; a class that has moved to another module is still found by its name.
     kind = next((kind for kind in named if kind.__module__ == found.get("module")), named[0])
     error = _rebuild(kind, found["args"])
     vars(error).update(found["state"])
@@ -49,20 +49,20 @@ def decode(text: str, record: tuple[type[Exception], ...], codec: Codec[Any], wh
 
 
 def _rebuild(kind: type[Exception], args: tuple[object, ...]) -> Exception:
-    """Make an error as copying does, without its `__init__`.
+    """Create an error as the copy module does, without calling `__init__`.
 
     Raises:
-        IdempotencyMisuseError: its class needs other arguments.
+        IdempotencyMisuseError: the class needs other arguments.
     """
     for new in (kind.__new__, Exception.__new__):
-        with suppress(Exception):  # a class may take other arguments than it passes on
+        with suppress(Exception):  # `__new__` of the class may take other arguments than `args`
             error = new(kind, *args)
             if type(error) is kind:
                 error.args = args
                 return error
     raise IdempotencyMisuseError(
-        f"a {kind.__qualname__} cannot be made of its arguments again, so it cannot be recorded: give args what __new__ takes,"
-        " or remove the class from record="
+        f"a {kind.__qualname__} cannot be created from its args again, so it cannot be recorded: set args to the arguments of"
+        " __new__, or remove the class from record="
     )
 
 

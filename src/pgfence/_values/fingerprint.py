@@ -1,15 +1,15 @@
-"""The fingerprint of a payload: equal requests have the same one, however they were written down.
+"""Compute the fingerprint of a payload. Equal requests have the same fingerprint, however they are written.
 
-The canonical form, of which it is the SHA-256:
+It is the SHA-256 of this canonical form:
 
-- numbers count by their value: 1, 1.0 and Decimal("1.00") are equal, and so are 1.1 and Decimal("1.10"); True is no number;
-- a dict counts without the order of its keys, a set without order; a list and a tuple are equal, and keep theirs;
-- a dataclass or a pydantic model counts as the dict of its fields, an Enum member as its value;
-- datetimes with a zone count by their instant, those without as they are written; date, time, timedelta, UUID and bytes by
-  their value, and differ from the text that looks like them;
-- texts count character by character: "é" in one character differs from "é" in two.
+- Numbers are compared by value: 1, 1.0 and Decimal("1.00") are equal, and so are 1.1 and Decimal("1.10"). True is not a number.
+- The order of a dict's keys and of a set's elements is ignored. A list and a tuple with equal elements are equal.
+- A dataclass or a pydantic model is the dict of its fields, and an Enum member is its value.
+- Datetimes with a zone are compared by their instant, those without as written. A date, time, timedelta, UUID or bytes object
+  is compared by value and differs from a text that looks like it.
+- Texts are compared character by character: "é" as one character differs from "é" as two.
 
-None is a value like any other, except at the top, where it means that there is no payload.
+None is an ordinary value, except at the top level, where it means that there was no payload.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def fingerprint(payload: object) -> bytes | None:
     """Return the fingerprint of a payload; None for None.
 
     Raises:
-        TypeError: something in it has no canonical form, or was never set.
-        ValueError: a number in it is no number, or it is nested too deeply.
+        TypeError: a value in it has no canonical form, or was never set.
+        ValueError: it contains NaN or infinity, or is nested too deeply.
     """
     if payload is None:
         return None
@@ -41,9 +41,9 @@ def fingerprint(payload: object) -> bytes | None:
     except RecursionError:
         raise ValueError("the payload is nested too deeply, or contains itself") from None
     except AttributeError as error:
-        raise TypeError(f"something in the payload was never set: {error}") from None
+        raise TypeError(f"an attribute in the payload was never set: {error}") from None
     except OverflowError:
-        raise ValueError("a datetime in the payload has no instant: in UTC it is out of range") from None
+        raise ValueError("a datetime in the payload is out of range in UTC") from None
     return sha256(form.encode("ascii")).digest()
 
 
@@ -83,7 +83,7 @@ def _canonicalize_atom(value: object) -> object:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return ["bytes", bytes(value).hex()]
     raise TypeError(
-        f"a payload cannot hold a {type(value).__name__}: pass what makes two requests the same one, e.g. a dict of its fields"
+        f"a payload cannot contain a {type(value).__name__}: pass a value that identifies the request, e.g. a dict of its fields"
     )
 
 
@@ -92,7 +92,7 @@ def _canonicalize_number(value: float | Decimal) -> str:
         Decimal(value) if isinstance(value, int) else Decimal(repr(float(value)) if isinstance(value, float) else value)
     )
     if not number.is_finite():
-        raise ValueError(f"a payload cannot hold {value}: it is not even equal to itself")
+        raise ValueError(f"a payload cannot contain {value}, because it has no value to compare")
     sign, digits, exponent = number.as_tuple()
     text = "".join(map(str, digits)).lstrip("0")
     stripped = text.rstrip("0")
