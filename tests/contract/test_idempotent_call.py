@@ -165,7 +165,7 @@ async def test_a_result_of_another_type_is_rejected_before_anything_is_stored(de
             await desk.world.call(call_async, session)
 
     use = {"run": run, "block": block, "decorator": decorator}[form]
-    message = "announced as Receipt .* and holds a dict"
+    message = "declared as Receipt .* but contains a dict"
     async with desk.world.enter(desk.session()) as session:
         with pytest.raises(IdempotencyMisuseError, match=message):
             await use(session, {"key": "k"})

@@ -60,5 +60,5 @@ def test_an_error_that_could_not_be_raised_again_is_not_recorded() -> None:
     """C101: whoever asks first is told; it is no other error for everybody who comes later."""
     with pytest.raises(ValidationError) as caught:
         Request.model_validate({"amount": "x"})
-    with pytest.raises(IdempotencyMisuseError, match="ValidationError cannot be made of its arguments again"):
+    with pytest.raises(IdempotencyMisuseError, match="ValidationError cannot be created from its args again"):
         errors.encode(caught.value, CODEC)
