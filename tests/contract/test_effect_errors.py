@@ -245,7 +245,7 @@ async def test_a_result_of_another_type_is_rejected_before_it_is_stored(shop: Sh
             await shop.soon(session.close())
 
     for work in (returns, completes):
-        with pytest.raises(IdempotencyMisuseError, match="announced as str .* and holds an int") as caught:
+        with pytest.raises(IdempotencyMisuseError, match="declared as str .* but contains an int") as caught:
             await shop.run(work.__name__, work, record=[Exception], free=[Exception])
         assert "the next call then runs attempt 2" in caught.value.__notes__[-1]
         assert shop.row(work.__name__).status == "in_progress"

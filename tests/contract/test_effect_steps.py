@@ -127,7 +127,7 @@ async def test_values_of_steps_may_be_anything_that_results_may_be(shop: Shop) -
     async def wrong(attempt: Any) -> Any:
         return await shop.step(attempt, "charge", lambda key: shop)
 
-    with pytest.raises(IdempotencyMisuseError, match="holds a Shop") as told:
+    with pytest.raises(IdempotencyMisuseError, match="contains a Shop") as told:
         await shop.run("w", wrong, result=None)
     assert "the step 'charge' of" in told.value.__notes__[0]
 
@@ -452,7 +452,7 @@ async def test_a_transaction_that_was_not_committed_leaves_the_outcome_unknown(s
     """C101: complete() alone stores nothing, and a function that forgot its commit raises an error that says so."""
 
     async def work(attempt: Any) -> str:
-        with pytest.raises(IdempotencyMisuseError, match="holds a Shop"):
+        with pytest.raises(IdempotencyMisuseError, match="contains a Shop"):
             await shop.soon(attempt.complete(shop.session(), shop))
         await pay(shop, attempt, payments, commit=False)
         with pytest.raises(IdempotencyMisuseError, match="steps must come before complete"):

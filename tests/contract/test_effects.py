@@ -599,7 +599,7 @@ async def test_a_role_needs_the_rights_that_its_error_names(
 ) -> None:
     """Without them nothing is done; with them all of it works."""
     shop = Shop(world, admin, dsn=role())
-    with pytest.raises(SchemaError, match="may not use pgfence's tables") as told:
+    with pytest.raises(SchemaError, match="permission denied on pgfence's tables") as told:
         await shop.run("k")
     assert told.value.command is not None
     user = shop.engine.url.username

@@ -65,7 +65,7 @@ async def test_the_commit_after_a_rejected_one_commits_none_of_the_rejected_writ
     async with opened(world, world.engine()) as work:
         await run(world, work, f"INSERT INTO {diary} VALUES ('stale')")
         await swallowed(world, work, name, 1)
-        with pytest.raises(StaleFencingTokenError, match="refused before"):
+        with pytest.raises(StaleFencingTokenError, match="rejected before"):
             await world.call(work.commit)
         await world.call(work.rollback)
         await run(world, work, f"INSERT INTO {diary} VALUES ('next')")
@@ -94,7 +94,7 @@ async def test_a_block_that_swallows_the_rejection_raises_it_at_its_end(
 ) -> None:
     """`begin()` of a session factory commits at its end, and there the refusal comes again."""
     overtake(admin, name, 2)
-    with pytest.raises(StaleFencingTokenError, match="refused before"):
+    with pytest.raises(StaleFencingTokenError, match="rejected before"):
         async with world.enter(factory(world, world.engine()).begin()) as work:
             await run(world, work, f"INSERT INTO {diary} VALUES ('stale')")
             await swallowed(world, work, name, 1)

@@ -420,7 +420,7 @@ async def test_set_constraints_immediate_before_the_result_is_rejected(desk: Des
     """SET CONSTRAINTS ALL IMMEDIATE finds the key without a result: the message says which part of it is meant."""
     async with desk.world.enter(desk.session()) as session:
         early = desk.body(session, lambda one: one.execute(text("SET CONSTRAINTS ALL IMMEDIATE")))
-        with pytest.raises(IdempotencyMisuseError, match="name the constraints that are meant"):
+        with pytest.raises(IdempotencyMisuseError, match="name the constraints in SET CONSTRAINTS"):
             await desk.world.call(desk.key(session, "k").run, early)
     assert await desk.pay("k") == Receipt("k")
 

@@ -365,7 +365,7 @@ async def test_a_role_that_may_not_create_tables_gets_the_command(
 ) -> None:
     """The error carries the server's reason and the command for a role that may."""
     engine = engine_at(world, place, dsn=role())
-    with pytest.raises(SchemaError, match="as a role that may") as caught:
+    with pytest.raises(SchemaError, match="as a role with that right") as caught:
         await given(schema.create_all(engine))
     assert caught.value.sqlstate == "42501"
     assert caught.value.command == place.command

@@ -423,8 +423,8 @@ async def test_a_table_that_is_not_there_is_named(world: World, books: str, admi
 @pytest.mark.parametrize(
     ("resource", "message"),
     [
-        ("close:{nothing}", "has none of that name"),
-        ("close:{ctid}", "has none of that name"),
+        ("close:{nothing}", "does not have"),
+        ("close:{ctid}", "does not have"),
         ("close:{at}", "timestamp without time zone, whose values"),
         ("close:{price}", "numeric, whose values"),
         ("close:{padded}", "character, whose values"),
@@ -492,7 +492,7 @@ async def test_without_pgfences_functions_the_command_is_named(world: World, boo
 async def test_only_its_owner_can_fence_a_table(world: World, books: str, name: str, role: Callable[..., str]) -> None:
     """The error is typed and carries the server's reason."""
     engine = world.engine(dsn=role())
-    with pytest.raises(SchemaError, match=f"{books}. Do it as its owner") as caught:
+    with pytest.raises(SchemaError, match=f"{books}. Run it as the owner") as caught:
         await given(schema.add_fence(engine, books, resource=name))
     assert caught.value.command == ""
 

@@ -116,7 +116,7 @@ def test_a_nullable_column_is_rejected_with_the_way_to_fill_it(engine: Any, admi
     name = f"old_{secrets.token_hex(6)}"
     admin.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, version bigint)".encode())
     admin.execute(f"INSERT INTO {name} VALUES (1)".encode())
-    with pytest.raises(SchemaError, match="takes NULL") as refused:
+    with pytest.raises(SchemaError, match="allows NULL") as refused:
         schema.add_version_trigger(engine, name)
     admin.execute(refused.value.command.encode())
     schema.add_version_trigger(engine, name)
@@ -127,7 +127,7 @@ def test_a_nullable_column_is_rejected_with_the_way_to_fill_it(engine: Any, admi
 def test_a_table_that_cannot_count_is_rejected(engine: Any, admin: psycopg.Connection[Any], table: str) -> None:
     """No such table or column, a column of another type, a foreign trigger of the same name, autocommit, a wrong type."""
     for add in (schema.add_version_trigger, schema.drop_version_trigger):
-        with pytest.raises(ValueError, match="there is no table"):
+        with pytest.raises(ValueError, match="does not exist"):
             add(engine, "nowhere")
         with pytest.raises(TypeError, match="a table is its name"):
             add(engine, 7)  # type: ignore[call-overload]
@@ -141,7 +141,7 @@ def test_a_table_that_cannot_count_is_rejected(engine: Any, admin: psycopg.Conne
     trigger = f"CREATE TRIGGER pgfence_version BEFORE UPDATE ON {table} FOR EACH ROW"
     admin.execute(f"{trigger} EXECUTE FUNCTION suppress_redundant_updates_trigger()".encode())
     for add in (schema.add_version_trigger, schema.drop_version_trigger):
-        with pytest.raises(ValueError, match="none of pgfence's"):
+        with pytest.raises(ValueError, match="unrelated trigger"):
             add(engine, table)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         with pytest.raises(TransactionStateError):

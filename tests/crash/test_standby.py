@@ -86,7 +86,7 @@ async def test_a_lease_is_refused_by_a_session_that_a_pooler_now_leads_to_a_stan
         assert reader.execute("SELECT pgfence_timeline_v1()").fetchone() == (1,)
     monkeypatch.setattr(server, "judge_session", lambda *_: None)
     engine = world.engine(dsn=copy.dsn)
-    with pytest.raises(StandbyError, match="takes no writes"):
+    with pytest.raises(StandbyError, match="is read-only"):
         await world.call(lease(world, engine, name).try_acquire)
     with pytest.raises(StandbyError, match="Evict on the primary"):
         await world.call(monitoring.evict, engine, name, reason="test")

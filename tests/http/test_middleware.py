@@ -518,7 +518,7 @@ async def test_without_an_answer_of_the_database_nothing_is_handled(
     [
         ("53100", "key_not_claimed", "not now"),
         ("57014", "key_not_claimed", "not now"),
-        ("25006", "database_read_only", "takes no writes"),
+        ("25006", "database_read_only", "is read-only"),
     ],
 )
 async def test_a_claim_that_the_server_refuses_is_a_problem(

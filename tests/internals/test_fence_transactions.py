@@ -127,7 +127,7 @@ async def test_a_block_whose_entry_is_rejected_rolls_back(world: World, name: st
     async with world.enter(begin(engine, {name: 2})):
         pass
     for _ in range(2):
-        with pytest.raises(Exception, match="is refused, the newest is 2"):
+        with pytest.raises(Exception, match="was rejected, because the newest is 2"):
             async with world.enter(begin(engine, {name: 1})):
                 pass
     async with world.enter(begin(engine, {name: 2})) as work:

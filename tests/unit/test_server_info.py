@@ -98,7 +98,7 @@ def test_stub_functions_are_refused() -> None:
     """Rule 20: a server that says "granted" and shows no lock keeps none, whatever it calls itself."""
     refusal = judge_session(replace(GOOD, locks_seen=0), 100, "auto", None)
     assert isinstance(refusal, UnsupportedServerError)
-    assert "exclude nobody" in str(refusal)
+    assert "exclude no other session" in str(refusal)
 
 
 @every_row(("number", "refused"), [(90624, True), (139999, True), (140000, False), (180006, False)])

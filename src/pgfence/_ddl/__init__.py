@@ -1,1 +1,1 @@
-"""The statements that put fences and version triggers on tables of the application, and the scripts that migrations make of them."""
+"""Build the statements that add fences and version triggers to the application's tables, also as migration scripts."""

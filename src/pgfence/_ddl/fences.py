@@ -1,4 +1,4 @@
-"""The triggers that make a table refuse whoever brings no token: for a table of one resource, or of one in each row."""
+"""The triggers that make a table reject writes without a token, for one resource per table or per row."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ COMMENT = "pgfence:fence:v1"
 _log = logging.getLogger("pgfence.migrations")
 
 _KINDS = "'text', 'character varying', 'smallint', 'integer', 'bigint', 'uuid', 'date'"
-"""Types whose values have one spelling, the same here and in the server; enums are added to them."""
+"""Types whose values have the same text form here and in the server. Enums are added to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The table to fence, as it was named."""
+    """The table to fence, as the caller named it."""
 
     name: str
     schema: str | None = None
 
     @property
     def quoted(self) -> str:
-        """The name as it stands in a statement."""
+        """The quoted, schema-qualified name."""
         return quote(self.name) if self.schema is None else f"{quote(self.schema)}.{quote(self.name)}"
 
     def __str__(self) -> str:
@@ -41,26 +41,24 @@ class Target:
 
 
 def parts_of(resource: str, namespace: str) -> tuple[str, ...]:
-    """Return a resource as text, column, text, column, ..., text; one element where it is the same for all rows.
+    """Split a resource into text, column, text, column, ..., text; into a single text if it is the same for all rows.
 
     Raises:
-        TypeError: it is no str.
-        ValueError: it is empty, too long, or a field of it is anything but the name of a column.
+        TypeError: it is not a str.
+        ValueError: it is empty or too long, or a field in it is not the name of a column.
     """
     whole = qualify_name(resource, namespace, "a resource")
     try:
         fields = list(string.Formatter().parse(whole))
     except ValueError as error:
-        raise ValueError(
-            f"the resource {resource!r} cannot be read: {error}; a brace itself is written twice"
-        ) from None
+        raise ValueError(f"the resource {resource!r} cannot be parsed: {error}; write a literal brace twice") from None
     parts = [""]
     for text, field, spec, conversion in fields:
         parts[-1] += text
         if field is None:
             continue
         if spec or conversion or not field.isidentifier():
-            raise ValueError(f"the resource {resource!r} may hold names of columns in braces, and nothing else")
+            raise ValueError(f"the resource {resource!r} may contain only names of columns in braces")
         parts += [field, ""]
     return tuple(parts)
 
@@ -74,7 +72,7 @@ class _Trigger:
     function: str
     args: tuple[str, ...]
     bits: int
-    """As pg_trigger.tgtype has them: 1 for each row, 2 before, 4 insert, 8 delete, 16 update, 32 truncate."""
+    """As in pg_trigger.tgtype: 1 for each row, 2 before, 4 insert, 8 delete, 16 update, 32 truncate."""
 
     def build_creation(self) -> str:
         before, after = self._split_creation()
@@ -84,11 +82,11 @@ class _Trigger:
         return f"COMMENT ON TRIGGER {quote(self.name)} ON {self.table} IS {quote_literal(COMMENT)}"
 
     def select_lacking(self, target: Target) -> str:
-        """Return the query for the table and its partitions, as quoted names, of those that have none."""
+        """Return the query that lists the table and its partitions without this trigger, as quoted names."""
         return _select_tables(target, f"NOT {self.is_there('c.oid')}")
 
     def build_completion(self, target: Target) -> str:
-        """Return the statement that makes one on each table that has none."""
+        """Return the statement that creates the trigger on each table without it."""
         before, after = self._split_creation()
         comment = f"COMMENT ON TRIGGER {quote(self.name)} ON "
         return block(
@@ -99,7 +97,7 @@ class _Trigger:
         )
 
     def is_there(self, table: str) -> str:
-        """Return the condition that it is on a table, of which this is the oid."""
+        """Return the condition that the trigger exists on the table with this oid."""
         return (
             f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = {table} AND t.tgtype = {self.bits}"
             f" AND t.tgname = {quote_literal(self.name)}"
@@ -109,8 +107,8 @@ class _Trigger:
 
     def _split_creation(self) -> tuple[str, str]:
         args = ", ".join(map(quote_literal, self.args))
-        # Replacing one keeps writers out while it lasts, dropping one would keep readers out too. A partition may have had a
-        # fence of its own, which becomes a copy of its parent's.
+        # Replacing a trigger blocks writers for a moment; dropping it would block readers too. A partition may have its own
+        # fence, which thereby becomes a copy of its parent's.
         return (
             f"CREATE OR REPLACE TRIGGER {quote(self.name)} {self.events} ON ",
             f" {self.level} EXECUTE FUNCTION {self.function}({args})",
@@ -118,7 +116,7 @@ class _Trigger:
 
 
 def _match_arguments(args: tuple[str, ...]) -> str:
-    """Return the condition for a trigger with these arguments, which it has in the encoding of the database."""
+    """Return the condition for a trigger with these arguments, which pg_trigger stores in the database encoding."""
     written = "".join(
         f"pg_catalog.convert_to({quote_literal(arg)}, pg_catalog.getdatabaseencoding()) || pg_catalog.decode('00', 'hex') || "
         for arg in args
@@ -127,17 +125,17 @@ def _match_arguments(args: tuple[str, ...]) -> str:
 
 
 def add(connection: Connection, place: TableNames, target: Target, parts: tuple[str, ...]) -> None:
-    """Put the triggers on a table, unless the same ones are there.
+    """Add the triggers to a table, unless it has them.
 
     Raises:
-        ValueError: there is no such table, or it has no such column that could name a resource; or a table of partitions
-            and one of these have different ones.
+        ValueError: the table does not exist; a column does not exist or cannot identify a resource; or the table and one of
+            its partitions have different fences.
     """
     by_row = _is_among_others(connection, target) or len(parts) > 1
     _expect_columns(connection, target, parts[1::2])
     fence, *others = build_triggers(place, target, [target.quoted], parts, by_row=by_row)
     stands = execute_plain(connection, f"SELECT {fence.is_there(_oid_sql(target))}").scalar_one()
-    # A partition that came later has the fence from its parent, and lacks the rest.
+    # A partition that was attached later gets the fence from its parent, but not the other triggers.
     lacking = [
         other
         for other in others
@@ -148,8 +146,8 @@ def add(connection: Connection, place: TableNames, target: Target, parts: tuple[
     _expect_own(connection, place, target)
     if (other := execute_plain(connection, select_contradicting(place, target, parts)).scalar()) is not None:
         raise ValueError(
-            f"the fence of {target} and that of {other} would be one, since one of them is a partition of the other: give"
-            " both the same resource, or drop_fence the one that is there"
+            f"{target} and {other} would have different fences, although one is a partition of the other: use the same"
+            " resource for both, or call drop_fence for the existing fence"
         )
     if not stands:
         _put(connection, place, target, fence, by_row=by_row)
@@ -168,7 +166,7 @@ def _put(connection: Connection, place: TableNames, target: Target, fence: _Trig
 
 
 def _drop_truncate(connection: Connection, place: TableNames, target: Target) -> None:
-    """Drop what stands against TRUNCATE, on those of the table and its partitions that have it."""
+    """Drop the TRUNCATE trigger from the table and its partitions."""
     name = place.prefix + "fence_truncate"
     has_it = (
         f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = c.oid AND t.tgname = {quote_literal(name)})"
@@ -178,22 +176,22 @@ def _drop_truncate(connection: Connection, place: TableNames, target: Target) ->
 
 
 def drop(connection: Connection, place: TableNames, target: Target) -> None:
-    """Take the triggers off a table; those that are not there are no error, and a partition keeps those of its parent.
+    """Drop the triggers from a table. Missing triggers are ignored, and a partition keeps those of its parent.
 
     Raises:
-        ValueError: there is no such table, or a trigger there has our name and is somebody else's.
+        ValueError: the table does not exist, or it has an unrelated trigger with the name of a fence.
     """
     _is_among_others(connection, target)
     _expect_own(connection, place, target)
     if _is_copied(connection, place, target):
-        _log.warning("%s keeps its fence, which is that of the table whose partition it is", target)
+        _log.warning("%s keeps its fence, which belongs to the partitioned table", target)
         return
     execute_plain(connection, f"DROP TRIGGER IF EXISTS {quote(place.prefix + 'fence')} ON {target.quoted}")
     _drop_truncate(connection, place, target)
 
 
 def select_copied(place: TableNames, target: Target) -> str:
-    """Return the query for a fence that a partition has from its parent."""
+    """Return the query for a fence that a partition inherited from its parent."""
     return (
         f"SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgname = {quote_literal(place.prefix + 'fence')}"
         f" AND t.tgrelid = pg_catalog.to_regclass({quote_literal(target.quoted)}) AND t.tgparentid <> 0"
@@ -201,7 +199,7 @@ def select_copied(place: TableNames, target: Target) -> str:
 
 
 def select_contradicting(place: TableNames, target: Target, parts: tuple[str, ...]) -> str:
-    """Return the query for another fence that a table's parent, or a partition of it, has by itself."""
+    """Return the query for a different fence that a parent or partition of the table has."""
     table = f"pg_catalog.to_regclass({quote_literal(target.quoted)})"
     return (
         "SELECT t.tgrelid::pg_catalog.regclass::text FROM pg_catalog.pg_trigger AS t"
@@ -217,7 +215,7 @@ def _is_copied(connection: Connection, place: TableNames, target: Target) -> boo
 
 
 def list_fenced(connection: Connection, place: TableNames) -> list[str]:
-    """Return the tables that have triggers of ours, by name."""
+    """Return the names of the tables with fence triggers."""
     names = ", ".join(
         quote_literal(place.name(name)) for name in ("fence_table_v1", "fence_row_v1", "fence_truncate_v1")
     )
@@ -231,7 +229,7 @@ def list_fenced(connection: Connection, place: TableNames) -> list[str]:
 
 
 def select_foreign(place: TableNames, target: Target) -> str:
-    """Return the query for triggers that have our names, on a table or its partitions, and are none of ours."""
+    """Return the query for unrelated triggers that have the name of a fence, on a table or its partitions."""
     names = ", ".join(quote_literal(place.prefix + name) for name in ("fence", "fence_truncate"))
     ours = ", ".join(
         quote_literal(place.prefix + name) for name in ("fence_table_v1", "fence_row_v1", "fence_truncate_v1")
@@ -248,20 +246,20 @@ def select_foreign(place: TableNames, target: Target) -> str:
 def _expect_own(connection: Connection, place: TableNames, target: Target) -> None:
     if (found := execute_plain(connection, select_foreign(place, target)).first()) is not None:
         raise ValueError(
-            f"{found.place} has a trigger {found.tgname!r} that is none of pgfence's: rename it, or take another prefix"
+            f"{found.place} has an unrelated trigger named {found.tgname!r}: rename it, or use another prefix"
         )
 
 
 def build_triggers(
     place: TableNames, target: Target, tree: Sequence[str], parts: tuple[str, ...], *, by_row: bool
 ) -> list[_Trigger]:
-    """Return the triggers of a fence: one for every statement, or for each row and each table that can be truncated."""
+    """Return the triggers of a fence: one for each statement, or one for each row and a TRUNCATE trigger for each table."""
     fence, truncate = place.prefix + "fence", place.prefix + "fence_truncate"
     every, statement = place.name("fence_table_v1"), "FOR EACH STATEMENT"
     if not by_row:
         events = "BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE"
         return [_Trigger(fence, target.quoted, events, statement, every, parts, 62)]
-    # After the row: a trigger of the user's or a generated column may still have changed what it says before.
+    # AFTER the row operation: other triggers and generated columns may change the row before it.
     events = "AFTER INSERT OR UPDATE OR DELETE"
     first = _Trigger(fence, target.quoted, events, "FOR EACH ROW", place.name("fence_row_v1"), parts, 29)
     one = len(parts) == 1
@@ -270,7 +268,7 @@ def build_triggers(
 
 
 def _is_among_others(connection: Connection, target: Target) -> bool:
-    """Return whether rows of the table can be written by the name of another one, so that its statements say little."""
+    """Return whether rows of the table can be written through another table, so that statement triggers are not enough."""
     row = execute_plain(
         connection,
         "SELECT c.relkind::text AS kind, c.relkind = 'p' OR c.relispartition OR c.relhassubclass"
@@ -278,9 +276,9 @@ def _is_among_others(connection: Connection, target: Target) -> bool:
         f" FROM pg_catalog.pg_class AS c WHERE c.oid = pg_catalog.to_regclass({quote_literal(target.quoted)})",
     ).one_or_none()
     if row is None:
-        raise ValueError(f"there is no table {target} here")
+        raise ValueError(f"table {target} does not exist")
     if row.kind not in {"r", "p"}:
-        raise ValueError(f"{target} is no table that a fence could stand around: fence the tables below it")
+        raise ValueError(f"{target} is not a table and cannot be fenced: fence the tables below it")
     among: bool = row.among
     return among
 
@@ -290,7 +288,7 @@ def _oid_sql(target: Target) -> str:
 
 
 def _select_tables(target: Target, condition: str) -> str:
-    """Return the query for the table and its partitions, as quoted names, of those that a condition on `c` is true of."""
+    """Return the query for the quoted names of the table and those of its partitions that satisfy a condition on `c`."""
     return (
         "SELECT pg_catalog.quote_ident(n.nspname) || '.' || pg_catalog.quote_ident(c.relname)"
         " FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
@@ -300,7 +298,7 @@ def _select_tables(target: Target, condition: str) -> str:
 
 
 def select_kind(target: Target, column: str) -> str:
-    """Return the query for the type of a column and whether it can name a resource; no row if there is none."""
+    """Return the query for the type of a column and whether it can identify a resource; no row if it does not exist."""
     return (
         "SELECT pg_catalog.format_type(a.atttypid, NULL) AS name, t.typtype = 'e'"
         f" OR pg_catalog.format_type(COALESCE(NULLIF(t.typbasetype, 0), t.oid), NULL) IN ({_KINDS}) AS usable"
@@ -314,9 +312,9 @@ def _expect_columns(connection: Connection, target: Target, columns: Sequence[st
     for column in columns:
         kind = execute_plain(connection, select_kind(target, column)).one_or_none()
         if kind is None:
-            raise ValueError(f"the resource names the column {column!r}, and {target} has none of that name")
+            raise ValueError(f"the resource names the column {column!r}, which {target} does not have")
         if not kind.usable:
             raise ValueError(
-                f"the column {column!r} of {target} is {kind.name}, whose values have more than one spelling: a resource"
-                " is made of text, integer, uuid, date and enum columns"
+                f"the column {column!r} of {target} is {kind.name}, whose values have more than one text form: use text,"
+                " integer, uuid, date or enum columns for a resource"
             )

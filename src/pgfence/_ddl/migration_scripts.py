@@ -1,4 +1,4 @@
-"""What migrations need: fences as scripts that ask no server beforehand, and which fences and installations a database has."""
+"""Build scripts for migrations that run without queries beforehand, and list the fences and installations of a database."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 _COLUMN = re.compile(r'NEW\."((?:[^"]|"")+)" :=')
-"""In the body of the function that counts."""
+"""Finds the counted column in the body of a version function."""
 
 _MARK = "\0"
-"""Where the name of a partition goes; no name can hold it."""
+"""A placeholder for the name of a partition. No name can contain NUL."""
 
 
 class Standing(NamedTuple):
-    """A fence that a table has, and the schema of its functions."""
+    """A fence of a table, with the schema of its functions."""
 
     schema: str
     table: str
@@ -44,7 +44,7 @@ class Standing(NamedTuple):
 
 
 _OWN = "t.tgenabled IN ('O', 'A') AS holds, t.tgparentid <> 0 AS copied"
-"""Whether a trigger is switched on, and whether a partition has it from its parent."""
+"""Whether a trigger is enabled, and whether a partition inherited it from its parent."""
 
 
 _PARTS = (
@@ -53,13 +53,13 @@ _PARTS = (
     " FROM pg_catalog.generate_series(0, pg_catalog.length(t.tgargs) - 1) AS i WHERE pg_catalog.get_byte(t.tgargs, i) = 0)"
     " AS a ORDER BY a.stop)"
 )
-"""The arguments of a trigger, each of which ends in NUL. No encoding of a database has that byte within a letter."""
+"""The arguments of a trigger, each terminated by NUL, a byte that no database encoding uses inside a character."""
 
 
 def list_fences(connection: Connection, prefix: str) -> list[Standing]:
-    """Return the fences of all installations with a prefix, in the order of their tables.
+    """Return the fences of all installations with a prefix, ordered by table.
 
-    One for every statement does not hold where the rows can be written by the name of a parent.
+    `holds` is False for a statement-level fence on a table whose rows can be written through a parent table.
     """
     names = ", ".join(quote_literal(prefix + name) for name in ("fence_table_v1", "fence_row_v1"))
     found = execute_plain(
@@ -79,7 +79,7 @@ def list_fences(connection: Connection, prefix: str) -> list[Standing]:
 
 
 class Counting(NamedTuple):
-    """A version trigger that a table has."""
+    """A version trigger of a table."""
 
     schema: str
     table: str
@@ -89,7 +89,7 @@ class Counting(NamedTuple):
 
 
 def list_version_triggers(connection: Connection, place: TableNames) -> list[Counting]:
-    """Return the version triggers with a prefix, in the order of their tables: each counts, wherever its function is."""
+    """Return the version triggers with a prefix, ordered by table, wherever their functions are."""
     found = execute_plain(
         connection,
         f"SELECT n.nspname, c.relname, p.prosrc, {_OWN} FROM pg_catalog.pg_trigger AS t"
@@ -107,7 +107,7 @@ def list_version_triggers(connection: Connection, place: TableNames) -> list[Cou
 
 
 def read_version(connection: Connection, place: TableNames) -> int:
-    """Return the version of the tables; 0 where there are none, or no functions."""
+    """Return the version of the tables; 0 if tables or functions are missing."""
     there = execute_plain(
         connection,
         f"SELECT pg_catalog.to_regclass({quote_literal(place.name('schema_version'))}) IS NOT NULL"
@@ -122,7 +122,7 @@ def read_version(connection: Connection, place: TableNames) -> int:
 
 
 def find_installations(connection: Connection) -> set[TableNames]:
-    """Return where this database has functions of ours, whatever their prefix."""
+    """Return the installations in this database, with any prefix."""
     found = execute_plain(
         connection,
         "SELECT n.nspname, p.proname FROM pg_catalog.pg_proc AS p"
@@ -132,28 +132,28 @@ def find_installations(connection: Connection) -> set[TableNames]:
 
 
 def is_first(connection: Connection, place: TableNames) -> bool:
-    """Return whether a place is where the search path makes something."""
+    """Return whether the schema of an installation is the one in which the search path creates objects."""
     query = f"SELECT pg_catalog.current_schema() IS NOT DISTINCT FROM {quote_literal(place.schema or '')}"
     return bool(execute_plain(connection, query).scalar_one())
 
 
 def build_first_schema_check(place: TableNames) -> str:
-    """Return a statement that fails where the search path finds an installation, and not in its first schema."""
+    """Return a statement that fails if the search path finds an installation outside its first schema."""
     return block(
         "DECLARE\n    found text;\nBEGIN\n    SELECT n.nspname INTO found FROM pg_catalog.pg_class AS c"
         " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
         f" WHERE c.oid = pg_catalog.to_regclass({quote_literal(place.name('schema_version'))})"
         " AND n.nspname IS DISTINCT FROM pg_catalog.current_schema();\n    IF found IS NOT NULL THEN\n"
-        "        RAISE EXCEPTION 'the tables found are in %, not in the first schema of the search path: say which', found;\n"
+        "        RAISE EXCEPTION 'the tables are in schema %, not in the first schema of the search path: name the schema', found;\n"
         "    END IF;\nEND"
     )
 
 
 def build_installed_check(place: TableNames) -> str:
-    """Return a statement that fails where there is no installation."""
+    """Return a statement that fails if pgfence is not installed."""
     return block(
         f"BEGIN\n    IF pg_catalog.to_regproc({quote_literal(place.name('enter_gate_v1'))}) IS NULL THEN\n"
-        f"        RAISE EXCEPTION 'pgfence is not installed here, as %', {quote_literal(place.name('schema_version'))};\n"
+        f"        RAISE EXCEPTION 'pgfence is not installed as %', {quote_literal(place.name('schema_version'))};\n"
         "    END IF;\nEND"
     )
 
@@ -162,11 +162,11 @@ _USE = {
     "idempotency_key": ("the key", "key", "locked_until > pg_catalog.clock_timestamp()"),
     "lease": ("the lease", "name", "released_at IS NULL AND expires_at > pg_catalog.clock_timestamp()"),
 }
-"""What the tables say of somebody who works at this moment: what it is called, its column, and when."""
+"""For each table that shows current use: what a row is called, its column, and the condition."""
 
 
 def find_used(connection: Connection, place: TableNames, read_version: int = 0) -> list[str]:
-    """Return the leases and keys that somebody works under at this moment, of the tables that a version has not, if any."""
+    """Return the leases and keys in use, only from tables that do not exist in `read_version` if that is given."""
     found: list[str] = []
     for name, (what, column, condition) in _USE.items():
         if read_version and name in list_column_types(read_version):
@@ -183,12 +183,12 @@ def find_used(connection: Connection, place: TableNames, read_version: int = 0) 
 
 
 def build_unused_check(place: TableNames, read_version: int = 0) -> str:
-    """Return a statement that fails where `find_used` finds something."""
+    """Return a statement that fails if `find_used` would return anything."""
     checks = (
         f"    IF pg_catalog.to_regclass({quote_literal(place.name(name))}) IS NOT NULL THEN\n"
         f"        SELECT {column} INTO found FROM {place.name(name)} WHERE {condition} LIMIT 1;\n"
         "        IF found IS NOT NULL THEN\n"
-        f"            RAISE EXCEPTION '{what} % is held: stop whoever works under it first', found;\n"
+        f"            RAISE EXCEPTION '{what} % is held: stop its holder first', found;\n"
         "        END IF;\n    END IF;\n"
         for name, (what, column, condition) in _USE.items()
         if not read_version or name not in list_column_types(read_version)
@@ -197,12 +197,12 @@ def build_unused_check(place: TableNames, read_version: int = 0) -> str:
 
 
 def build_version_addition(place: TableNames, target: Target, column: str) -> list[str]:
-    """Return statements that do what `versions.add` does and ask nothing beforehand."""
+    """Return the statements of `versions.add`, without queries beforehand."""
     return [_build_ownership_check(place, target), *versions.build_creation(place, target.quoted, column)]
 
 
 def build_version_removal(place: TableNames, target: Target) -> list[str]:
-    """Return statements that do what `versions.drop` does, likewise."""
+    """Return the statements of `versions.drop`, without queries beforehand."""
     return [_build_ownership_check(place, target), versions.build_removal(place, target.quoted)]
 
 
@@ -217,7 +217,7 @@ def _build_ownership_check(place: TableNames, target: Target) -> str:
 
 
 def build_fence_addition(place: TableNames, target: Target, parts: tuple[str, ...]) -> str:
-    """Return a statement that does what `fences.add` does, and puts its questions to the server when it runs."""
+    """Return a statement that does what `fences.add` does, and makes its checks when it runs."""
     whole, one = build_triggers(place, target, [target.quoted], parts, by_row=False), len(parts) == 1
     first, truncate = build_triggers(place, target, [_MARK], parts, by_row=True)
     before, _, after = truncate.build_creation().partition(_MARK)
@@ -246,7 +246,7 @@ def build_fence_addition(place: TableNames, target: Target, parts: tuple[str, ..
 
 
 def build_fence_removal(place: TableNames, target: Target) -> str:
-    """Return a statement that does what `fences.drop` does, likewise."""
+    """Return a statement that does what `fences.drop` does, and makes its checks when it runs."""
     return block(
         f"DECLARE\n    part text;\nBEGIN\n{_build_refusal(select_foreign(place, target), target)}{_build_condition(place, target)}"
         f"{_build_trigger_removal(place, target)}END"
@@ -268,7 +268,7 @@ def _build_trigger_removal(place: TableNames, target: Target) -> str:
 def _build_refusal(query: str, target: Target) -> str:
     return (
         f"    IF EXISTS ({query}) THEN\n"
-        f"        RAISE EXCEPTION '% has a trigger of this name that is none of pgfence''s', {quote_literal(str(target))};\n"
+        f"        RAISE EXCEPTION '% has an unrelated trigger of this name', {quote_literal(str(target))};\n"
         "    END IF;\n"
     )
 
@@ -276,7 +276,7 @@ def _build_refusal(query: str, target: Target) -> str:
 def _build_column_check(target: Target, column: str) -> str:
     return (
         f"    IF NOT COALESCE((SELECT k.usable FROM ({select_kind(target, column)}) AS k), false) THEN\n"
-        f"        RAISE EXCEPTION 'the resource needs a column % of %, of text, integer, uuid, date or an enum',"
+        f"        RAISE EXCEPTION 'the resource needs a column % of %, of type text, integer, uuid, date or an enum',"
         f" {quote_literal(column)}, {quote_literal(str(target))};\n"
         "    END IF;\n"
     )
@@ -299,7 +299,7 @@ def _indexes_sql(table: Target, find_index: str) -> str:
 
 
 class Index(NamedTuple):
-    """What has some name in the schema of a table."""
+    """An object in the schema of a table that has a given name."""
 
     called: str
     is_index: bool
@@ -308,13 +308,13 @@ class Index(NamedTuple):
 
 
 def is_partitioned(connection: Connection, table: Target) -> bool:
-    """Return whether it is a table of partitions; no table is none."""
+    """Return whether a table is partitioned; False if it does not exist."""
     query = f"SELECT c.relkind = 'p' FROM pg_catalog.pg_class AS c WHERE c.oid = pg_catalog.to_regclass({quote_literal(table.quoted)})"
     return bool(execute_plain(connection, query).scalar())
 
 
 def find_index(connection: Connection, table: Target, name: str) -> Index | None:
-    """Return what has the name of an index, None if nothing has."""
+    """Return the object that has the name of an index, or None."""
     row = execute_plain(
         connection,
         "SELECT x.oid::pg_catalog.regclass::text, i.indexrelid IS NOT NULL, COALESCE(i.indisvalid, false),"
@@ -327,18 +327,18 @@ def find_index(connection: Connection, table: Target, name: str) -> Index | None
 
 
 WANTED = "pgfence_wanted_index"
-"""The wanted index, on an empty table in pg_temp with the name and columns of the real one: the server writes down what it is."""
+"""The name of an index on an empty table in pg_temp, like the real one: the server describes what the wanted index is."""
 
 DIFFERS = "42P07"
-"""The SQLSTATE of `comparing` for another index."""
+"""The SQLSTATE of `build_index_comparison` for a different index."""
 
 
 def build_index_comparison(table: Target, called: str, creation: str, definition: str) -> str:
-    """Return a statement that fails unless an index is the one that `creation` makes of an empty table of the same name.
+    """Return a statement that fails unless an index is the one that `creation` creates on an empty table of the same name.
 
-    Access method, columns, expressions, order, operator classes, collations, predicate and options count; the name and the
-    tablespace do not. No such table is needed if the server describes the index in the very words of `definition`, because a
-    description is a statement that would make the same index.
+    Access method, columns, expressions, order, operator classes, collations, predicate and options are compared; the name and
+    the tablespace are not. The empty table is not needed if the server's description of the index equals `definition`, because
+    a description is a statement that creates the same index.
     """
     described = (
         "(SELECT CASE WHEN i.indisunique THEN 'UNIQUE ' ELSE '' END || CASE WHEN i.indimmediate THEN '' ELSE 'DEFERRABLE ' END"
@@ -349,7 +349,8 @@ def build_index_comparison(table: Target, called: str, creation: str, definition
         " WHERE i.indexrelid = {}::pg_catalog.regclass)"
     )
     like = f"pg_temp.{quote(table.name)}"
-    # The first line comes before the table that hides the real one. EXECUTE, because a text may end in a comment.
+    # The index is described first, while the temporary table does not hide the real one. EXECUTE, because `creation` may end in
+    # a comment.
     return block(
         f"DECLARE\n    found text := {described.format(quote_literal(called))};\n    wanted text;\nBEGIN\n"
         f"    IF found = {quote_literal(definition)} THEN\n        RETURN;\n    END IF;\n"
@@ -365,7 +366,7 @@ def build_index_comparison(table: Target, called: str, creation: str, definition
 
 @contextmanager
 def wait_for_locks(connection: Connection) -> Iterator[None]:
-    """Let statements wait for locks as long as it takes; in autocommit."""
+    """Let statements wait indefinitely for locks; for a connection in autocommit."""
     before = execute_plain(
         connection,
         "WITH o AS MATERIALIZED (SELECT pg_catalog.current_setting('lock_timeout') AS v)"
@@ -374,17 +375,17 @@ def wait_for_locks(connection: Connection) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(Exception):  # why the statement failed says more
+        with suppress(Exception):  # the error of the statement itself is more useful
             execute_plain(connection, f"SELECT pg_catalog.set_config('lock_timeout', {quote_literal(before)}, false)")
 
 
 def drop_index(connection: Connection, called: str) -> None:
-    """Drop an index beside running writers; in autocommit."""
+    """Drop an index without blocking writers; for a connection in autocommit."""
     execute_plain(connection, f"DROP INDEX CONCURRENTLY IF EXISTS {called}")
 
 
 def build_index_cleanup(table: Target, name: str) -> str:
-    """Return a statement that drops an index that an interrupted build left behind, for scripts: it keeps writers out."""
+    """Return a statement for scripts that drops the index left behind by an interrupted build. It blocks writers."""
     return block(
         "DECLARE\n    found text;\nBEGIN\n"
         f"    SELECT x.oid::pg_catalog.regclass::text INTO found{_indexes_sql(table, name)} AND NOT i.indisvalid;\n"

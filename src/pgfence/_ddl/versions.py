@@ -1,4 +1,4 @@
-"""The trigger that counts the version of a row, whoever updates it; and what makes a version column fit."""
+"""The trigger that increments a row's version on every update, and checks for the version column."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _INTEGERS = ("smallint", "integer", "bigint")
 
 
 def trigger_name(place: TableNames) -> str:
-    """Return what the trigger is called, not quoted."""
+    """Return the unquoted name of the trigger."""
     return place.prefix + "version"
 
 
 def name_function(place: TableNames, column: str) -> str:
-    """Return the quoted name of the function: one for each name of a column, since plpgsql wants it spelled out."""
+    """Return the quoted name of the trigger function."""
+    # One function for each column name, because plpgsql needs the column spelled out.
     name = "version_v1" if column == "version" else f"version_v1_{column}"
     if len((place.prefix + name).encode()) > _LONGEST:
         name = f"version_v1_{hashlib.sha256(column.encode()).hexdigest()[:16]}"
@@ -39,12 +40,12 @@ def name_function(place: TableNames, column: str) -> str:
 
 
 def build_creation(place: TableNames, table: str, column: str) -> tuple[str, ...]:
-    """Return the statements that make function and trigger; run twice they change nothing.
+    """Return the statements that create function and trigger. Running them again changes nothing.
 
     Args:
-        place: of the function.
-        table: quoted.
-        column: not quoted.
+        place: the table names, which include the schema and prefix of the function.
+        table: the quoted name of the table.
+        column: the unquoted name of the column.
     """
     name, counted, function = quote(trigger_name(place)), quote(column), name_function(place, column)
     body = _build_body(counted)
@@ -60,12 +61,12 @@ def _build_body(counted: str) -> str:
 
 
 def build_removal(place: TableNames, table: str) -> str:
-    """Return the statement that drops the trigger. Its function stays: other tables may use it."""
+    """Return the statement that drops the trigger. Its function is kept, because other tables may use it."""
     return f"DROP TRIGGER IF EXISTS {quote(trigger_name(place))} ON {table}"
 
 
 def backfill(table: str, column: str) -> str:
-    """Return the statements that make a nullable version column of a table with rows fit, for an error to name."""
+    """Return statements, for an error message, that turn a nullable column into a version column."""
     return (
         f"UPDATE {table} SET {quote(column)} = 1 WHERE {quote(column)} IS NULL;"
         f" ALTER TABLE {table} ALTER {quote(column)} SET DEFAULT 1, ALTER {quote(column)} SET NOT NULL"
@@ -73,14 +74,14 @@ def backfill(table: str, column: str) -> str:
 
 
 def add(connection: Connection, place: TableNames, target: Target, column: str) -> None:
-    """Put the trigger on a table, unless it is there.
+    """Add the trigger to a table, unless it has it.
 
     Raises:
-        ValueError: there is no such table or column, the column holds no integers, or a trigger there has our name and is
-            somebody else's, or a partition's parent counts in another column.
-        SchemaError: the column takes NULL.
+        ValueError: the table or column does not exist, the column is not an integer, an unrelated trigger has the same name,
+            or the trigger of the partitioned table uses another column.
+        SchemaError: the column allows NULL.
     """
-    # Two that replace one function at the same time end in an error.
+    # Concurrent CREATE OR REPLACE of one function fails with an error in PostgreSQL.
     execute_plain(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     _expect_column(connection, target, column)
     found = _find_trigger(connection, place, target)
@@ -89,7 +90,9 @@ def add(connection: Connection, place: TableNames, target: Target, column: str) 
         return
     if found is not None and found.copied:
         if not same:
-            raise ValueError(f"{target} is a partition of a table that counts in another column than {column!r}")
+            raise ValueError(
+                f"{target} is a partition, and the version trigger of its table uses another column than {column!r}"
+            )
         execute_plain(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quote(trigger_name(place))}")
         return
     execute_plain(connection, build_removal(place, target.quoted))
@@ -99,7 +102,8 @@ def add(connection: Connection, place: TableNames, target: Target, column: str) 
 
 
 def _is_made(connection: Connection, place: TableNames, column: str) -> bool:
-    """Return whether the function is there as it would be made: only its owner could make it again."""
+    """Return whether the function exists with the expected body."""
+    # It is then not created again, which only its owner could do.
     found = execute_plain(
         connection,
         "SELECT EXISTS (SELECT FROM pg_catalog.pg_proc AS p"
@@ -110,21 +114,21 @@ def _is_made(connection: Connection, place: TableNames, column: str) -> bool:
 
 
 def drop(connection: Connection, place: TableNames, target: Target) -> None:
-    """Take the trigger off a table; none there is no error, and a partition keeps that of its parent.
+    """Drop the trigger from a table. A missing trigger is ignored, and a partition keeps that of its parent.
 
     Raises:
-        ValueError: there is no such table, or a trigger there has our name and is somebody else's.
+        ValueError: the table does not exist, or an unrelated trigger has the same name.
     """
     _expect_table(connection, target)
     found = _find_trigger(connection, place, target)
     if found is not None and found.copied:
-        _log.warning("%s goes on counting, for the table whose partition it is", target)
+        _log.warning("%s keeps its version trigger, which belongs to the partitioned table", target)
         return
     execute_plain(connection, build_removal(place, target.quoted))
 
 
 def _find_trigger(connection: Connection, place: TableNames, target: Target) -> Row[*tuple[Any, ...]] | None:
-    """Return the function of the trigger that has our name, quoted, and whether it is switched on; None if there is none."""
+    """Return whether the trigger is enabled and inherited, and the quoted name of its function; None if it does not exist."""
     found = execute_plain(
         connection,
         "SELECT t.tgenabled::text AS enabled, t.tgparentid <> 0 AS copied, p.proname, '\"' || pg_catalog.replace(n.nspname, '\"', '\"\"') || '\".\"'"
@@ -136,7 +140,7 @@ def _find_trigger(connection: Connection, place: TableNames, target: Target) -> 
     ).one_or_none()
     if found is not None and not found.proname.startswith(f"{place.prefix}version_v"):
         raise ValueError(
-            f"{target} has a trigger {trigger_name(place)!r} that is none of pgfence's: rename it, or take another prefix"
+            f"{target} has an unrelated trigger named {trigger_name(place)!r}: rename it, or use another prefix"
         )
     return found
 
@@ -144,7 +148,7 @@ def _find_trigger(connection: Connection, place: TableNames, target: Target) -> 
 def _expect_table(connection: Connection, target: Target) -> None:
     there = f"SELECT pg_catalog.to_regclass({quote_literal(target.quoted)}) IS NOT NULL"
     if not execute_plain(connection, there).scalar_one():
-        raise ValueError(f"there is no table {target} here")
+        raise ValueError(f"table {target} does not exist")
 
 
 def _expect_column(connection: Connection, target: Target, column: str) -> None:
@@ -157,17 +161,15 @@ def _expect_column(connection: Connection, target: Target, column: str) -> None:
     ).one_or_none()
     if found is None:
         raise ValueError(
-            f"{target} has no column {column!r}: ALTER TABLE {target.quoted} ADD {quote(column)} bigint NOT NULL DEFAULT 1."
-            " With joined inheritance the trigger belongs on the table of the base class, which has the version"
+            f"{target} has no column {column!r}: run ALTER TABLE {target.quoted} ADD {quote(column)} bigint NOT NULL DEFAULT 1."
+            " With joined inheritance, the trigger belongs on the table of the base class, which has the version"
         )
     if found.kind not in _INTEGERS:
-        raise ValueError(
-            f"the column {column!r} of {target} is {found.kind}, and the trigger counts: it takes an integer"
-        )
+        raise ValueError(f"the column {column!r} of {target} is {found.kind}, but the trigger needs an integer column")
     if not found.attnotnull:
         command = backfill(target.quoted, column)
         raise SchemaError(
-            f"the column {column!r} of {target} takes NULL, and a row without a version cannot be guarded: {command}",
+            f"the column {column!r} of {target} allows NULL, and a row without a version cannot be guarded: {command}",
             needed=1,
             command=command,
         )

@@ -1,1 +1,1 @@
-"""What we tell the server, one file per concept: texts, and functions from a Connection to plain values."""
+"""All SQL that pgfence sends, one module per subject: statement texts, and functions from a Connection to plain values."""

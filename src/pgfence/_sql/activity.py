@@ -1,6 +1,6 @@
-"""Who holds an advisory key, and how full the lock table is. Looking never takes a lock.
+"""Query the holders of an advisory key, and how full the lock table is. These queries never take a lock.
 
-The texts stand apart from the functions that send them, so that a caller with a driver's own connection can use them too:
+The texts are separate from the functions that send them, so that callers with a driver's own connection can use them too:
 `TEXTS[style]`, `build_arguments(keys)`, `decode(rows, keys)`.
 """
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from pgfence._sql.params import ParamStyle, Row
     from pgfence.keys import LockKey
 
-# pg_locks shows the halves of a key as unsigned oids; as one signed number they are `LockKey.value` again.
+# pg_locks shows the halves of a key as unsigned oids. Combined as one signed number they are `LockKey.value`.
 _VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"
 
-# {0} holds the keys of the bigint space, {1} the pairs.
-# The whole key: half of one, or the same number in the other key space or in another database, is another lock.
+# {0} is the array of bigint keys, {1} that of pairs. The whole key, its space and the database are compared: half of a key, or the
+# same number in another key space or database, is a different lock.
 _MATCH = (
     "l.locktype = 'advisory' AND l.granted"
     " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
@@ -34,7 +34,7 @@ _MATCH = (
 _HELD = "SELECT EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE " + _MATCH + ")"
 _MINE = _HELD.replace("l.granted", "l.granted AND l.pid = pg_catalog.pg_backend_pid()")
 
-# A prepared transaction has no process. It is found by the lock that it holds on its own number.
+# A prepared transaction has no process. It is found by its lock on its own transaction id.
 _HOLDERS = (
     f"SELECT {_VALUE}, l.objsubid, l.mode, l.pid, a.application_name, pg_catalog.host(a.client_addr),"
     f" {microseconds_sql('COALESCE(a.xact_start, a.state_change, p.prepared)')}, p.gid"
@@ -54,7 +54,7 @@ _TABLE_USE = (
 
 @dataclass(frozen=True, slots=True)
 class HolderTexts:
-    """The texts for one way of marking parameters; all take `build_arguments(keys)`."""
+    """The texts for one parameter style. All take `build_arguments(keys)`."""
 
     holders: str
     held: str
@@ -77,7 +77,7 @@ def build_arguments(keys: Iterable[LockKey]) -> tuple[list[int], list[int]]:
 
 
 def decode(rows: Iterable[Row], keys: Iterable[LockKey]) -> list[Holder]:
-    """Return the holders that the rows of `HolderTexts.holders` tell of; `keys` are those that were asked for."""
+    """Return the holders for the rows of `HolderTexts.holders`; `keys` are the requested keys."""
     known = {(key.value, 1 if key.space == "bigint" else 2): key for key in keys}
     return [_build_holder(row, known[row[0], row[1]]) for row in rows]
 
@@ -98,7 +98,7 @@ def _build_holder(row: Row, key: LockKey) -> Holder:
 
 
 def build_lease_holder(name: str, row: Row) -> Holder:
-    """Return the holder that a row of `lease_sql(...).look` tells of; `name` as people know it."""
+    """Return the holder for a row of `lease_sql(...).look`; `name` is without the namespace."""
     kind, owner, host, pid, backend_pid, application_name, purpose, token, since, expires_at = row
     return Holder(
         name=name,
@@ -117,7 +117,7 @@ def build_lease_holder(name: str, row: Row) -> Holder:
 
 
 def with_token(sessions: Iterable[Holder], rows: Iterable[Holder]) -> list[Holder]:
-    """Return the holders of a key, with kind, token and client of the one that a row of `look` describes."""
+    """Return the holders of a key, and add kind, token and client from the lease row of the one that has a token."""
     known = {row.backend_pid: row for row in rows if row.kind == "session lock"}
     return [
         replace(one, kind=row.kind, token=row.token, host=row.host, pid=row.pid, since=row.since)
@@ -128,9 +128,9 @@ def with_token(sessions: Iterable[Holder], rows: Iterable[Holder]) -> list[Holde
 
 
 def find_holders(connection: Connection, keys: Sequence[LockKey]) -> list[Holder]:
-    """Return who holds these keys in the connection's own database, whether for a session or for a transaction.
+    """Return the sessions and transactions that hold these keys in the connection's database, in one round trip.
 
-    One round trip. What the role may not see of other users is None. A session that holds a key in both modes is listed
+    Attributes that the role may not see of other roles' sessions are None. A session that holds a key in both modes is listed
     twice.
     """
     text = TEXTS[style_of(connection.dialect)].holders
@@ -138,23 +138,23 @@ def find_holders(connection: Connection, keys: Sequence[LockKey]) -> list[Holder
 
 
 def is_held(connection: Connection, keys: Sequence[LockKey]) -> bool:
-    """Return whether anybody holds any of these keys in the connection's own database. One round trip."""
+    """Return whether any session holds one of these keys in the connection's database. One round trip."""
     text = TEXTS[style_of(connection.dialect)].held
     answer: bool = connection.exec_driver_sql(text, build_arguments(keys)).scalar_one()
     return answer
 
 
 def is_mine(connection: Connection, keys: Sequence[LockKey]) -> bool:
-    """Return whether the session of this connection holds any of these keys. One round trip."""
+    """Return whether this connection's session holds one of these keys. One round trip."""
     text = TEXTS[style_of(connection.dialect)].mine
     answer: bool = connection.exec_driver_sql(text, build_arguments(keys)).scalar_one()
     return answer
 
 
 def read_lock_table_use(connection: Connection) -> tuple[int, int]:
-    """Return how many locks the server's lock table holds, and how many it holds at least. One round trip.
+    """Return how many locks the server's lock table holds, and its capacity. One round trip.
 
-    The second number is a floor: PostgreSQL lends the table spare memory beyond it.
+    The capacity is a minimum, because PostgreSQL lets the table use spare memory.
     """
     used, limit = connection.exec_driver_sql(_TABLE_USE).one()
     return used, limit

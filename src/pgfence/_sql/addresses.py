@@ -1,4 +1,4 @@
-"""Where an engine connects to: its hosts in words, and what a list of hosts needs for a fail-over."""
+"""Describe the server that an engine connects to, and check lists of hosts for fail-over."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "the default host"
 CREATOR = "the host of the engine's creator"
-# What libpq takes from its environment where a parameter is not given; asyncpg reads most of them too.
+# Environment variables that libpq uses if a parameter is not given. asyncpg reads most of them too.
 _VARIABLES = {
     "host": "PGHOST",
     "hostaddr": "PGHOSTADDR",
@@ -29,14 +29,14 @@ _WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
 
 def describe_server(engine: Engine) -> str:
-    """Return where an engine connects to, for messages: hosts, ports and database; no user, password or other parameters."""
+    """Return the hosts, ports and database of an engine, for messages. Never includes the user or the password."""
     given = _read_parameters(engine)
     database = engine.url.database or given.get("dbname") or given.get("database")
     return ",".join(_list_hosts(given)) + (f"/{database}" if database else "")
 
 
 def warn_of_slow_hosts(engine: Engine) -> None:
-    """Log one warning for an engine with several hosts and no limit for connecting to one that hangs."""
+    """Log one warning if an engine has several hosts and no time limit for connecting to one that hangs."""
     if engine.dialect in _WARNED:
         return
     _WARNED.add(engine.dialect)
@@ -47,26 +47,27 @@ def warn_of_slow_hosts(engine: Engine) -> None:
     listed = ",".join(hosts)
     if engine.dialect.driver == "asyncpg":
         log.warning(
-            "the engine lists several hosts (%s), and asyncpg has one limit of 60 s for connecting to all of them: while one of"
-            " them hangs, the next may not be tried in time, and leases are lost. Use a proxy such as HAProxy, or an"
-            " async_creator that tries one host after another",
+            "the engine has several hosts (%s), and asyncpg applies one limit of 60 s to connecting to all of them: while one"
+            " host hangs, the next may not be tried in time, and leases are lost. Use a proxy such as HAProxy, or an"
+            " async_creator that tries the hosts one by one",
             listed,
         )
         return
     log.warning(
-        "the engine lists several hosts (%s) and has no connect_timeout: while one of them hangs, the next is not tried, and"
-        " leases are lost. Add connect_timeout=2 to the URL",
+        "the engine has several hosts (%s) and no connect_timeout: while one host hangs, the next is not tried, and leases are"
+        " lost. Add connect_timeout=2 to the URL",
         listed,
     )
 
 
 def _read_parameters(engine: Engine) -> Mapping[str, object]:
-    """Return what the driver is called with: of the URL and of `connect_args`, which only the pool's creator knows."""
+    """Return the parameters that the driver is called with, from the URL and from `connect_args`."""
+    # Only the closure of the pool's creator contains the connect_args.
     creator = getattr(engine.pool, "_creator", None)
     known = inspect.getclosurevars(creator).nonlocals.get("cparams") if inspect.isfunction(creator) else None
     if isinstance(known, dict):
         return known
-    # A creator of the application's own: the URL may be all that it uses, or say nothing.
+    # An application's own creator may use the URL or ignore it.
     parameters: Mapping[str, object] = {"host": CREATOR, **engine.dialect.create_connect_args(engine.url)[1]}
     return parameters
 

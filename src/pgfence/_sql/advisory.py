@@ -1,4 +1,4 @@
-"""The statements of a session-level advisory lock: try, wait, unlock. Texts only."""
+"""The statements of a session-level advisory lock: try, wait, unlock."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from pgfence.types import Holder
 
 
-# Takes nothing on a server process other than the expected one: behind a transaction pooler the lock would stay there.
+# Locks nothing if another server process executes it: behind a pooler in transaction mode the lock would be left there.
 _TRY_ONE = (
     "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) {1}::integer"
     " THEN pg_catalog.pg_try_advisory_lock(CAST({2} AS bigint)) END"
 )
-# The wait is for the transaction's lock, bounded by lock_timeout; the session's lock comes after it and cannot wait any more.
-# So SQLSTATE 55P03 proves that nothing is held, which pg_advisory_lock alone under a lock_timeout does not. Its timeout is an ERROR
-# line in the server's log, so only the first slice of a wait is this statement, and only while nobody has a ticket.
+# It waits for the transaction-level lock, limited by lock_timeout. The session-level lock comes after it and cannot wait any more,
+# so SQLSTATE 55P03 proves that nothing is held, which pg_advisory_lock alone under a lock_timeout does not. Its timeout is an ERROR
+# line in the server's log, so only the first slice of a wait uses this statement, and only while no waiter has a ticket.
 _WAIT_ONE = (
     "SELECT pg_catalog.set_config('lock_timeout', {1}, true),"
     " pg_catalog.pg_advisory_xact_lock(CAST({2} AS bigint)), pg_catalog.pg_advisory_lock(CAST({3} AS bigint))"
-    f" WHERE NOT {HAS_TICKETS.format('{4}')}"  # looked at before anything is locked: a condition without columns
+    f" WHERE NOT {HAS_TICKETS.format('{4}')}"  # evaluated before anything is locked, because it uses no columns
 )
 _UNLOCK_ONE = "SELECT pg_catalog.pg_advisory_unlock(CAST({1} AS bigint))"
 
 
-# What was taken before a refusal goes back in the same statement.
+# Keys that were locked before a rejection are unlocked in the same statement.
 _TRY_MANY = (
     "WITH RECURSIVE b AS MATERIALIZED (SELECT pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) {1}::integer AS mine,"
     " {2}::bigint AS bigints, {3}::bigint[] AS keys),"
@@ -46,15 +46,15 @@ _TRY_MANY = (
     " SELECT CASE WHEN d.asked > 0 THEN d.got END,"
     f" (SELECT pg_catalog.count({call_on_nth('pg_advisory_unlock', 't.i')}) FROM t WHERE NOT d.got AND t.got AND t.i > 0) FROM d"
 )
-# All locks of the transaction before the first one of the session: taken key by key, a timeout would leave some of them held.
-# The counts make one phase depend on the other; a CTE that nobody reads is never run.
+# All transaction-level locks come before the first session-level one: taken key by key, a timeout would leave some of them held.
+# The counts make each phase depend on the one before, because PostgreSQL never runs a CTE that is not referenced.
 _WAIT_MANY = (
     "WITH s AS MATERIALIZED (SELECT pg_catalog.set_config('lock_timeout', {1}, true) AS set"
     f" WHERE NOT {HAS_TICKETS.format('{2}')}),"
     " k AS MATERIALIZED (" + KEYS.format("{3}", "{4}") + " ORDER BY i),"
     f" x AS MATERIALIZED (SELECT {call_on_row('pg_advisory_xact_lock')} FROM s, k WHERE s.set IS NOT NULL),"
     " n AS MATERIALIZED (SELECT pg_catalog.count(*) AS taken FROM x)"
-    # One row: a driver that reads only the first would leave the rest of the locks untaken.
+    # One row: a driver that fetches only the first of several would not take the other locks.
     f" SELECT pg_catalog.count({call_on_row('pg_advisory_lock')}) FROM n, k WHERE n.taken > 0"
 )
 _UNLOCK_MANY = (
@@ -64,7 +64,7 @@ _UNLOCK_MANY = (
 
 @dataclass(frozen=True, slots=True)
 class LockTexts:
-    """The texts for one way of marking parameters."""
+    """The texts for one parameter style."""
 
     try_one: str
     wait_one: str
@@ -84,7 +84,7 @@ _TEXTS: dict[ParamStyle, LockTexts] = {"format": _build_texts("format"), "numeri
 
 
 class LockSql:
-    """The statements for one set of keys, sorted and each once, in the style of one driver."""
+    """The statements for one set of sorted, distinct keys, in the parameter style of one driver."""
 
     __slots__ = (
         "_base",
@@ -100,7 +100,7 @@ class LockSql:
     )
 
     context = ErrorContext(
-        deadlock="PostgreSQL ended this wait as the victim of a deadlock: try again",
+        deadlock="PostgreSQL ended this wait to resolve a deadlock: try again",
         fewer_locks="hold fewer locks at a time",
     )
 
@@ -108,7 +108,7 @@ class LockSql:
         self.keys = keys
         self.style = style
         self.places: tuple[Hashable, ...] = tuple(k.value if k.space == "bigint" else (k.value,) for k in keys)
-        """The keys again, as plain values: cheap to look up."""
+        """The keys as plain values, which are cheap to hash."""
         self._texts = _TEXTS[style]
         self._base: int | None = None
         self._one = len(keys) == 1 and keys[0].space == "bigint"
@@ -120,24 +120,24 @@ class LockSql:
             self._values = encode_keys(keys, style)
             self.unlock_text = self._texts.unlock_many
         self.try_text = self._texts.try_one if self._one else self._texts.try_many
-        """Takes the backend's pid and the keys; answers true (all held), false (none held) or null (another server process
-        answered, none held)."""
+        """Takes the backend's pid and the keys. Returns true (all held), false (none held) or null (another server process
+        executed it; none held)."""
         self.unlock_args: tuple[object, ...] = self._values
 
     @property
     def row(self) -> tuple[TableNames, str] | None:
-        """The row of the lease table that these keys use, here always None."""
+        """The row of the lease table that these keys use; None here."""
         return None
 
     def holders(self, connection: Connection) -> list[Holder]:
-        """Return who holds these keys. One round trip."""
+        """Return the holders of these keys. One round trip."""
         return activity.find_holders(connection, self.keys)
 
     @property
     def wait_text(self) -> str:
-        """A statement that waits in the server's own queue until all are held, or fails with 55P03 and holds none.
+        """The statement that waits in the server's own queue until all keys are held, or fails with 55P03 and holds none.
 
-        No row, or 0: waiters of other processes have tickets, nothing was locked.
+        It returns no row, or 0, if waiters of other processes have tickets; nothing is locked then.
         """
         return self._texts.wait_one if self._one else self._texts.wait_many
 
@@ -148,7 +148,7 @@ class LockSql:
 
     @property
     def base(self) -> int:
-        """Where the tickets of its queue begin."""
+        """The number at which the tickets of its queue begin."""
         if self._base is None:
             self._base = find_queue(self.keys)
         return self._base

@@ -1,4 +1,4 @@
-"""Changes of tables that are in use: what an upgrade or a downgrade waits for, and for how long."""
+"""Alter tables that are in use, during an upgrade or a downgrade: which locks to wait for, and how long."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """A statement that locks tables in use, and the condition under which it is needed."""
+    """A statement that locks tables in use, and the condition that it is needed."""
 
     needed: str
     statement: str
 
 
 def add_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> list[Change]:
-    """Return what adds the columns that tables lack, to all of these tables if any lacks one."""
+    """Return the change that adds missing columns; it alters all of these tables if any lacks one."""
     needed = [
         f"NOT {_has_column(place, name, each.partition(' ')[0])}" for name, some in columns.items() for each in some
     ]
@@ -30,7 +30,7 @@ def add_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> list
 
 
 def drop_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> list[Change]:
-    """Return what drops columns of tables, if there are any."""
+    """Return the change that drops columns, if any exists."""
     needed = [_has_column(place, name, each) for name, some in columns.items() for each in some]
     return _change_columns(
         place,
@@ -47,11 +47,9 @@ def _change_columns(place: TableNames, needed: Sequence[str], changes: Mapping[s
 
 
 def add_gate_trigger(place: TableNames, version: int) -> list[Change]:
-    """Return what puts the trigger on the table of gates, which the functions of this version rely on.
-
-    It waits for every transaction that has raised a gate, and none can be raised until the commit. So no transaction that the
-    trigger does not see is still open when another session can first use these functions.
-    """
+    """Return the change that creates the trigger on the gate table, which the functions of this version rely on."""
+    # CREATE TRIGGER waits for every transaction that has raised a gate, and no gate can be raised until the commit. So when another
+    # session can first use these functions, no transaction is open that the trigger has not seen.
     if version < GATE_TRIGGER:
         return []
     made = (
@@ -62,7 +60,7 @@ def add_gate_trigger(place: TableNames, version: int) -> list[Change]:
 
 
 def drop_gate_trigger(place: TableNames, version: int) -> list[Change]:
-    """Return what drops it. It waits for every transaction that is inside a gate."""
+    """Return the change that drops the gate trigger. It waits for every transaction that is inside a gate."""
     if version >= GATE_TRIGGER:
         return []
     return [Change(_has_gate_trigger(place), f"DROP TRIGGER {name_gate_trigger(place)} ON {place.name('gate')}")]
@@ -92,12 +90,12 @@ def _has_column(place: TableNames, table: str, column: str) -> str:
 
 
 def alter_tables(changes: Sequence[Change]) -> tuple[str, ...]:
-    """Return a statement that makes the changes that are needed; none if there is nothing to change."""
+    """Return a statement that makes the changes that are needed; an empty tuple without changes."""
     if not changes:
         return ()
-    # Each change waits for every open transaction that has used its table, and all later statements wait behind it, renewals of
-    # held leases too. So it waits for 200 ms at a time, and all changes are made in one attempt: no table stays locked while
-    # another one cannot be had.
+    # ALTER TABLE waits for every open transaction that has used the table, and all later statements wait behind it, including the
+    # renewals of held leases. So it waits for at most 200 ms at a time, and an attempt makes all changes or none: no table stays
+    # locked while another one is not available.
     steps = "".join(
         f"                IF {each.needed} THEN\n                    {each.statement};\n                END IF;\n"
         for each in changes

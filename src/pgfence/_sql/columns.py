@@ -1,4 +1,4 @@
-"""The columns of our tables, version by version, as SQLAlchemy knows them."""
+"""Define the columns of pgfence's tables, version by version, in SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from sqlalchemy.schema import SchemaItem
 
 OWN = "pgfence"
-"""In the `info` of our tables: the prefix of their names, for migrations that compare a MetaData with the database."""
+"""The key in `Table.info` that marks pgfence's tables, with their prefix, for migrations that compare a MetaData."""
 
 
 def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tuple[Table, ...]:
-    """Add our tables of a version to a MetaData and return them; those that it has already are taken as they are."""
+    """Add the tables of a version to a MetaData and return them. Tables that it already has are kept."""
     schema = metadata.schema if place.schema is None else place.schema
 
     def add_table(name: str, *parts: SchemaItem) -> Table:
@@ -74,7 +74,7 @@ def _define_time(name: str, **options: Any) -> Column[Any]:
 
 
 def _define_json(name: str) -> Column[Any]:
-    # Here, since it brings the dialect of every driver along.
+    # Imported here, because it loads the dialects of all drivers.
     from sqlalchemy.dialects.postgresql import JSONB
 
     return Column(name, JSON().with_variant(JSONB(), "postgresql"))
@@ -245,14 +245,14 @@ def _define_resign_request() -> tuple[SchemaItem, ...]:
 def get_dialect() -> Dialect:
     from sqlalchemy.dialects import postgresql
 
-    # Of another style than the default, in which a per cent sign in a name would be written twice.
+    # "named", because the default style would double a percent sign in a name.
     dialect: Dialect = postgresql.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
     return dialect
 
 
 @cache
 def list_column_types(version: int = VERSION) -> dict[str, dict[str, str]]:
-    """Return what we made: each column with its type as the server writes it, by table without the prefix."""
+    """Return the columns and their types as the server writes them, by table without the prefix."""
     types = get_dialect()
     return {
         add_table.name: {column.name: column.type.compile(types).lower() for column in add_table.columns}
@@ -262,7 +262,7 @@ def list_column_types(version: int = VERSION) -> dict[str, dict[str, str]]:
 
 @cache
 def list_added_columns(version: int) -> dict[str, tuple[str, ...]]:
-    """Return the columns that tables of an older version lack, by table without the prefix, as ALTER TABLE adds them."""
+    """Return the columns that tables of an older version lack, in ADD COLUMN syntax, by table without the prefix."""
     found: dict[str, tuple[str, ...]] = {}
     for add_table in define(MetaData(), TableNames(prefix=""), version):
         first = next(

@@ -1,4 +1,4 @@
-"""The statements of attempts at effects: each calls one function of the server. Texts only."""
+"""The statements of attempts at effects. Each calls one server function."""
 
 from __future__ import annotations
 
@@ -32,26 +32,27 @@ _ENDED = "text, uuid, bigint, jsonb"
 
 @dataclass(frozen=True, slots=True)
 class EffectSql:
-    """The texts for one place and one way of marking parameters.
+    """The texts for one set of tables and one parameter style.
 
-    A name is scope, U+001F and key. What the heartbeat sends has the names that it has for leases.
+    A name is scope, U+001F and key. The statements of the heartbeat use the same names as those of leases.
 
     Attributes:
-        claim: scope, key, fingerprint, claim id, ttl, keep, whether a lost attempt is followed, owner, host, pid. One row:
-            outcome, attempt, locked_until, remaining, steps as JSON, result as JSON, HTTP status, headers as JSON, body; of
-            the attempt at work owner, host, pid, since; and of a busy or lost one the TTL of its claim, NULL before version 3.
-            The last two parameters are scope and key again.
-        renew: lists of names, claim ids, attempts, ttls. One value, for `lease.answers`.
-        step: name, claim id, attempt, step, value as JSON. One value: the attempt that counts, -1 for none; NULL: no such key.
-        finish: name, claim id, attempt, keep, status, result as JSON, HTTP status, headers as JSON, body, whether the
-            transaction is ours. One value, as of `step`.
+        claim: scope, key, fingerprint, claim id, ttl, keep, whether to take over from a lost attempt, owner, host, pid, and scope
+            and key again. One row: outcome, attempt, locked_until, remaining, steps as JSON, result as JSON, HTTP status,
+            headers as JSON, body; owner, host, pid and since of the running attempt; and the TTL of the claim of a busy or lost
+            one, NULL before version 3.
+        renew: lists of names, claim ids, attempts, ttls. One value, for `lease.decode_renewals`.
+        step: name, claim id, attempt, step, value as JSON. One value: the current attempt, -1 if the key has none, or NULL if the
+            key does not exist.
+        finish: name, claim id, attempt, keep, status, result as JSON, HTTP status, headers as JSON, body, whether pgfence opened
+            the transaction. One value, as for `step`.
         free: name, claim id, attempt. One value: "released", or why not.
-        finish_late: name, and then as finish; of the heartbeat, which must not wait for one row. NULL: ask again.
-        release_late: likewise, as free.
-        forget_late: likewise: name, claim id. Whether it ended something.
-        end: name, claim id, attempt, a note as JSON that the next caller reads as the result of the busy attempt. It waits for
-            no lock. One row: whether the note is written, whether the claim is still this attempt's, and of the key its
-            status, attempt, seconds left and `locked_until`; all of these NULL where there is no key.
+        finish_late: name, then as for `finish`; for the heartbeat, which must not wait for a row lock. NULL: try again.
+        release_late: name, then as for `free`; for the heartbeat.
+        forget_late: name twice, claim id; for the heartbeat. One value: whether it ended an attempt.
+        end: name, claim id, attempt, a note as JSON, which the next caller reads as the result of the busy attempt. It waits for
+            no lock. One row: whether the note was written, whether the claim is still this attempt's, and the status, attempt,
+            seconds left and `locked_until` of the key; all NULL if the key does not exist.
     """
 
     claim: str
@@ -67,7 +68,7 @@ class EffectSql:
 
 @cache
 def effect_sql(place: TableNames, style: ParamStyle) -> EffectSql:
-    """Return the texts for one place."""
+    """Return the texts for one set of tables."""
 
     def ask(function: str, kinds: str, columns: str = "r") -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"
@@ -84,7 +85,7 @@ def effect_sql(place: TableNames, style: ParamStyle) -> EffectSql:
         )
 
     keys = name_of(place, "idempotency_key", style)
-    # Both times are of one version of the row. The tables of version 2 have no "locked_at".
+    # Both times come from one version of the row. The tables of version 2 have no "locked_at".
     lifetime = (
         " LEFT JOIN LATERAL (SELECT EXTRACT(epoch FROM k.locked_until"
         " - (pg_catalog.to_jsonb(k) ->> 'locked_at')::timestamptz)::double precision AS ttl"
@@ -120,9 +121,9 @@ def _build_end(keys: str, style: ParamStyle) -> str:
 
 
 def finish_inside(connection: Connection, place: TableNames, values: tuple[object, ...]) -> int | None:
-    """Store what came of an attempt in the caller's own transaction; answers as `finish`.
+    """Store the outcome of an attempt in the caller's own transaction, and return the result of `finish`.
 
-    Another answer than the attempt has aborted the transaction.
+    A result other than this attempt means that the transaction is aborted.
     """
     try:
         answer: int | None = send_quick(connection, effect_sql(place, style_of(connection.dialect)).finish, values)

@@ -1,4 +1,4 @@
-"""Text that cannot be sent over a connection: drivers and server report it in four ways, callers get one error."""
+"""Translate the four ways in which drivers and server report text that cannot be encoded into one error."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _ESCAPES = re.compile(r"(?:\\u[0-9a-f]{4})+")
 
 
 class TextError(ValueError):
-    """A text of a statement cannot be sent over this connection. The statement has done nothing."""
+    """A text of a statement cannot be encoded for this connection. The statement was not executed."""
 
 
 def text_error(error: BaseException, values: object, driver: Callable[[], object]) -> TextError | None:
-    """Return what an error of a statement means if it is about one of its texts; None if it is about something else.
+    """Return the error for a statement with text that cannot be encoded; None if its error has another cause.
 
     Args:
-        error: of the driver, or of SQLAlchemy.
-        values: the statement's parameters.
-        driver: returns the driver's own connection, which knows the encodings. Called only for such an error, because
+        error: the error of the driver or of SQLAlchemy.
+        values: the parameters of the statement.
+        driver: returns the driver's own connection, which knows the encodings. It is called only for such an error, because
             SQLAlchemy would replace a lost connection.
     """
     codec, state = _find_encode_error(error), sqlstate_of(error)
     if codec is not None:
         shown = codec.object[max(0, codec.start - _SHOWN // 2) : codec.end + _SHOWN // 2]
         if any("\ud800" <= letter <= "\udfff" for letter in codec.object[codec.start : codec.end]):
-            return TextError(f"{_cut(shown)} must be valid Unicode, it holds a lone surrogate")
+            return TextError(f"{_cut(shown)} must be valid Unicode, but it contains a lone surrogate")
     elif state in (UNTRANSLATABLE, BAD_BYTES) or (state == UNSUPPORTED and "SQL_ASCII" in str(error)):
         shown = _find_culprit(str(error), list(_iterate_texts(values)))
     else:
@@ -57,7 +57,7 @@ def text_error(error: BaseException, values: object, driver: Callable[[], object
 
 @contextmanager
 def translate_text_errors(connection: Connection, values: object) -> Iterator[None]:
-    """Translate the error of a statement on a SQLAlchemy Connection, if it is about one of its texts."""
+    """Translate the error of a statement on a SQLAlchemy Connection if one of its texts cannot be encoded."""
     try:
         yield
     except Exception as error:
@@ -85,7 +85,8 @@ def _iterate_texts(values: object) -> Iterator[str]:
 
 
 def _find_culprit(said: str, texts: list[str]) -> str:
-    """Return the text that the server rejected: its message has the bytes of one character in UTF-8, in every language."""
+    """Return an excerpt of the text that the server rejected."""
+    # In every language, the server's message contains the bytes of one character in UTF-8.
     letter = bytes(int(byte, 16) for byte in _BYTE.findall(said)).decode(errors="ignore")[:1]
     forms = (letter, json.dumps(letter)[1:-1]) if letter else ()
     for text in texts:

@@ -1,7 +1,7 @@
-"""What an error of the database means: the one translation of a DBAPI error into one of pgfence's.
+"""Translate database errors into the exceptions of pgfence. This is the only translation.
 
-Callers say what their statement was for; what the error means is decided here, by its SQLSTATE and never by its text. The
-exception is a login that was rejected: libpq passes no SQLSTATE on.
+Callers pass what their statement was for. The meaning of an error is decided here by its SQLSTATE and never by its text. The
+exception is a rejected login, because libpq does not pass its SQLSTATE on.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ LOCK_OUTCOME_UNKNOWN = "Nothing is known about the lock"
 
 @dataclass(frozen=True, slots=True)
 class ErrorContext:
-    """What a statement was for, where the meaning of its error depends on that.
+    """The purpose of a statement, where the meaning of its error depends on it.
 
     Attributes:
-        version: of the tables that it needs.
-        key_rights: what it does with idempotency keys, if that is the version of the tables that it needs.
-        on_primary: what to do where the server takes no writes; empty: such an error is left as it is.
-        read_only: what is raised there.
-        owner: it creates or drops something, for which a GRANT is not enough.
-        deadlock: what to say of one; empty: it is left as it is.
-        fewer_locks: what to do where the server's lock table is full; likewise.
-        lock_table: how many places of the lock table are taken, and how many it has.
+        version: the version of the tables that the statement needs.
+        key_rights: the privileges on idempotency keys that it needs, if it needs the version of the tables that has them.
+        on_primary: advice if the server is read-only; if empty, such an error is not translated.
+        read_only: the exception class for a read-only server.
+        owner: whether it creates or drops objects, for which a GRANT is not enough.
+        deadlock: the message for a deadlock; if empty, a deadlock is not translated.
+        fewer_locks: advice if the server's lock table is full; if empty, that error is not translated.
+        lock_table: the used entries and the capacity of the lock table.
     """
 
     version: int = 1
@@ -96,19 +96,19 @@ def translate_error(
     context: ErrorContext = ErrorContext(),
     engine: Engine | None = None,
 ) -> PgfenceError | None:
-    """Return what an error of a statement means; None: it is none of ours to explain.
+    """Return the exception for an error of a statement; None if it is not an error that pgfence explains.
 
     Args:
-        error: of the driver, or of SQLAlchemy.
-        place: of our tables and functions; None: the statement uses none.
-        context: what the statement was for.
-        engine: of the connection, for the message.
+        error: the error of the driver or of SQLAlchemy.
+        place: the table names; None if the statement uses no tables of pgfence.
+        context: the purpose of the statement.
+        engine: the engine, for the message.
     """
     state = sqlstate_of(error)
     if state == READ_ONLY and context.on_primary:
         where = "this server" if engine is None else describe_server(engine)
         return context.read_only(
-            f"{where} takes no writes ({message_of(error)}): it is a standby, or read-only. {context.on_primary}. {SWITCHING}",
+            f"{where} is read-only ({message_of(error)}): it is a standby, or configured to be. {context.on_primary}. {SWITCHING}",
             sqlstate=state,
         )
     if state == DEADLOCK_DETECTED and context.deadlock:
@@ -134,24 +134,24 @@ def raise_translated(
     context: ErrorContext = ErrorContext(),
     engine: Engine | None = None,
 ) -> None:
-    """Raise what an error of a statement means, see `translate_error`; return if it is none of ours to explain."""
+    """Raise the exception for an error of a statement, see `translate_error`. Return if `translate_error` returns None."""
     if told := translate_error(error, place, context, engine):
         raise told from error
 
 
 def missing_tables_error(place: TableNames, needed: int, state: str | None, row: Sequence[str | None]) -> SchemaError:
-    """Return the error of a place where tables or functions are missing.
+    """Return the error for missing tables or functions.
 
     Args:
-        place: of the tables.
+        place: the table names.
         needed: the version that was needed.
         state: the SQLSTATE.
-        row: the result of `storage.WHERE`, as far as it is known.
+        row: the result of `storage.WHERE`, as far as known.
     """
     return SchemaError(
-        f"pgfence's tables or functions are missing or too old {place.describe(*row)}: run `{place.command}`, or"
-        " pgfence.schema.create_all(engine). If they are elsewhere, pgfence.configure(engine, schema=..., prefix=...)"
-        " says where",
+        f"pgfence's tables or functions are missing or too old {place.describe(*row)}: run `{place.command}`, or call"
+        " pgfence.schema.create_all(engine). If they are in another schema or have another prefix, set it with"
+        " pgfence.configure(engine, schema=..., prefix=...)",
         needed=needed,
         command=place.command,
         sqlstate=state,
@@ -166,19 +166,17 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
         of = _OWNED.search(said)
         command = "" if of is not None and not of[1].startswith(place.prefix) else place.command
         advice = (
-            f"Run `{command}` or call pgfence.schema.create_all(engine) as a role that may"
+            f"Run `{command}` or call pgfence.schema.create_all(engine) as a role with that right"
             if command
-            else "Do it as its owner"
+            else "Run it as the owner"
         )
-        return SchemaError(
-            f"this role may not do that: {said}. {advice}", needed=VERSION, command=command, sqlstate=NO_RIGHT
-        )
+        return SchemaError(f"permission denied: {said}. {advice}", needed=VERSION, command=command, sqlstate=NO_RIGHT)
     audit = place.prefix + "audit" in said
     key_rights = context.key_rights if context.version == KEYS else ""
     limits = context.version == LIMITS
     command = "; ".join(build_grants(place, "<role>", key_rights=key_rights, audit=audit, limits=limits))
     return SchemaError(
-        f"this role may not use pgfence's tables: {said}. As their owner: {command}",
+        f"permission denied on pgfence's tables ({said}). As the owner of the tables, run: {command}",
         needed=context.version,
         command=command,
         sqlstate=NO_RIGHT,
@@ -186,7 +184,7 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
 
 
 def standby_error(what: str, otherwise: str = "") -> StandbyError:
-    """Return the error of a lock that is asked for on a standby; `otherwise`: what to do where no switch-over is going on."""
+    """Return the error for a lock requested on a standby; `otherwise` is advice for when no switch-over is in progress."""
     return StandbyError(
         f"this server is a standby: {what} acquired here excludes no process on the primary. {SWITCHING}. Otherwise connect"
         f" to the primary{otherwise}"
@@ -198,7 +196,7 @@ def standby_error(what: str, otherwise: str = "") -> StandbyError:
 
 def _translate_rejection(error: BaseException, state: str) -> PgfenceError | None:
     detail = detail_of(error)
-    if state == STALE_TOKEN and "token" in detail:  # another program may use the SQLSTATE too
+    if state == STALE_TOKEN and "token" in detail:  # other programs may use the same SQLSTATE
         resource, token, newest = (
             unqualify_name(str(detail.get("resource"))),
             int(detail["token"]),
@@ -207,12 +205,12 @@ def _translate_rejection(error: BaseException, state: str) -> PgfenceError | Non
         why = (
             "a newer holder has taken over"
             if token < newest
-            else "it was never issued here, or the lease's row was set back (a restore, a fail-over). If this connection leads to a"
-            " former primary, close it (engine.dispose()) and try again on a new one"
+            else "it was never issued by this server, or the lease's row was set back (a restore, a fail-over). If this"
+            " connection leads to a former primary, close it (engine.dispose()) and try again on a new one"
         )
         return StaleFencingTokenError(
-            f"token {token} for {resource!r} is refused, the newest is {newest}: {why}. Nothing of this transaction is"
-            " committed: roll back",
+            f"token {token} for {resource!r} was rejected, because the newest is {newest}: {why}. The transaction cannot commit:"
+            " roll it back",
             resource=resource,
             token=token,
             newest=newest,
@@ -221,7 +219,7 @@ def _translate_rejection(error: BaseException, state: str) -> PgfenceError | Non
     if state == NO_TOKEN:
         name = detail.get("resource")
         return FenceRequiredError(
-            f"{message_of(error)}. Write inside lease.begin(...), or fenced(session, resource, token)",
+            f"{message_of(error)}. Write inside lease.begin(...) or fenced(session, resource, token)",
             resource=None if name is None else unqualify_name(str(name)),
             sqlstate=state,
         )
@@ -248,19 +246,19 @@ def _gate_timeout_error(detail: Mapping[str, Any]) -> LockTimeoutError:
     who = [f"{who}, {one['state']}: {one['query']}" for who, one in zip(holders, detail["inside"], strict=True)]
     return LockTimeoutError(
         f"the gate of {name!r} was not free within {seconds:g} s: a transaction of an older holder is still inside"
-        f" ({'; or '.join(who) or 'its session cannot be seen'}). Roll back and try again; pg_terminate_backend ends a"
-        " session whose client is gone",
+        f" ({'; or '.join(who) or 'its session is not visible to this role'}). Roll back and try again. pg_terminate_backend"
+        " ends a session whose client has disappeared",
         names=(name,),
         timeout=seconds,
         holders=holders,
     )
 
 
-# ---------------------------------------------------------------- what an error carries
+# ---------------------------------------------------------------- the parts of an error
 
 
 def _iterate_layers(error: BaseException) -> Iterator[object]:
-    """Yield the driver's error first, then what wraps it."""
+    """Yield the driver's error first, and then the errors that wrap it."""
     original = getattr(error, "orig", None) or error
     yield getattr(original, "driver_exception", None) or getattr(original, "__cause__", None) or original
     yield original
@@ -268,7 +266,7 @@ def _iterate_layers(error: BaseException) -> Iterator[object]:
 
 
 def read_detail(error: BaseException) -> str:
-    """Return the server's DETAIL; empty if there is none."""
+    """Return the server's DETAIL; empty if it has none."""
     for layer in _iterate_layers(error):
         detail = getattr(getattr(layer, "diag", None), "message_detail", None) or getattr(layer, "detail", None)
         if isinstance(detail, str):
@@ -277,7 +275,7 @@ def read_detail(error: BaseException) -> str:
 
 
 def detail_of(error: BaseException) -> dict[str, Any]:
-    """Return the DETAIL of an error that our functions raised; they write JSON there."""
+    """Return the DETAIL of an error that pgfence's functions raised, which is JSON."""
     detail = read_detail(error)
     if detail.startswith("{"):
         with contextlib.suppress(ValueError):
@@ -299,22 +297,22 @@ def message_of(error: BaseException) -> str:
 
 
 def is_driver_error(error: BaseException) -> bool:
-    """Say whether a driver or SQLAlchemy raised it."""
+    """Return whether a driver or SQLAlchemy raised an error."""
     return type(error).__module__.partition(".")[0] in ("asyncpg", "psycopg", "psycopg2", "sqlalchemy")
 
 
 def is_connection_lost(error: BaseException) -> bool:
-    """Say whether a statement failed because its connection ended."""
+    """Return whether a statement failed because its connection was lost."""
     state = sqlstate_of(error)
     if state is not None:
         return state.startswith(CONNECTION_LOST)
     cause = getattr(error, "orig", None) or error
-    # Whatever a driver says without the server's word can prove nothing: asyncpg alone has four ways to say "closed".
+    # Without an SQLSTATE, a driver's error proves nothing about the server: asyncpg alone has four messages for "closed".
     return isinstance(cause, OSError) or (is_driver_error(cause) and type(cause).__name__ != "ProgrammingError")
 
 
 def is_commit_unanswered(error: Exception) -> bool:
-    """Say of an error at COMMIT whether the server's response is missing; a rejection with an SQLSTATE is a response."""
+    """Return whether an error at COMMIT means that the server did not respond. A rejection with an SQLSTATE is a response."""
     if not isinstance(error, DBAPIError) and not is_driver_error(error):
         return isinstance(error, OSError)
     state = sqlstate_of(getattr(error, "orig", None) or error)
@@ -325,7 +323,7 @@ def is_commit_unanswered(error: Exception) -> bool:
 def translate_connect_error(
     engine: Engine, error: Exception, otherwise: str = LOCK_OUTCOME_UNKNOWN
 ) -> UnreachableError | None:
-    """Return what an error from connecting means: no server; None when it is something else, e.g. a fault in a creator."""
+    """Return the error for an error while connecting; None if it has another cause, e.g. a bug in a creator."""
     if isinstance(error, (PgfenceError, TextError)):
         return None
     state = sqlstate_of(error)
@@ -334,12 +332,12 @@ def translate_connect_error(
     )
     if state is None and not of_driver:
         return None
-    # libpq's lines, the last of which may be a question.
+    # libpq's message has several lines, and the last one may be a question.
     reason = " ".join(str(getattr(error, "orig", None) or error).split()) or type(error).__name__
     reason = reason if reason.endswith("?") else f"{reason.rstrip('.')}."
     where = describe_server(engine)
     told = f"cannot connect to {where}: {reason}"
-    # In a list of hosts another one may respond.
+    # With a list of hosts, another host may respond, so retrying makes sense.
     if is_login_rejected(state, reason) or (is_host_unknown(error, reason) and "," not in where):
         advice = "Check host, user, password, database and pg_hba.conf"
         return UnreachableError(f"{told} {advice}", sqlstate=state, retryable=False)
@@ -358,27 +356,27 @@ _NO_SUCH_HOST = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") 
 
 
 def is_login_rejected(state: str | None, reason: str) -> bool:
-    """Say whether the server rejected the login, the encryption or the database, which no retry cures.
+    """Return whether the server rejected the login, the encryption or the database, so that retrying is useless.
 
-    libpq passes no SQLSTATE on, so its text decides; that of a server with messages in another language is not recognized.
+    libpq does not pass the SQLSTATE on, so the text decides. Messages in other languages than English are not recognized.
     """
-    if state in (None, "08P01"):  # the latter is all that older releases of PgBouncer say
+    if state in (None, "08P01"):  # older releases of PgBouncer send only 08P01
         return _REJECTED.search(reason) is not None
     return state[:2] in ("28", "3D", "42")
 
 
 def is_host_unknown(error: BaseException, reason: str) -> bool:
-    """Say whether the host does not exist; a name server that does not respond does not prove that."""
+    """Return whether the host does not exist. A name server that does not respond does not prove that."""
     if isinstance(error, socket.gaierror):
         return error.errno in _NO_SUCH_HOST
     return _UNRESOLVED.search(reason) is not None
 
 
 def find_connect_error(engine: Engine, error: Exception, otherwise: str) -> UnreachableError | None:
-    """Return what an error means that came out of SQLAlchemy's code or the caller's; None unless it is from connecting.
+    """Return the error for an exception raised while connecting, by SQLAlchemy or the caller's code; None for any other.
 
-    Drivers raise OSError, TimeoutError and their own classes while they connect, and which of these SQLAlchemy wraps depends on
-    its version. The caller's own code may raise the same classes: the traceback tells where it comes from.
+    While connecting, drivers raise OSError, TimeoutError and their own classes, and which of them SQLAlchemy wraps depends on its
+    version. The caller's own code may raise the same classes, so the traceback decides where an exception comes from.
     """
     pool = engine.pool
     for each in (error, getattr(error, "orig", None)):

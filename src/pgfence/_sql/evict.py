@@ -1,4 +1,4 @@
-"""Ending a hold from outside: who would be hit, and the eviction itself in one transaction."""
+"""Evict a holder: find who holds a name, and end the hold in one transaction."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _AUDIT = (
     "INSERT INTO {audit} (action, resource, actor, reason, at, detail)"
     " VALUES ('evict', {0}, {1}, {2}, pg_catalog.clock_timestamp(), CAST({3} AS jsonb))"
 )
-# Asked again here for who holds it: a process id alone may be somebody else's by now.
+# Queries the holder of the lock again, because the process id may have been reused.
 _END = (
     "SELECT pg_catalog.count(pg_catalog.pg_terminate_backend(s.pid, 5000)) FROM (SELECT DISTINCT l.pid FROM pg_catalog.pg_locks AS l"
     " WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 AND l.pid <> pg_catalog.pg_backend_pid()"
     " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
     " AND ((l.classid::bigint << 32) | l.objid::bigint) = CAST({0} AS bigint) AND l.pid = ANY (CAST({1} AS integer[]))) AS s"
 )
-# Nothing tells who locked a row. A transaction inside a gate has one of these locks until it ends: the gate's advisory lock, or
-# one on the table of gates, from which it cannot be told which gate is meant.
+# PostgreSQL does not show who locked a row. A transaction inside a gate holds one of these locks until it ends: the gate's advisory
+# lock, or a lock on the gate table, which does not show which gate is meant.
 _INSIDE = (
     f"SELECT DISTINCT l.pid, a.application_name, pg_catalog.host(a.client_addr), {microseconds_sql('a.xact_start')}"
     " FROM pg_catalog.pg_locks AS l"
@@ -69,15 +69,15 @@ _RETRIES = 10
 
 @dataclass(frozen=True, slots=True)
 class EvictionRequest:
-    """What is to be done.
+    """A request to evict the holder of a name.
 
     Attributes:
-        name: as it stands in the tables.
-        key: of advisory locks of that name.
-        place: where the tables are.
-        reason: for the audit.
-        actor: for the audit.
-        only: evict only if what was found is still this; None evicts whatever is found.
+        name: the stored name.
+        key: the key of advisory locks with that name.
+        place: the table names.
+        reason: the reason, for the audit.
+        actor: the person or program that evicts, for the audit.
+        only: evict only if the holder is still this one; None evicts any holder.
     """
 
     name: str
@@ -92,12 +92,12 @@ class EvictionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a name is held by.
+    """The holders of a name.
 
     Attributes:
-        holders: of the lease, or of the advisory lock.
-        token: the newest one; None if the name never had one.
-        newest: the one that counts after an eviction.
+        holders: the holders of the lease or of the advisory lock.
+        token: the newest token; None if the name never had one.
+        newest: the token after an eviction, below which all are rejected.
     """
 
     holders: tuple[Holder, ...]
@@ -105,7 +105,7 @@ class Found:
     newest: int | None = None
 
     def matches(self, other: Found) -> bool:
-        """Say whether the same grants are meant. What is known of a session's activity changes all the time."""
+        """Return whether these are the same grants. The activity of a session is ignored, because it changes all the time."""
         return self.token == other.token and self._identify() == other._identify()
 
     def _identify(self) -> set[tuple[str, int | None, int | None]]:
@@ -113,10 +113,10 @@ class Found:
 
 
 def look(connection: Connection, order: EvictionRequest) -> Found:
-    """Return who holds the name: the lease's last holder unless it was released, and sessions that hold its key."""
+    """Return the holders of the name: the lease's last holder unless it was released, and sessions that hold its key."""
     row = _run(connection, order.place, _ROW, order.name).one_or_none()
     held = [] if row is None else [_build_lease_holder(order, row)]
-    # A prepared transaction has no session to end.
+    # Without prepared transactions, which have no session that could be ended.
     sessions = [one for one in activity.find_holders(connection, (order.key,)) if one.backend_pid is not None]
     leases = held if row is not None and row[0] else []
     return Found((*leases, *activity.with_token(sessions, held)), None if row is None else row.token)
@@ -129,17 +129,17 @@ def _build_lease_holder(order: EvictionRequest, row: Row) -> Holder:
 
 
 def evict(connection: Connection, order: EvictionRequest) -> Found:
-    """Evict whoever holds the name, in a transaction of its own on a connection at READ COMMITTED.
+    """Evict the holders of the name, in a separate transaction on a connection at READ COMMITTED.
 
-    Where neither a row nor a session has the name, nothing is done.
+    Does nothing if no row and no session has the name.
 
     Returns:
-        Who was evicted. With `only` and somebody else there by now: who that is, without `newest`, and nothing was done.
+        The evicted holders. If `only` was given and the holder is another one: that one, without `newest`; nothing was done.
 
     Raises:
         LockTimeoutError: a writer stayed inside the gate; nothing was done.
-        SchemaError: the tables are missing, or this role may not do it; nothing was done.
-        StandbyError: the server takes no writes.
+        SchemaError: the tables are missing, or the role lacks a privilege; nothing was done.
+        StandbyError: the server is read-only.
     """
     failures = 0
     while True:
@@ -150,7 +150,7 @@ def evict(connection: Connection, order: EvictionRequest) -> Found:
             failures += 1
             if failures > _RETRIES:
                 raise LockTimeoutError(
-                    f"{unqualify_name(order.name)!r} changes hands faster than it can be evicted; nothing was done",
+                    f"{unqualify_name(order.name)!r} is acquired faster than it can be evicted; nothing was done",
                     names=(unqualify_name(order.name),),
                 ) from None
         except DBAPIError as error:
@@ -163,7 +163,7 @@ def evict(connection: Connection, order: EvictionRequest) -> Found:
 
 
 class _Changed(Exception):
-    """Another grant was made between the look and the eviction. Never leaves this module."""
+    """Another grant was made between query and eviction. Never leaves this module."""
 
 
 def _try_evict(connection: Connection, order: EvictionRequest) -> Found:
@@ -178,14 +178,14 @@ def _try_evict(connection: Connection, order: EvictionRequest) -> Found:
         evicted, newest = _run(connection, order.place, _EVICT, *words).one()
         if evicted != found.token:
             raise _Changed
-        # For the process that holds the lease. The function itself notifies those that wait for it.
+        # Notify the process that holds the lease. The function itself notifies the waiters.
         _run(connection, order.place, _NOTIFY, order.place.evictions, order.name)
     elif pids:
         _run(connection, order.place, _AUDIT, *words)
     else:
         return found
-    # After the token and the audit, before the COMMIT: no session is ended that is not fenced off and written down, and whatever
-    # fails up to here leaves everything as it was.
+    # After the token and the audit, before COMMIT: no session is ended that is not fenced off and recorded, and an error up to here
+    # leaves everything unchanged.
     if pids:
         _end_sessions(connection, order, pids)
     return Found(found.holders, found.token, newest)
@@ -199,8 +199,8 @@ def _end_sessions(connection: Connection, order: EvictionRequest, pids: list[int
             raise
         command = "GRANT pg_signal_backend TO <role>"
         raise SchemaError(
-            f"this role may not end the session that holds {unqualify_name(order.name)!r}: {message_of(error)}. {command}, or evict as"
-            " the holder's own role; nothing was done",
+            f"this role may not end the session that holds {unqualify_name(order.name)!r}: {message_of(error)}. Run {command}, or"
+            " evict as the holder's own role. Nothing was done",
             needed=VERSION,
             command=command,
             sqlstate=NO_RIGHT,
@@ -224,7 +224,7 @@ def _occupied_error(connection: Connection, order: EvictionRequest) -> LockTimeo
     ]
     inside = f", one of {'; '.join(map(str, writers))}" if writers else ""
     return LockTimeoutError(
-        f"{unqualify_name(order.name)!r} was not evicted and nothing was done: a transaction that writes under its token is still"
+        f"{unqualify_name(order.name)!r} was not evicted, and nothing was done: a transaction that writes with its token was still"
         f" open after 2 s{inside}. End it (SELECT pg_terminate_backend(...)), then evict again",
         names=(unqualify_name(order.name),),
         timeout=2.0,
@@ -239,7 +239,7 @@ def _to_data(holder: Holder) -> Mapping[str, object]:
 
 
 def _run(connection: Connection, place: TableNames, text: str, *args: object) -> CursorResult[*tuple[Any, ...]]:
-    """Run a text with the names of this place, and its parameters in the style of this driver."""
+    """Run a text, with the table names and with parameters in the driver's style."""
     style = style_of(connection.dialect)
     names = {what: place.name(what) for what in ("lease", "audit", "evict_lease_v2")}
     if style == "format":

@@ -1,4 +1,4 @@
-"""The statements of the fence in the caller's transaction, and what a transaction has entered."""
+"""The statements of the fence in the caller's transaction, and the record of the gates that it has entered."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _TRANSLATING = "_pgfence_translating"
 
 
 class EnteredGates(TransactionRecord):
-    """The gates that one transaction entered, each with its token."""
+    """The gates that a transaction has entered, each with its token."""
 
     __slots__ = ()
 
     def token_of(self, place: TableNames, resource: str) -> int | None:
-        """Return the token that entered the gate of a resource, as its name is stored in the tables; None: not entered."""
+        """Return the token that entered the gate of a stored resource name; None if it was not entered."""
         token: int | None = self._keys.get((place, resource))
         return token
 
@@ -45,7 +45,7 @@ class EnteredGates(TransactionRecord):
         values: tuple[object, ...],
         tokens: Mapping[str, int],
     ) -> None:
-        """Send a statement of ours that enters gates, and note them."""
+        """Send a statement that enters gates, and record them."""
         first = self.first
         send_quick(connection, text, values)
         self.first = first
@@ -56,7 +56,7 @@ class EnteredGates(TransactionRecord):
 def enter(
     connection: Connection, place: TableNames, gates: EnteredGates, tokens: Mapping[str, int], wait: float
 ) -> None:
-    """Enter gates, in one round trip, all or none; a newer holder waits for the older ones inside, `wait` seconds for each."""
+    """Enter all gates or none, in one round trip. A newer holder waits up to `wait` seconds at each gate for older ones inside."""
     style = style_of(connection.dialect)
     if len(tokens) == 1:
         (one,) = tokens.items()
@@ -68,7 +68,7 @@ def enter(
 def save_checkpoint(
     connection: Connection, place: TableNames, gates: EnteredGates, resource: str, token: int, data: str | None
 ) -> None:
-    """Write a checkpoint behind its gate, which is entered if it was not."""
+    """Write a checkpoint, after entering its gate if necessary."""
     text = _save(place, style_of(connection.dialect))
     gates.send(connection, place, text, (resource, token, data), {resource: token})
 
@@ -89,10 +89,10 @@ def _save(place: TableNames, style: ParamStyle) -> str:
 
 
 def translate(connection: Connection) -> None:
-    """Have refusals of the fence raised as our errors, whoever's statement on this engine met them.
+    """Raise the fence's rejections as exceptions of pgfence for all statements on this engine.
 
     Raises:
-        UnsupportedServerError: the dialect is not PostgreSQL's, or its driver is none that pgfence knows.
+        UnsupportedServerError: the dialect is not PostgreSQL, or its driver is not supported.
     """
     dialect = vars(connection.dialect)
     if _TRANSLATING not in dialect:
@@ -109,7 +109,7 @@ def _translate_rejection(context: ExceptionContext) -> BaseException | None:
 
 
 def block_commit(connection: Connection, error: StaleFencingTokenError) -> None:
-    """Keep the connection's present transaction from committing, also where a savepoint has swallowed the error."""
+    """Keep the connection's current transaction from committing, even if a savepoint has swallowed the error."""
     root = connection.get_transaction()
     if root is None:
         return
@@ -122,11 +122,11 @@ def block_commit(connection: Connection, error: StaleFencingTokenError) -> None:
 def _refuse(connection: Connection, *_: object) -> None:
     root, error = getattr(connection, _STALE)
     if connection.get_transaction() is root():
-        # SQLAlchemy drops its transaction when a commit is refused here, and its rollback() would then send nothing: the
-        # server's transaction would go on, and the next commit would be one of the refused writes as well.
+        # SQLAlchemy drops its transaction when this listener raises, and its rollback() then sends nothing: the server's
+        # transaction would stay open, and the next commit would commit the rejected writes too.
         begin_anew(connection)
         raise StaleFencingTokenError(
-            f"this transaction was refused before and cannot commit: {error}",
+            f"this transaction was rejected before and cannot commit: {error}",
             resource=error.resource,
             token=error.token,
             newest=error.newest,

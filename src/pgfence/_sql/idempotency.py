@@ -1,6 +1,6 @@
-"""The statements of an idempotency key in the caller's transaction: claim it, finish it.
+"""The statements of an idempotency key in the caller's transaction: claim it and finish it.
 
-One round trip each, which the claim can share with BEGIN and the end with COMMIT.
+Each takes one round trip, which the claim can share with BEGIN, and the end with COMMIT.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NEEDED = KEYS
 
 UNIQUE_VIOLATION = "23505"
 UNFINISHED = "PF004"
-"""A transaction with a key that was claimed and not finished wants to commit."""
+"""A transaction tries to commit with a key that it has claimed and not finished."""
 
 _TRANSLATING = "_pgfence_keys_translating"
 
@@ -47,7 +47,7 @@ _PUT_BACK = "SELECT pg_catalog.set_config('statement_timeout', {}, true)"
 
 
 class KeyRow(NamedTuple):
-    """What names a key, and what it is claimed with."""
+    """A key and the values that it is claimed with."""
 
     scope: str
     key: str
@@ -56,13 +56,13 @@ class KeyRow(NamedTuple):
 
 
 class ClaimResult(NamedTuple):
-    """What the server says to a claim.
+    """The result of a claim.
 
     Attributes:
-        outcome: "fresh", claimed by this transaction; "done" or "failed", with the stored text; "reused", by another
-            payload; "busy", another transaction is at work; "own", this transaction is; "snapshot", another one has committed
-            since this one's snapshot; "deadlock".
-        text: what is stored.
+        outcome: "fresh", claimed by this transaction; "done" or "failed", with the stored text; "reused", the key has another
+            payload; "busy", claimed by another open transaction; "own", claimed by this transaction; "snapshot", another
+            transaction has committed since this one's snapshot; "deadlock".
+        text: the stored text.
     """
 
     outcome: str
@@ -70,12 +70,12 @@ class ClaimResult(NamedTuple):
 
 
 def claim(connection: Connection, place: TableNames, row: KeyRow, wait: float) -> ClaimResult:
-    """Ask for a key, and wait for whoever has it at most so many seconds. None of its answers aborts the transaction."""
+    """Claim a key, waiting up to `wait` seconds for its current owner. No result aborts the transaction."""
     style = style_of(connection.dialect)
     values = (*row, min(wait, _LONGEST))
     if not wait:
         return _decode_claim(send_quick(connection, _claim(place, style), values))
-    # One statement cannot change the limit that it runs under.
+    # A separate statement, because a statement cannot change its own time limit.
     limit = send(connection, _LIFT).one()[0]
     answer = _decode_claim(send(connection, _claim(place, style), values).scalar_one())
     if limit != "0":
@@ -87,9 +87,9 @@ class EffectAttempt(NamedTuple):
     """The attempt of an effect that has a key.
 
     Attributes:
-        number: which one it is.
-        remaining: seconds until its claim ends.
-        kept: seconds until a transaction can claim the key all the same.
+        number: the number of the attempt.
+        remaining: the seconds until its claim ends.
+        kept: the seconds until a transaction can claim the key anyway.
         ended: the error that it ended with, if any.
     """
 
@@ -107,7 +107,7 @@ def find_attempt(connection: Connection, place: TableNames, row: KeyRow) -> Effe
 
 
 def finish(connection: Connection, place: TableNames, row: KeyRow, status: str, text: str) -> bool:
-    """Store what came of it; False: this transaction has not claimed the key, or a rollback has taken the claim back."""
+    """Store the outcome of the work. Return False if this transaction has not claimed the key, or has rolled the claim back."""
     style = style_of(connection.dialect)
     done: bool = send_quick(connection, _finish(place, style), (row.scope, row.key, status, text))
     return done
@@ -121,15 +121,15 @@ def finish_at_commit(
     text: str,
     build_error: Callable[[], PgfenceError],
 ) -> bool:
-    """Have it stored by a statement that goes along with COMMIT; False: it has to be stored now.
+    """Store the outcome with a statement that shares the round trip of COMMIT. Return False if it must be stored now.
 
     Args:
-        connection: of the transaction that has claimed the key.
-        place: of the tables.
+        connection: the connection whose transaction has claimed the key.
+        place: the table names.
         row: the claim.
-        status: of the key from then on.
-        text: what came of it.
-        build_error: of the COMMIT, if the key is not claimed any more.
+        status: the new status of the key.
+        text: the outcome.
+        build_error: builds the error of the COMMIT, if the key is no longer claimed.
     """
     if is_observed(connection):
         return False
@@ -139,7 +139,7 @@ def finish_at_commit(
 
 
 def translate(connection: Connection) -> None:
-    """Have a commit that is refused for an unfinished key raised as our error, whoever commits on this engine."""
+    """Raise an exception of pgfence when a commit on this engine is rejected because of an unfinished key."""
     dialect = vars(connection.dialect)
     if _TRANSLATING not in dialect:
         event.listen(connection.engine, "handle_error", _translate_unfinished)
@@ -151,9 +151,9 @@ def _translate_unfinished(context: ExceptionContext) -> BaseException | None:
     if sqlstate_of(error) != UNFINISHED:
         return None
     return IdempotencyMisuseError(
-        f"{message_of(error)}. Nothing of it is committed: an exception of the work was swallowed, or the commit was inside the"
-        " block, or SET CONSTRAINTS ALL IMMEDIATE asked before the end. Let the exception leave the transaction, or set a"
-        " savepoint around the call; and name the constraints that are meant",
+        f"{message_of(error)}. Nothing was committed. Most likely an exception was swallowed, COMMIT ran inside the block, or SET"
+        " CONSTRAINTS ALL IMMEDIATE ran before its end. Let the exception leave the transaction, wrap the call in a savepoint, or"
+        " name the constraints in SET CONSTRAINTS",
         sqlstate=UNFINISHED,
     )
 
@@ -191,7 +191,7 @@ def _finish_or_fail(place: TableNames, style: ParamStyle) -> str:
 
 
 def find_duplicate_columns(error: DBAPIError) -> frozenset[str] | None:
-    """Return the columns of the unique key that an INSERT has met; None where the error is about something else."""
+    """Return the columns of the unique key that an INSERT violated; None if the error has another cause."""
     if sqlstate_of(error) != UNIQUE_VIOLATION:
         return None
     if found := _COLUMNS.search(read_detail(error)):

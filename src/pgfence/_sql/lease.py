@@ -1,7 +1,7 @@
-"""The statements of leases and slots: each calls one function of the server, or looks. Texts only.
+"""The statements of leases and slots. Each calls one server function or is a query.
 
-Behind a pooler nothing may be prepared, and asyncpg, which prepares always, needs a transaction around it: else the pooler may send the two halves of
-the statement to two servers.
+Through a pooler, statements must not be prepared. asyncpg always prepares and needs a transaction around the statement: the
+pooler could otherwise send its two halves to two servers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pgfence.errors import LossReason
 
 BATCH = 500
-"""How many leases one statement renews at most."""
+"""The maximum number of leases that one statement renews."""
 
 
 _ACQUIRE = (
@@ -40,25 +40,26 @@ _ADOPT = "text, text, bigint, text, text, text, integer"
 
 @dataclass(frozen=True, slots=True)
 class LeaseSql:
-    """The texts for one place and one way of marking parameters.
+    """The texts for one set of tables and one parameter style.
 
     Attributes:
         acquire: name, lease id, ttl, min_hold, lock_delay, max_hold or None, owner, host, pid, purpose, metadata as JSON or
             None, kind. One row: granted, token, expires_at, remaining, hold_remaining, checkpoint as JSON, kind, owner, host,
-            pid, backend_pid, application_name, purpose, since, set_back. Not granted: it describes the holder, and `remaining`
-            counts to the free time. `set_back` is None, or the seconds by which the server's clock was set back.
+            pid, backend_pid, application_name, purpose, since, set_back. If not granted, it describes the holder, and
+            `remaining` is the time until the name is free. `set_back` is None, or the seconds by which the server's clock was
+            set back.
         renew: lists of names, lease ids, tokens, ttls. One value: JSON, for `decode_renewals`.
-        release: name, lease id, token. One value: "released", or why it was none.
-        finish: as release, of a slot: name, lease id, token, slot, whether it is done.
-        forget: name, lease id. One value: whether it ended something.
+        release: name, lease id, token. One value: "released", or why not.
+        finish: as release, for a slot: name, lease id, token, slot, whether it is done.
+        forget: name, lease id. One value: whether it ended a grant.
         adopt: name, lease id, token, new lease id, owner or None, host, pid. One row: outcome, expires_at, remaining,
             hold_remaining, ttl, checkpoint as JSON, purpose, set_back.
-        release_late: name, and then as release; of the heartbeat, which must not wait for one row while others are to be
-            renewed. NULL: somebody has the row locked at this moment.
-        finish_late: likewise.
-        forget_late: likewise.
-        look: name. One row while a lease or a session lock with a token is held, else none: kind, owner, host, pid,
-            backend_pid, application_name, purpose, token, since, expires_at.
+        release_late: name, then as for `release`; for the heartbeat, which must not wait for a row lock while other leases
+            need renewal. NULL: another session has the row locked.
+        finish_late: name, then as for `finish`; for the heartbeat.
+        forget_late: name, then as for `forget`; for the heartbeat.
+        look: name. One row if a lease or a session lock with a token is held: kind, owner, host, pid, backend_pid,
+            application_name, purpose, token, since, expires_at.
         permits: the texts of semaphores.
         check: lists of names, lease ids, tokens. One value: JSON, for `decode_losses`.
     """
@@ -79,7 +80,7 @@ class LeaseSql:
 
 @cache
 def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
-    """Return the texts for one place."""
+    """Return the texts for one set of tables."""
 
     def ask(function: str, kinds: str, columns: str) -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"
@@ -108,7 +109,7 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
             "SELECT CASE WHEN l.live THEN COALESCE(NULLIF(l.kind, 'session lock'), 'lease') ELSE l.kind END, l.owner, l.host,"
             " l.pid, l.backend_pid, CASE WHEN NOT l.live THEN (SELECT a.application_name FROM pg_catalog.pg_stat_activity AS a"
             " WHERE a.pid = l.backend_pid) END, l.purpose, l.token, l.acquired_at,"
-            # No lease ends later than its TTL from now: the clock may have been set back since it was renewed.
+            # No lease ends later than its TTL from now, even if the clock was set back since it was renewed.
             " CASE WHEN l.live THEN LEAST(l.expires_at, l.now + pg_catalog.make_interval(secs => l.ttl)) END"
             " FROM (SELECT t.*, n.now, t.released_at IS NULL AND t.expires_at > n.now AS live"
             f" FROM {lease} AS t, (SELECT pg_catalog.clock_timestamp() AS now) AS n"
@@ -131,7 +132,7 @@ Verdict: TypeAlias = Literal["ok", "busy", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class LeaseResult:
-    """What the server said about one renewal."""
+    """The result of one renewal."""
 
     verdict: Verdict
     remaining: float = 0.0
@@ -143,7 +144,7 @@ _BUSY = LeaseResult("busy")
 
 
 def decode_renewals(text: str) -> list[LeaseResult]:
-    """Return what `renew` answered, in the order of its lists."""
+    """Return the results of `renew`, in the order of its lists."""
     return [_decode_renewal(item) for item in json.loads(text)]
 
 
@@ -155,7 +156,7 @@ def combine_results(results: Sequence[LeaseResult]) -> LeaseResult:
 
 
 def decode_losses(text: str) -> list[LossReason | None]:
-    """Return the result of `check`, in the order of its lists: why each grant is lost; None if it is held."""
+    """Return the results of `check`, in the order of its lists: the reason for a loss, or None if the grant is held."""
     return [None if found == "held" else found for found in json.loads(text)]
 
 
@@ -178,18 +179,18 @@ _ACQUIRE_SLOT = (
 
 @dataclass(frozen=True, slots=True)
 class SlotSql:
-    """The texts for one place and one way of marking parameters.
+    """The texts for one set of tables and one parameter style.
 
     Attributes:
-        read: name. One row: the server's clock, the newest slot done, the newest tried; None where there is none.
-        read_zone: zone, name. One row: the same; how many seconds local time is ahead of UTC there, None for an unknown zone;
-            and how many it was at the newest slot done by the host that ran it, None if that is not known.
-        offset: instant, zone. One row: how many seconds local time was ahead of UTC then; None for an unknown zone.
-        home: the quoted name of the table of slots. One row: the schema in which it is.
+        read: name. One row: the server's clock, the newest slot done, the newest slot tried; None if it does not exist.
+        read_zone: zone, name. One row: the same, the zone's UTC offset in seconds, None for an unknown zone, and its offset at
+            the newest slot done as the host that ran it knew it, None if that is not known.
+        offset: instant, zone. One row: the zone's UTC offset in seconds at that instant; None for an unknown zone.
+        home: the quoted name of the slot table. One row: its schema.
         acquire: name, slot, until when it counts or None, lease id, ttl, max_hold or None, owner, host, pid, purpose, metadata
-            as JSON or None, zone or None, how many seconds local time is ahead of UTC at the slot or None, the newest slot
-            done as it was read. One row: the outcome ("granted", "busy", "done", "moved", "zone"), then as the `acquire` of a lease,
-            and how many attempts the slot has seen.
+            as JSON or None, zone or None, its UTC offset in seconds at the slot or None, the newest slot done as it was read.
+            One row: the outcome ("granted", "busy", "done", "moved", "zone"), then as for the `acquire` of a lease, and the
+            number of attempts at the slot.
     """
 
     read: str
@@ -200,9 +201,9 @@ class SlotSql:
 
 
 def build_repair(place: TableNames, stored: str) -> str:
-    """Return the statement with which a person lets a job run again whose slot was finished by a clock that was ahead.
+    """Return the statement with which an operator lets a job run again after a clock that was ahead finished a future slot.
 
-    It may be pasted into psql, and does nothing once the server's clock has passed the slot.
+    It can be pasted into psql, and does nothing once the server's clock has passed the slot.
     """
     return (
         f"UPDATE {place.name('slot')} SET done = NULL, tried = NULL WHERE name = {_quote_pasteable(stored)}"
@@ -211,7 +212,8 @@ def build_repair(place: TableNames, stored: str) -> str:
 
 
 def _quote_pasteable(value: str) -> str:
-    """Return a text as a constant that survives a log line, a terminal and a mail: all on one line, every space alone."""
+    """Return a string as an SQL literal that survives log lines, terminals and mails."""
+    # It has no line breaks and no adjacent spaces.
     if value.isprintable() and "  " not in value:
         return quote_literal(value)
     parts = []
@@ -226,7 +228,7 @@ def _quote_pasteable(value: str) -> str:
 
 @cache
 def slot_sql(place: TableNames, style: ParamStyle) -> SlotSql:
-    """Return the texts for one place."""
+    """Return the texts for one set of tables."""
     return SlotSql(
         read=(
             "SELECT pg_catalog.clock_timestamp(), s.done, s.tried FROM (SELECT) AS one"

@@ -1,4 +1,4 @@
-"""The questions of a migration lock: what those who have it are doing, and whether something would be lost with it."""
+"""The queries of a migration lock: what its holders are doing, and whether a transaction has written anything."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _DOING = (
     "SELECT a.pid, a.state, a.query_start, a.query FROM pg_catalog.pg_stat_activity AS a"
     " WHERE a.pid = ANY (CAST({0} AS integer[]))"
 )
-# What would end a session that holds the lock and is quiet, e.g. while a script computes; what lets the server notice that the
-# client is gone, also while a statement runs. The site's limits for statements stay: the migration's own count on them.
+# Settings that would end an idle session that holds the lock, e.g. while a script computes, and settings that let the server notice
+# a lost client, also during a statement. The server's limits for statements stay, because the migration's own code relies on them.
 _OURS = dict.fromkeys(server.OURS) | {
     "idle_session_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
@@ -32,7 +32,7 @@ _OURS = dict.fromkeys(server.OURS) | {
     "tcp_user_timeout": "30000",
     "client_connection_check_interval": "1000",
 }
-# Behind a pooler the next statement may reach a session of somebody else's.
+# Through a pooler, the next statement may reach a session of another client, whose settings must not change.
 _SET_UP = "SELECT " + server.SETTINGS.format(
     values=", ".join(f"('{name}', {'NULL' if value is None else repr(value)})" for name, value in _OURS.items()),
     action="CASE WHEN o.value IS NULL OR pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) CAST({0} AS integer)"
@@ -48,14 +48,14 @@ _LOCKING = (
     " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
     " GROUP BY l.pid, l.virtualtransaction ORDER BY MIN(a.xact_start) LIMIT 5"
 )
-"""The oldest transactions that have locks on tables of the application. Those that are prepared have no process."""
+"""The oldest transactions with locks on tables of the application. Prepared transactions have no process."""
 _LONGEST_QUERY = 200
 
-UNSEEN = "doing what this role may not see"
+UNSEEN = "activity not visible to this role"
 
 
 class Doing(NamedTuple):
-    """What a session is in the middle of."""
+    """The activity of a session."""
 
     pid: int
     state: str | None
@@ -69,14 +69,14 @@ class Doing(NamedTuple):
 
 
 def describe_sessions(connection: Connection, pids: Sequence[int]) -> dict[int, Doing]:
-    """Return what sessions are doing, by the process of each; what the role may not see of others is left out."""
+    """Return the activity of sessions by process id. Sessions that the role may not see are left out."""
     text = _DOING.format(_MARKS[style_of(connection.dialect)])
     rows = connection.exec_driver_sql(text, (list(pids),)).all()
     return {row[0]: Doing(row[0], row[1], row[2], " ".join((row[3] or "").split())[:_LONGEST_QUERY]) for row in rows}
 
 
 def describe_lockers(connection: Connection) -> list[str]:
-    """Describe the transactions that have locks on tables at this moment, the oldest first."""
+    """Return descriptions of the transactions that hold locks on tables, oldest first."""
     rows = connection.exec_driver_sql(_LOCKING).all()
     known = describe_sessions(connection, [row[0] for row in rows if row[0]])
     return [
@@ -88,11 +88,11 @@ def describe_lockers(connection: Connection) -> list[str]:
 
 
 def set_up(connection: Connection, backend_pid: int) -> dict[str, str]:
-    """Make the session fit for holding the lock, and return the settings before for `server.restore`.
+    """Prepare a session for holding the lock, and return its previous settings for `server.restore`.
 
     Args:
-        connection: in autocommit.
-        backend_pid: the server process that has granted the lock.
+        connection: a connection in autocommit.
+        backend_pid: the server process that granted the lock.
     """
     row = connection.exec_driver_sql(_SET_UP.format(_MARKS[style_of(connection.dialect)]), (backend_pid,)).one()
     settings: dict[str, str] = json.loads(row[0])
@@ -100,7 +100,7 @@ def set_up(connection: Connection, backend_pid: int) -> dict[str, str]:
 
 
 def has_written(connection: Connection) -> bool:
-    """Return whether the transaction of this connection has written something. One that has failed has not: it cannot commit."""
+    """Return whether the connection's transaction has written anything. A failed one counts as not: it cannot commit."""
     try:
         written: bool = connection.exec_driver_sql(_HAS_WRITTEN).scalar_one()
     except DBAPIError as error:

@@ -1,7 +1,7 @@
-"""What statements carry: parameters in the style of each driver, calls of our server functions, times as numbers.
+"""Build parameters in each driver's style, calls of server functions, and times as numbers.
 
-Every argument is cast, so that each driver's idea of a number, a list or nothing fits the function's. Times are sent as numbers,
-because how a session writes times and how a driver reads them is for the application to set.
+Every argument is cast, so that each driver's type for a number, a list or NULL fits the function. Times are sent as numbers,
+because the application controls how a session formats times and how a driver parses them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Row: TypeAlias = "Sequence[Any]"
 """A row as the driver returns it."""
 
 RawConnection: TypeAlias = Any
-"""A driver's own connection: psycopg's, psycopg2's or asyncpg's. None of them is installed for certain."""
+"""A driver's own connection: psycopg's, psycopg2's or asyncpg's. It is Any, because no driver is certain to be installed."""
 
 ParamStyle: TypeAlias = Literal["format", "numeric"]
 """How a driver marks parameters: %s, or $1, $2, ..."""
@@ -38,32 +38,32 @@ DRIVERS: dict[str, ParamStyle] = {
 
 
 def style_of(dialect: Dialect) -> ParamStyle:
-    """Return how the dialect's driver marks parameters.
+    """Return the parameter style of the dialect's driver.
 
     Raises:
-        UnsupportedServerError: the dialect is not PostgreSQL's, or its driver is none that pgfence knows.
+        UnsupportedServerError: the dialect is not PostgreSQL, or its driver is not supported.
     """
     if dialect.name != "postgresql":
-        raise UnsupportedServerError(f"pgfence needs PostgreSQL; this engine speaks to {dialect.name}")
+        raise UnsupportedServerError(f"pgfence needs PostgreSQL, but this engine uses {dialect.name}")
     if dialect.driver not in DRIVERS:
         known = ", ".join(sorted(DRIVERS))
-        raise UnsupportedServerError(f"pgfence does not know the driver {dialect.driver}; use one of {known}")
+        raise UnsupportedServerError(f"pgfence does not support the driver {dialect.driver}; use one of {known}")
     return DRIVERS[dialect.driver]
 
 
 def mark(style: ParamStyle, n: int) -> str:
-    """Return the mark of the n-th parameter, from 1 on."""
+    """Return the marker of the n-th parameter, counted from 1."""
     return f"${n}" if style == "numeric" else "%s"
 
 
 def name_of(place: TableNames, what: str, style: ParamStyle) -> str:
-    """Return the name of a table or function for a statement with parameters, where a per cent sign means something."""
+    """Return the name of a table or function for a statement with parameters, where percent signs must be doubled."""
     name = place.name(what)
     return name if style == "numeric" else name.replace("%", "%%")
 
 
 def call(place: TableNames, style: ParamStyle, function: str, kinds: str, start: int = 1) -> str:
-    """Return a call whose parameters are of these kinds, "text, bigint", the first of them the `start`-th of the statement."""
+    """Return a call with parameters of the types in `kinds` ("text, bigint"), the first being the `start`-th parameter."""
     arguments = ", ".join(f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(kinds.split(", "), start))
     return f"{name_of(place, function, style)}({arguments})"
 
@@ -73,10 +73,10 @@ _END = (datetime.max.replace(tzinfo=UTC) - _BEGINNING) // timedelta(microseconds
 
 
 def microseconds_sql(time: str) -> str:
-    """Return the expression for a time as microseconds since 1970; infinity stays infinity."""
+    """Return the SQL expression for a time as microseconds since 1970; infinity stays infinity."""
     return f"CAST(EXTRACT(EPOCH FROM {time}) * 1000000 AS double precision)"
 
 
 def from_microseconds(microseconds_sql: float) -> datetime:
-    """Return the time that such a number means, in UTC; the last one that there is for what is later."""
+    """Return the time for microseconds since 1970, in UTC. Times after datetime.max become datetime.max."""
     return _BEGINNING + timedelta(microseconds=int(min(microseconds_sql, _END)))

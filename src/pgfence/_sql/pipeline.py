@@ -1,12 +1,12 @@
-"""A statement of ours in one round trip with the BEGIN before it or the COMMIT after it, by the pipeline mode of psycopg.
+"""Send a statement in one round trip with the BEGIN before it or the COMMIT after it, with the pipeline mode of psycopg.
 
-psycopg sends BEGIN by itself before the first statement of a transaction, and waits for the response. Its public `pipeline()`
-saves nothing here: it waits after that BEGIN all the same, and once more when it is left. So the driver's own steps are
-taken in another order, with one wait for all responses at the end. The statement goes through a cursor of the driver, which
-prepares it as usual. An error leaves the connection as it would be without a pipeline: aborted after an error of the
-statement, in no transaction after an error of BEGIN. COMMIT is not executed after an error of the statement.
+psycopg sends BEGIN before the first statement of a transaction, and waits for the response. Its public `pipeline()` saves nothing
+here: it also waits after that BEGIN, and again when it is left. So the driver's own steps are taken in another order, with one
+wait for all responses at the end. The statement uses a cursor of the driver, which prepares it as usual. An error leaves the
+connection as it would be without a pipeline: aborted after an error of the statement, in no transaction after an error of BEGIN.
+COMMIT is not executed after an error of the statement.
 
-asyncpg has no pipeline mode, and psycopg2 none either.
+asyncpg and psycopg2 have no pipeline mode.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pgfence._sql.params import RawConnection
 
 DriverSteps: TypeAlias = "Generator[Any, Any, None]"
-"""What the driver's own `wait` drives: it yields what to wait for, and gets what has become ready."""
+"""A generator for the driver's own `wait`: it yields what to wait for, and receives what is ready."""
 
 _IDLE = 0
 _IN_TRANSACTION = 2
@@ -34,7 +34,7 @@ _CONNECTED = 0
 
 
 class _Library(NamedTuple):
-    """What is needed of psycopg, in its sync or async half."""
+    """The classes of psycopg that are needed, sync or async."""
 
     connection: type[Any]
     cursor: Any
@@ -42,7 +42,7 @@ class _Library(NamedTuple):
     send: Callable[[Any], DriverSteps]
     error: type[Exception]
     module: str
-    """Where the methods of its cursors are defined."""
+    """The module that defines the methods of its cursors."""
 
 
 @cache
@@ -55,7 +55,7 @@ def _load(is_async: bool) -> _Library | None:
     from psycopg.generators import send
 
     class Pipeline(psycopg.Pipeline):
-        """Hands the messages to libpq, and leaves it to the end to send them in one packet."""
+        """A pipeline that passes messages to libpq and sends them in one packet at the end."""
 
         def _communicate_gen(self) -> DriverSteps:
             while self.command_queue:
@@ -70,21 +70,19 @@ def _load(is_async: bool) -> _Library | None:
 
 
 def may_begin(connection: Connection) -> bool:
-    """Return whether the next statement can take BEGIN along: the server is in no transaction."""
+    """Return whether BEGIN can be sent with the next statement: the server is in no transaction."""
     return _may_pipeline(connection, _IDLE)
 
 
 def may_commit(connection: Connection) -> bool:
-    """Return whether a statement can go along with COMMIT: the server is in a transaction, which is not aborted."""
+    """Return whether a statement can be sent with COMMIT: the server is in a transaction that is not aborted."""
     return _may_pipeline(connection, _IN_TRANSACTION)
 
 
 def _may_pipeline(connection: Connection, status: int) -> bool:
-    """Return whether the driver is as it was made and has that status.
-
-    Instrumentation replaces the class of connections or cursors, or a method of theirs; it has to see each statement start and
-    end.
-    """
+    """Return whether the driver's classes are the original ones and it has that transaction status."""
+    # Instrumentation replaces the class of connections or cursors, or one of their methods, and must see each statement start and
+    # end.
     if connection.dialect.driver != "psycopg":
         return False
     driver = find_driver(connection.dialect, connection.connection)
@@ -98,30 +96,30 @@ def _may_pipeline(connection: Connection, status: int) -> bool:
 
 
 def find_driver(dialect: Dialect, pooled: PoolProxiedConnection) -> RawConnection:
-    """Return the driver's connection, also of one that was detached from its pool, whose `driver_connection` is None."""
+    """Return the driver's connection. Works for a connection that was detached from its pool, too."""
     assert pooled.dbapi_connection is not None
     return dialect.get_driver_connection(pooled.dbapi_connection)
 
 
 def begin_and_execute(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
-    """Begin the server's transaction with a statement, and return the one value of its row. Only after `may_begin`."""
+    """Begin the server's transaction with a statement, and return its only value. Call it only after `may_begin`."""
     return _execute(
         connection.dialect, find_driver(connection.dialect, connection.connection), text, values, begins=True
     )
 
 
 def execute_and_commit(dialect: Dialect, driver: RawConnection, text: str, values: tuple[object, ...]) -> None:
-    """Send a statement and commit the server's transaction. Only after `may_commit`."""
+    """Send a statement and commit the server's transaction. Call it only after `may_commit`."""
     _execute(dialect, driver, text, values, begins=False)
 
 
 def is_in_transaction(driver: RawConnection) -> bool:
-    """Return whether psycopg's connection is in a transaction that is not aborted."""
+    """Return whether a psycopg connection is in a transaction that is not aborted."""
     return bool(driver.pgconn.transaction_status == _IN_TRANSACTION)
 
 
 def has_ended(driver: RawConnection) -> bool:
-    """Return whether the server is in no transaction any more, as after a COMMIT that failed."""
+    """Return whether the server is in no transaction any more, for example after a failed COMMIT."""
     return bool(driver.pgconn.transaction_status == _IDLE)
 
 
@@ -152,7 +150,7 @@ async def _run_async(driver: RawConnection, cursor: Any, steps: DriverSteps) -> 
 
 
 def _end(driver: RawConnection, steps: DriverSteps) -> None:
-    """End the steps, which an interrupt may have stopped anywhere; then close the connection, since responses are outstanding."""
+    """Close the generator, and close the connection if an interrupt left it with unread responses."""
     steps.close()
     if driver.pgconn.pipeline_status:
         driver.pgconn.finish()
@@ -161,7 +159,7 @@ def _end(driver: RawConnection, steps: DriverSteps) -> None:
 def _execute_together(
     library: _Library, driver: RawConnection, cursor: Any, text: str, values: tuple[object, ...], *, begins: bool
 ) -> DriverSteps:
-    """Send BEGIN and a statement, or a statement and COMMIT, then wait for both. Raises the first error."""
+    """Send BEGIN and a statement, or a statement and COMMIT, and wait for both. Raise the first error."""
     wire, pipeline = driver.pgconn, library.pipeline(driver)
     failure: Exception | None = None
     wire.enter_pipeline_mode()
@@ -169,7 +167,7 @@ def _execute_together(
     try:
         if begins:
             pipeline.result_queue.append(None)
-            # Handed to libpq at once: that makes the connection busy, so that the cursor sends no BEGIN of its own.
+            # Passed to libpq at once, which makes the connection busy, so that the cursor does not send BEGIN itself.
             wire.send_query_params(driver._get_tx_start_command(), None)
         try:
             yield from cursor._execute_gen(text, values)
@@ -178,7 +176,7 @@ def _execute_together(
                 wire.send_query_params(b"COMMIT", None)
         except Exception as error:
             failure = error
-        # After an error too: a server that has rejected a statement skips all messages up to this one.
+        # Also after an error: a server that has rejected a statement skips all messages up to the sync.
         pipeline.result_queue.append(None)
         wire.pipeline_sync()
         yield from library.send(wire)
@@ -188,7 +186,7 @@ def _execute_together(
     finally:
         driver._pipeline = None
         if wire.status == _CONNECTED:
-            # It fails where responses are outstanding.
+            # Leaving pipeline mode fails while responses are outstanding.
             with suppress(library.error):
                 wire.exit_pipeline_mode()
     if failure is not None:

@@ -1,11 +1,11 @@
-"""A statement of ours that waits for the COMMIT of its transaction, so that both take one round trip.
+"""Postpone a statement until the COMMIT of its transaction, so that both take one round trip.
 
-It is sent earlier if anything is sent that may not come before it: a savepoint or its end, a setting, a COMMIT in plain text, a
-statement of ours. Queries and changes of rows may come before it. A rollback drops it.
+The statement is sent earlier if one is about to be sent that must come after it: a savepoint or its end, a setting, a COMMIT in
+plain text, or a statement of pgfence. Queries and changes of rows may come before it. A rollback drops it.
 
-SQLAlchemy's event of a COMMIT comes too early, before the listeners of the user have sent what they want to send. So the
-dialect's own `do_commit` and `do_rollback` are wrapped, once for each engine. A COMMIT past SQLAlchemy does not send the
-statement: postpone only what the server misses at COMMIT.
+SQLAlchemy's event for COMMIT comes too early, before the application's listeners have sent their statements. So the dialect's
+`do_commit` and `do_rollback` are wrapped, once for each engine. A COMMIT that bypasses SQLAlchemy does not send the statement:
+postpone only statements whose absence makes the server reject the COMMIT.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 _WAITING = "pgfence_postponed"
 _WRAPPED = "_pgfence_postponing"
 _DIVISION_BY_ZERO = "22012"
-"""How a statement says that it had no effect: an error, for COMMIT must not be executed after it."""
+"""The error by which a statement reports that it had no effect, because COMMIT must not be executed after it."""
 
 
 class Postponed(NamedTuple):
     """A statement that waits for COMMIT.
 
     Attributes:
-        transaction: that it belongs to.
-        text: divides by zero where it has no effect.
+        transaction: its transaction.
+        text: the statement, which divides by zero if it has no effect.
         values: its parameters.
-        build_error: the error for that case.
+        build_error: builds the error for that case.
     """
 
     transaction: weakref.ref[RootTransaction]
@@ -50,7 +50,7 @@ class Postponed(NamedTuple):
     build_error: Callable[[], PgfenceError]
 
     def translate(self, error: BaseException, driver: object) -> PgfenceError | ValueError | None:
-        """Return the error for a statement that had no effect, or whose text cannot be sent; None for any other error."""
+        """Return the error for a statement that had no effect or contains text that cannot be sent; None for other errors."""
         if sqlstate_of(error) == _DIVISION_BY_ZERO:
             return self.build_error()
         return text_error(error, self.values, lambda: driver)
@@ -59,9 +59,9 @@ class Postponed(NamedTuple):
 def postpone(
     connection: Connection, text: str, values: tuple[object, ...], build_error: Callable[[], PgfenceError]
 ) -> bool:
-    """Have a statement sent with COMMIT; False: it has to be sent now. Only where nothing listens for statements."""
+    """Send a statement with COMMIT. Return False if it must be sent now. Call it only if nothing listens for statements."""
     root = connection.get_transaction()
-    # Not for a subclass: a two-phase transaction is prepared by another statement than COMMIT.
+    # Not for a subclass: a two-phase transaction is prepared by a statement other than COMMIT.
     if root is None or type(root) is not RootTransaction or not pipeline.may_commit(connection):
         return False
     dialect = vars(connection.dialect)
@@ -75,19 +75,19 @@ def postpone(
 
 
 def send_postponed(connection: Connection) -> None:
-    """Send what waits for COMMIT, because something else is about to be sent that must come after it.
+    """Send the statement that waits for COMMIT, because another one is about to be sent that must come after it.
 
     Raises:
         PgfenceError: it had no effect.
-        ValueError: a text of it cannot be sent.
-        DBAPIError: another error of the statement.
+        ValueError: a text in it cannot be sent.
+        DBAPIError: the statement failed with another error.
     """
     statement = _take(connection.info) if connection.in_transaction() else None
     if statement is None:
         return
     driver = pipeline.find_driver(connection.dialect, connection.connection)
     if not pipeline.is_in_transaction(driver):
-        return  # aborted: what comes next ends it, in whole or back to a savepoint, and without its effect it cannot commit
+        return  # aborted: only a rollback can follow, and a rollback to a savepoint leaves the claim without a result
     adapted: Any = connection.connection.dbapi_connection
     try:
         cursor = adapted.cursor()
@@ -100,7 +100,7 @@ def send_postponed(connection: Connection) -> None:
 
 
 def _take(info: dict[Any, Any]) -> Postponed | None:
-    """Return what waits on a pooled connection, and drop it there; None if its transaction has ended."""
+    """Remove and return the statement that waits on a pooled connection; None if its transaction has ended."""
     statement: Postponed | None = info.pop(_WAITING, None)
     root = None if statement is None else statement.transaction()
     return statement if root is not None and root.is_active else None
@@ -109,7 +109,7 @@ def _take(info: dict[Any, Any]) -> Postponed | None:
 def _commit(dialect: Dialect, commit: Callable[[Any], None], pooled: Any) -> None:
     statement = _take(pooled.info)
     driver = pipeline.find_driver(dialect, pooled)
-    # An aborted transaction is rolled back by its COMMIT, as the server does it.
+    # The server rolls an aborted transaction back at its COMMIT.
     if statement is None or not pipeline.is_in_transaction(driver):
         commit(pooled)
         return
@@ -118,9 +118,9 @@ def _commit(dialect: Dialect, commit: Callable[[Any], None], pooled: Any) -> Non
     except Exception as error:
         by_commit = not driver.closed and pipeline.has_ended(driver)
         if not driver.closed:
-            # As after any COMMIT that failed, no transaction is left: SQLAlchemy would not send a ROLLBACK.
+            # End the transaction, as after any failed COMMIT: SQLAlchemy would not send a ROLLBACK.
             dialect.do_rollback(pooled)
-        # An error of COMMIT comes from the user's deferred triggers and constraints, whatever number they divide by.
+        # An error of COMMIT comes from the application's deferred triggers and constraints, even a division by zero.
         if not by_commit and (told := statement.translate(error, driver)):
             raise told from error
         raise

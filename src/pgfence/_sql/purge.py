@@ -1,4 +1,4 @@
-"""The statement that deletes expired idempotency keys, one batch of them in a transaction."""
+"""The statement that deletes a batch of expired idempotency keys in one transaction."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ BEGINNING = float("-inf")
 CONTEXT = ErrorContext(NEEDED, "SELECT, UPDATE, DELETE", "Purge on the primary")
 
 _EXPIRED = "{k}.expires_at <= {now}() AND ({k}.locked_until IS NULL OR {k}.locked_until <= {now}())"
-# A stable time, so that the index is used; it is never later than the real one.
+# A stable time, so that the index is used. It is never later than the current time.
 _FOUND = _EXPIRED.format(k="e", now="pg_catalog.statement_timestamp")
-# The row that is deleted is the row that was looked at: both are asked again, since a claim may have renewed it meanwhile. By a
-# volatile time, so that the index is not used: where the statistics know of no expired key, the planner would go through all
-# of them for each batch instead of to the rows that were found.
+# Checks again that the row is still expired, because a claim may have renewed it in the meantime. It uses a volatile time, so that
+# the index is not used: if the statistics know of no expired key, the planner would scan the whole index for each batch instead of
+# visiting the rows that were found.
 _STILL = _EXPIRED.format(k="k", now="pg_catalog.clock_timestamp")
-# Without statistics, or with old ones, the planner takes the expired keys for few, and would sort all of them for each batch.
+# Without current statistics the planner expects few expired keys, and would sort all of them for each batch.
 _BY_INDEX = "SELECT pg_catalog.set_config('enable_sort', 'off', true)"
-# SKIP LOCKED: what a claim or another purge has locked is left to it. Each batch begins where the one before has ended, because
-# an old snapshot anywhere keeps the deleted entries in the index, and each batch would walk past all of them.
+# SKIP LOCKED, because rows locked by a claim or another purge are left to it. Each batch begins where the previous one ended: while
+# an old snapshot exists, deleted entries stay in the index, and each batch would scan all of them.
 _PURGE = (
     "WITH gone AS (DELETE FROM {table} AS k WHERE k.ctid = ANY (ARRAY(SELECT e.ctid FROM {table} AS e WHERE "
     + _FOUND
@@ -39,11 +39,11 @@ _PURGE = (
 
 
 class Batch(NamedTuple):
-    """What one statement has deleted.
+    """The result of one statement.
 
     Attributes:
-        number: of keys.
-        end: when the last of them expired, in seconds since 1970; where the next batch begins.
+        number: the number of deleted keys.
+        end: when the last of them expired, in seconds since 1970. The next batch begins there.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
 
 
 def purge(connection: Connection, place: TableNames, size: int, begin: float) -> Batch:
-    """Delete at most so many expired keys, in a transaction of its own on a connection at READ COMMITTED."""
+    """Delete up to `size` expired keys in a separate transaction, on a connection at READ COMMITTED."""
     style = style_of(connection.dialect)
     text = _PURGE.format(mark(style, 1), mark(style, 2), table=name_of(place, "idempotency_key", style))
     with connection.begin():

@@ -1,4 +1,4 @@
-"""The GRANT statements that a role needs."""
+"""Build the GRANT statements that a role needs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LIMITS = ("semaphore", "permit_waiter", "rate_limit", "rate_take", "resign_requ
 def build_grants(
     place: TableNames, role: str, *, key_rights: str = "", audit: bool = False, limits: bool = False
 ) -> list[str]:
-    """Return the grants for leases, tokens and fences, or for what is done with idempotency keys.
+    """Return the grants for leases, tokens and fences, or those for idempotency keys.
 
     Args:
-        place: of the tables.
-        role: that needs them, as an identifier.
-        key_rights: on the table of idempotency keys; without it the grants are for leases, tokens and fences.
-        audit: also for ending what others hold, which is recorded.
-        limits: also for semaphores, rate limits and elections.
+        place: the table names.
+        role: the role that needs them, as an identifier.
+        key_rights: privileges on the table of idempotency keys; if empty, the grants are for leases, tokens and fences.
+        audit: whether to include the audit table, which evictions and freed keys are recorded in.
+        limits: whether to include the tables of semaphores, rate limits and elections.
     """
     tables = ("idempotency_key",) if key_rights else ("lease", "gate", "checkpoint", "slot")
     on_tables = key_rights or "SELECT, INSERT, UPDATE"

@@ -1,16 +1,16 @@
-"""What a transaction holds by its own requests, and what a ROLLBACK TO SAVEPOINT takes away again.
+"""Record what a transaction has acquired, and what a ROLLBACK TO SAVEPOINT releases again.
 
-The same key asked for again in one transaction must cost nothing, yet PostgreSQL drops a transaction lock when a savepoint
-older than the lock is rolled back to. So each Connection on which a transaction lock was taken is read along: SAVEPOINT,
-RELEASE and ROLLBACK TO, whoever writes them, SQLAlchemy or the user in plain text. What is not understood, or does not look
-harmless, makes the record forget; then the server is asked again, which is always right and costs one round trip.
+Requesting the same key again in one transaction must cost nothing, but PostgreSQL releases a transaction lock when a savepoint
+that is older than the lock is rolled back to. So on each Connection with a transaction lock, SAVEPOINT, RELEASE and ROLLBACK TO
+are observed, whether SQLAlchemy sends them or the application does in plain text. After a statement that is not understood or not
+known to be harmless, the record is cleared. The server is then queried again, which is always correct and costs one round trip.
 
-One listener reads for all connections of a dialect: to add one to each Connection costs more than the lock.
+One listener observes all connections of a dialect, because adding one to each Connection costs more than the lock.
 
-Not seen are statements that go past SQLAlchemy, on the driver's own connection. If such a statement has ended the whole
+Statements that bypass SQLAlchemy, on the driver's own connection, are not observed. If such a statement has ended the whole
 transaction, the driver knows, and the record is dropped too.
 
-The record lives and dies with the Connection, and belongs to one transaction of it at a time.
+The record belongs to the Connection, and to one transaction at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ENDS = re.compile(r"\b(?:ROLLBACK|ABORT|COMMIT|RELEASE|END|PREPARE)\b", re.IGNO
 
 
 class TransactionRecord:
-    """The keys that one transaction took, each with its mode, and its open savepoints."""
+    """The keys that one transaction has acquired, with their modes, and its open savepoints."""
 
     __slots__ = ("_keys", "_root", "_savepoints", "first")
 
@@ -53,12 +53,12 @@ class TransactionRecord:
         self._keys: dict[Hashable, Any] = {}
         self._savepoints: list[tuple[str, dict[Hashable, Any]]] = []
         self.first = False
-        """Nothing has been sent in this transaction but requests of ours."""
+        """Whether only requests of pgfence have been sent in this transaction."""
 
     @classmethod
     def of(cls, connection: Connection) -> Self:
-        """Return the record of the connection's present transaction, empty where nothing is known of it."""
-        # Not by vars(): that would give the Connection a dict of its own, and make all its attributes slow.
+        """Return the record of the connection's current transaction, empty if nothing is known about it."""
+        # getattr, not vars(): creating the Connection's __dict__ would slow down all its attributes.
         records: dict[type[TransactionRecord], Any] | None = getattr(connection, _RECORDS, None)
         if records is None:
             records = {}
@@ -69,7 +69,7 @@ class TransactionRecord:
             record = records[cls] = cls()
         record._belong_to(connection.get_transaction())
         if len(connection.dialect.dispatch.do_execute) > 1:
-            # Somebody executes statements in SQLAlchemy's place, and may keep some from us.
+            # Another listener executes statements in SQLAlchemy's place, and may hide some of them.
             record.forget()
         return record
 
@@ -79,22 +79,22 @@ class TransactionRecord:
             self._root = None if root is None else weakref.ref(root)
 
     def is_shared(self, key: LockKey) -> bool | None:
-        """Return whether a key is held shared (True) or exclusive (False); None: not held, or not known."""
+        """Return True if a key is held shared, False if exclusive, None if it is not held or not known."""
         shared: bool | None = self._keys.get(key)
         return shared
 
     def add(self, keys: Iterable[LockKey], *, shared: bool) -> None:
-        """Note what the server has granted."""
+        """Record the keys that the server has granted."""
         self._keys.update(dict.fromkeys(keys, shared))
 
     def forget(self) -> None:
-        """Know of nothing any more."""
+        """Clear the record."""
         self._keys.clear()
         self._savepoints.clear()
         self.first = False
 
     def read(self, statement: str) -> None:
-        """Take notice of a statement that is about to be sent and may be about savepoints or the end of the transaction."""
+        """Update the record for a statement that is about to be sent."""
         if found := _SAVEPOINT.fullmatch(statement):
             self._savepoints.append((found["name"], self._keys.copy()))
         elif found := _ROLLBACK_TO.fullmatch(statement):
@@ -105,7 +105,7 @@ class TransactionRecord:
             self.forget()
 
     def _cut(self, name: str) -> dict[Hashable, Any] | None:
-        """End the newest savepoint of that name and those within it; return what was held when it was set."""
+        """Remove the newest savepoint of that name and those inside it. Return the keys held when it was set."""
         while self._savepoints:
             found, keys = self._savepoints.pop()
             if found == name:
@@ -114,7 +114,7 @@ class TransactionRecord:
 
     def _roll_back_to(self, name: str) -> None:
         keys = self._cut(name)
-        if keys is None:  # older than the record
+        if keys is None:  # the savepoint is older than the record
             self.forget()
             return
         self._keys = keys
@@ -122,19 +122,19 @@ class TransactionRecord:
 
 
 def mark_sent(connection: Connection) -> None:
-    """Note a statement that goes past SQLAlchemy: what is sent after it is not the first one of the transaction."""
+    """Record that a statement bypassed SQLAlchemy: the next one is not the first of the transaction."""
     for record in getattr(connection, _RECORDS, {}).values():
         record.first = False
 
 
 def read_along(connection: Connection) -> None:
-    """Read the statements of an engine from now on."""
+    """Observe the statements of an engine from now on."""
     dialect = vars(connection.dialect)
     if _READING not in dialect:
         event.listen(connection.engine, "do_execute", _read)
         event.listen(connection.engine, "do_executemany", _read)
         event.listen(connection.engine, "do_execute_no_params", _read_bare)
-        # Last: whoever finds it here need not wait for anything. To listen twice is to listen once.
+        # Set last, so that a thread that finds it knows that the listeners are in place. Adding a listener twice is harmless.
         dialect[_READING] = True
 
 

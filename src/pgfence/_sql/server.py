@@ -1,7 +1,7 @@
-"""What kind of server is at the other end, and may a session lock be trusted there?
+"""Read what kind of server a connection leads to, and decide whether session locks are safe on it.
 
-One round trip on each new connection of ours reads the facts and, where no pooler is declared, sets what would end or
-mislead a quiet holder. `judge_session` then judges the facts; it is pure.
+One round trip on each new connection reads the facts and, unless a pooler is declared, changes the settings that would end or
+mislead an idle holder. `judge_session` evaluates the facts without I/O.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 OLDEST = 14
 
 OURS = {
-    # A limit of the role would end our waits early, and a statement cannot lift the one that it runs under.
+    # A limit of the role would end waits early, and a statement cannot lift its own limit.
     "statement_timeout": "0",
     "lock_timeout": "0",
-    # These would end the session of a holder that is quiet.
+    # These would end the session of an idle holder.
     "idle_session_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
     "transaction_timeout": "0",
-    # These would change what our statements do.
+    # These would change the effect of pgfence's statements.
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
-    "DateStyle": "ISO",  # psycopg reads no other
-    # The server notices a vanished client after 30 s. The client's own budget is 20 s: a holder that is cut off hears of it before the server gives its lock away.
+    "DateStyle": "ISO",  # psycopg parses no other style
+    # The server notices a lost client after 30 s, and the client a lost server after 20 s: a holder is notified before the server releases its lock.
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "4",
@@ -63,7 +63,7 @@ _FACTS = (
     " AND pid = pg_catalog.pg_backend_pid()), EXTRACT(epoch FROM pg_catalog.pg_postmaster_start_time())::text,"
     " {settings} FROM probe"
 )
-# What was set before is read from the view's own snapshot, so the filter may set in passing.
+# The previous values come from the view's own snapshot, so the filter can change the settings in the same query.
 SETTINGS = (
     "(SELECT pg_catalog.json_object_agg(s.name, s.setting) FILTER (WHERE {action})::text"
     " FROM (VALUES {values}) AS o(name, value) JOIN pg_catalog.pg_settings AS s ON s.name = o.name"
@@ -71,8 +71,8 @@ SETTINGS = (
 )
 _VALUES = ", ".join(f"('{name}', '{value}')" for name, value in OURS.items())
 READ_FACTS = _FACTS.format(settings=SETTINGS.format(values=_VALUES, action="true"))
-# Nothing is set where another server process answers than the driver connected to: behind a pooler that session is somebody
-# else's the next moment.
+# Nothing is set if another server process executes this than the driver connected to: that session belongs to a pooler, which may
+# give it to another client next.
 _SET_UP = _FACTS.format(
     settings=SETTINGS.format(
         values=_VALUES,
@@ -89,7 +89,7 @@ LOCK_TABLE_USE = "SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks"
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What one round trip tells of a server and of our session there."""
+    """The facts about a server and the session on it, read in one round trip."""
 
     backend_pid: int
     standby: bool
@@ -100,15 +100,15 @@ class ServerInfo:
     locks_used: int
     locks_seen: int
     started: str
-    """When the server was started: with a process id it tells a session from those of other servers."""
+    """When the server was started. Together with a process id, it identifies a session across servers."""
     settings: dict[str, str]
-    """What was in force before we set anything, in the units of pg_settings."""
+    """The settings before pgfence changed any, in the units of pg_settings."""
     set_up: bool
-    """Whether our own settings are in force now."""
+    """Whether pgfence's own settings are in force."""
 
     @property
     def statement_timeout(self) -> float:
-        """The time after which the server ends our statements, in seconds, or 0 for no limit."""
+        """The time after which the server ends statements, in seconds; 0 for no limit."""
         return 0.0 if self.set_up else int(self.settings.get("statement_timeout", "0")) / 1000
 
     @classmethod
@@ -119,16 +119,16 @@ class ServerInfo:
 
 
 UNKNOWN = ServerInfo(0, False, "", 0, 1.0, 0, 0, 0, "", {}, False)
-"""Before anything was asked."""
+"""The facts before anything was read."""
 
 
 def read_facts(connection: Connection, driver_pid: int, *, set_up: bool) -> ServerInfo:
-    """Return the facts of a connection in autocommit; `set_up` also makes the session fit for holding locks.
+    """Return the facts for a connection in autocommit; `set_up` also prepares the session for holding locks.
 
     Args:
-        connection: a new one of ours.
-        driver_pid: the server process that the driver was told of when it connected.
-        set_up: set what a quiet holder needs.
+        connection: a new connection of pgfence.
+        driver_pid: the process id of the server, as the driver received it when it connected.
+        set_up: whether to set what an idle holder needs.
     """
     if not set_up:
         return ServerInfo.of(connection.exec_driver_sql(READ_FACTS).one(), set_up=False)
@@ -147,13 +147,13 @@ _THEIRS = (
 
 
 def put_back(connection: Connection, facts: ServerInfo) -> None:
-    """Put the site's own limits into force again, for statements of the user on a session of ours."""
-    # Without the idle timeouts, which would end the session that holds the lock.
+    """Restore the server's own limits, for statements of the application on a connection of pgfence."""
+    # Except for the idle timeouts, which would end the session that holds the lock.
     restore(connection, {name: value for name, value in facts.settings.items() if name in _THEIRS})
 
 
 def restore(connection: Connection, settings: Mapping[str, str]) -> None:
-    """Put settings into force as they were before."""
+    """Restore settings to their previous values."""
     values = {name: value.replace("'", "''") for name, value in settings.items()}
     if values:
         asked = ", ".join(f"pg_catalog.set_config('{name}', '{value}', false)" for name, value in values.items())
@@ -161,7 +161,7 @@ def restore(connection: Connection, settings: Mapping[str, str]) -> None:
 
 
 def read_backend_pid(connection: Connection) -> int:
-    """Return the process id of the server process that answers."""
+    """Return the process id of the server process that executes the query."""
     pid: int = connection.exec_driver_sql(BACKEND_PID).scalar_one()
     return pid
 
@@ -175,13 +175,13 @@ def read_start_time(connection: Connection) -> str:
 def judge_session(
     facts: ServerInfo, driver_pid: int, pooler: PoolerSetting, other_pid: int | None
 ) -> PgfenceError | None:
-    """Return the reason why a session lock must not be trusted here, or None.
+    """Return the reason why a session lock would not be safe here, or None.
 
     Args:
-        facts: of our session.
-        driver_pid: the server process that the driver was told of when it connected.
-        pooler: what the configuration says.
-        other_pid: the server process that answered a second client while ours was idle, if one was asked.
+        facts: the facts of the session.
+        driver_pid: the process id of the server, as the driver received it when it connected.
+        pooler: the configured pooler setting.
+        other_pid: the server process that served a second client while this one was idle, if that was tested.
     """
     if refused := judge_version(facts):
         return refused
@@ -190,8 +190,8 @@ def judge_session(
             "a lock", " (target_session_attrs=read-write in the URL), or pass its engine as configure(lock_engine=...)"
         )
     ways = (
-        "Ways out: give an engine with a direct URL as configure(engine, lock_engine=...);"
-        ' or, if the pooler gives each client a server session of its own, say so: configure(engine, pooler="session")'
+        "Either pass an engine with a direct URL as configure(engine, lock_engine=...),"
+        ' or, if the pooler gives each client a dedicated server session, declare it: configure(engine, pooler="session")'
     )
     if pooler == "transaction" or other_pid == facts.backend_pid:
         seen = "two clients were served by one backend" if other_pid == facts.backend_pid else "it is configured so"
@@ -202,48 +202,50 @@ def judge_session(
         )
     if driver_pid != facts.backend_pid and pooler != "session":
         return PoolerError(
-            "a connection pooler stands between this client and PostgreSQL, its mode is unknown, and session locks are"
-            f" safe only if it pools by session. {ways}",
+            "there is a connection pooler between this client and PostgreSQL whose mode is unknown, and session locks are"
+            f" safe only in session mode. {ways}",
             mode="unknown",
         )
     return None
 
 
 def judge_version(facts: ServerInfo) -> UnsupportedServerError | None:
-    """Return why this is no PostgreSQL that pgfence can trust, or None."""
+    """Return the reason why this is not a PostgreSQL server that pgfence supports, or None."""
     if not facts.version.startswith("PostgreSQL ") or "-YB-" in facts.version:
-        return UnsupportedServerError(f"pgfence needs PostgreSQL; this server says it is {facts.version[:60]!r}")
+        return UnsupportedServerError(
+            f"pgfence needs PostgreSQL, but this server identifies itself as {facts.version[:60]!r}"
+        )
     if facts.number < OLDEST * 10000:
         return _too_old_error(repr(facts.version[:40]))
     if facts.locks_seen < 1:
         return UnsupportedServerError(
-            f"this server grants advisory locks without keeping them ({facts.version[:60]!r}): they exclude nobody"
+            f"this server grants advisory locks without keeping them ({facts.version[:60]!r}), so they exclude no other session"
         )
     return None
 
 
 def check_version(dialect: Dialect) -> None:
-    """Raise UnsupportedServerError if SQLAlchemy's dialect has met a server that is too old."""
+    """Raise UnsupportedServerError if SQLAlchemy's dialect is connected to a server that is too old."""
     version = dialect.server_version_info
     if version is not None and version < (OLDEST,):
         raise _too_old_error(".".join(map(str, version)))
 
 
 def _too_old_error(version: str) -> UnsupportedServerError:
-    return UnsupportedServerError(f"pgfence needs PostgreSQL {OLDEST} or newer; this server is {version}")
+    return UnsupportedServerError(f"pgfence needs PostgreSQL {OLDEST} or later, but this server is {version}")
 
 
 WARN, REFUSE = 0.8, 0.9
 
 
 def judge_capacity(used: int, wanted: int, limit: int) -> Literal["fine", "warn"] | CapacityError:
-    """Judge a request for `wanted` more locks in a lock table with room for at least `limit`."""
+    """Return whether `wanted` more locks fit in a lock table with a capacity of at least `limit`."""
     share = (used + wanted) / limit
     if share >= REFUSE:
         return CapacityError(
-            f"{used} of at least {limit} places in the server's lock table are taken, {wanted} more would pass"
-            f" {REFUSE:.0%}: a full table keeps everybody from logging in. Hold fewer locks at a time, use leases for"
-            " thousands of names, or raise max_locks_per_transaction",
+            f"{used} of at least {limit} entries in the server's lock table are used, and {wanted} more would exceed"
+            f" {REFUSE:.0%}: a full table prevents all logins. Hold fewer locks at a time, use leases for thousands of names, or"
+            " raise max_locks_per_transaction",
             used=used,
             limit=limit,
         )

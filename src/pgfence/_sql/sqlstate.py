@@ -1,25 +1,25 @@
-"""SQLSTATEs and what each one means to us. Errors are told apart by these five characters, never by text."""
+"""The SQLSTATEs that pgfence distinguishes. Errors are told apart by these codes and never by their text."""
 
 from __future__ import annotations
 
 LOCK_NOT_AVAILABLE = "55P03"
-"""`lock_timeout` ran out: the only error after which nothing of the statement is held."""
+"""`lock_timeout` expired. It is the only error after which nothing of the statement is held."""
 
 SERIALIZATION_FAILURE = "40001"
 DEADLOCK_DETECTED = "40P01"
 READ_ONLY = "25006"
-"""A write on a standby, or where transactions are read-only."""
+"""A write on a standby, or in a read-only transaction."""
 
 IN_FAILED_TRANSACTION = "25P02"
-"""The transaction is aborted: it takes nothing but a rollback."""
+"""The transaction is aborted and accepts only a rollback."""
 SWITCHING = "If the cluster is switching over, try again"
-"""What to do about that, in every message."""
+"""Advice for that case, in every message."""
 
 NO_RIGHT = "42501"
 MISSING = ("42883", "42P01", "3F000", "42703", "42804")
-"""No such function, table, schema or column, or one with other types."""
+"""A function, table, schema or column that does not exist, or has other types."""
 CONNECTION_LOST = ("08", "57P")
-"""How the SQLSTATEs of connection exceptions, and of shutdowns and crashes, begin."""
+"""The prefixes of the SQLSTATEs for lost connections, shutdowns and crashes."""
 OUTCOME_UNKNOWN = "40003"
 STALE_TOKEN = "PF001"  # noqa: S105
 NO_TOKEN = "PF002"  # noqa: S105
@@ -29,7 +29,7 @@ OUT_OF_MEMORY = "53200"
 
 
 def sqlstate_of(error: BaseException | None) -> str | None:
-    """Return the SQLSTATE that an error carries, whatever wraps it; None where the server did not speak."""
+    """Return the SQLSTATE of an error, however it is wrapped; None if the error does not come from the server."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,6 +1,6 @@
-"""Keys of effects that were begun and not finished: the look at them, and how one is set free in one transaction.
+"""List the keys of unfinished effects, and free one of them in one transaction.
 
-Results, payloads and what steps have saved stay on the server: they may be personal data.
+Results, payloads and saved steps are not read, because they may be personal data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ROW = (
     f" {_TIMES}, k.locked_until > pg_catalog.clock_timestamp()"
     " FROM {idempotency_key} AS k WHERE k.status = 'in_progress' AND k.locked_until IS NOT NULL"
 )
-# {0} begins the scope, and from {1} on no other namespace may come.
+# {0} is the prefix of the scope, and from position {1} on it must not contain another namespace.
 _LOOK = (
     " AND pg_catalog.starts_with(k.scope, CAST({0} AS text))"
     " AND pg_catalog.strpos(pg_catalog.substr(k.scope, CAST({1} AS integer)), pg_catalog.chr(31)) = 0"
@@ -49,7 +49,7 @@ _SETTINGS = (
     " CASE WHEN pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply')"
     " THEN pg_catalog.set_config('synchronous_commit', 'on', true) END"
 )
-# Whoever was at work names its claim in each statement, so without one none of them finds the row.
+# A running attempt passes its claim id in each statement, so without one none of them finds the row.
 _FREE = (
     "UPDATE {idempotency_key} AS k SET status = 'free', claim_id = NULL, locked_until = NULL,"
     " expires_at = GREATEST(k.expires_at, pg_catalog.clock_timestamp() + (k.expires_at - k.locked_until))"
@@ -62,7 +62,7 @@ _AUDIT = (
 
 
 class StuckKeyRow(NamedTuple):
-    """A key as it stands in the table, without what is stored under it."""
+    """A row of the table of keys, without the values stored under the key."""
 
     scope: str
     key: str
@@ -80,13 +80,13 @@ class StuckKeyRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StuckKeyQuery:
-    """Which keys are wanted.
+    """A search for stuck keys.
 
     Attributes:
-        place: where the tables are.
-        namespace: the configured one.
-        prefix: how their scopes begin.
-        older: seconds since their claim.
+        place: the table names.
+        namespace: the configured namespace.
+        prefix: the prefix of the scopes.
+        older: the minimum number of seconds since the claim.
     """
 
     place: TableNames
@@ -99,15 +99,15 @@ class StuckKeyQuery:
 
 @dataclass(frozen=True, slots=True)
 class FreeKeyRequest:
-    """What is to be done.
+    """A request to free a key.
 
     Attributes:
-        place: where the tables are.
-        scope: as it stands in the table.
-        key: likewise.
-        reason: for the audit.
-        actor: for the audit.
-        only: free it only if this attempt is still the newest; None frees whatever is found.
+        place: the table names.
+        scope: the stored scope.
+        key: the stored key.
+        reason: the reason, for the audit.
+        actor: the person or program that frees it, for the audit.
+        only: free it only if this attempt is still the newest; None frees any.
     """
 
     place: TableNames
@@ -124,23 +124,23 @@ class FreeKeyRequest:
 
 
 def look(connection: Connection, wanted: StuckKeyQuery) -> list[StuckKeyRow]:
-    """Return the keys that are wanted, the oldest first."""
+    """Return the matching keys, oldest first."""
     begin = wanted.namespace + SEPARATOR if wanted.namespace else ""
     values = (begin + wanted.prefix, len(begin) + 1, wanted.older)
     return [_read(row) for row in _run(connection, wanted.place, _ROW + _LOOK, *values)]
 
 
 def find(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
-    """Return one key; None if nobody has begun it, or it is finished or free."""
+    """Return one key; None if it does not exist, or is finished or free."""
     row = _run(connection, order.place, _ROW + _ONE, order.scope, order.key).one_or_none()
     return None if row is None else _read(row)
 
 
 def free(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
-    """Set a key free and write that down, in a transaction of its own on a connection at READ COMMITTED.
+    """Free a key and record that, in a separate transaction on a connection at READ COMMITTED.
 
     Returns:
-        What was found; None if nothing was. With `only` and another attempt there by now: that one, and nothing was done.
+        The key that was found, or None. If `only` was given and the newest attempt is another one: that one; nothing was done.
 
     Raises:
         LockTimeoutError: a transaction that stores its result is open; nothing was done.
@@ -159,8 +159,8 @@ def free(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
         if sqlstate_of(error) != LOCK_NOT_AVAILABLE:
             raise
         raise LockTimeoutError(
-            f"{order} was not freed and nothing was done: a transaction that is about to store its result did not end"
-            " within 2 s. Look again when it has ended",
+            f"{order} was not freed, and nothing was done: a transaction that is about to store its result did not end within"
+            " 2 s. Try again when it has ended",
             names=(order.key,),
             timeout=2.0,
         ) from error
@@ -185,7 +185,7 @@ def _build_detail(found: StuckKeyRow) -> str:
 
 
 def _run(connection: Connection, place: TableNames, text: str, *args: object) -> CursorResult[Any]:
-    """Run a text with the names of this place, and its parameters in the style of this driver."""
+    """Run a text, with the table names and with parameters in the driver's style."""
     style = style_of(connection.dialect)
     names = {what: name_of(place, what, style) for what in ("idempotency_key", "audit")}
     with translate_text_errors(connection, args):

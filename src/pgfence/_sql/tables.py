@@ -182,7 +182,7 @@ def build_check(place: TableNames, version: int = 1) -> str:
 
 
 def _schema_of(place: TableNames) -> str:
-    """Return the SQL expression for the schema that contains the installation; NULL if there is none."""
+    """Return the SQL expression for the schema that contains the installation, or NULL."""
     return (
         "(SELECT n.nspname::text FROM pg_catalog.pg_class AS c"
         " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"

@@ -1,8 +1,9 @@
-"""The order in which waiters of different processes are served: a queue made of advisory locks. Texts only.
+"""The queue of waiters of different processes, made of advisory locks.
 
-A waiter that waits in the server for a slice only, and comes back, joins the end of the server's queue, where newcomers overtake
-it. So it takes a ticket: a session lock on the next number of a queue that belongs to the key. It waits for the ticket in front of
-its own, for which nobody else waits, and for the key itself once no ticket is in front. The end of a slice then costs no place.
+A waiter that waits in the server for one slice at a time joins the end of the server's queue after each slice, where newcomers
+overtake it. So it takes a ticket: a session lock on the next number of a queue that belongs to the key. It waits for the ticket
+ahead of its own, for which no other waiter waits, and for the key itself once no ticket is ahead. The end of a slice then costs no
+place.
 
     base + 0 ... base + 2**20 - 1   the tickets; after the last number comes the first
     base + 2**20                    the counter: locked while a ticket is taken
@@ -27,21 +28,21 @@ _BITS = 20
 _COUNTER = 2**_BITS
 _MASK = _COUNTER - 1
 _HALF = _COUNTER // 2
-"""Tickets that are out at one time lie within half of the circle, so that of any two it is known which is older."""
+"""Tickets taken at one time span less than half of the circle, so that the older of any two is known."""
 
 TICKET = "pgfence.ticket"
-"""The setting that holds the ticket of a session, a key; empty: it has none. `none`: there was none to be had."""
+"""The setting with the session's ticket, a key. Empty: it has none. `none`: no ticket was available."""
 AHEAD = "pgfence.ahead"
-"""The setting that holds the ticket in front of it; empty: it is its turn."""
+"""The setting with the ticket ahead. Empty: it is this session's turn."""
 _MINE = f"NULLIF(NULLIF(pg_catalog.current_setting('{TICKET}', true), ''), 'none')::bigint"
 _AHEAD = f"NULLIF(pg_catalog.current_setting('{AHEAD}', true), '')::bigint"
 
 
 def find_queue(keys: Sequence[LockKey]) -> int:
-    """Return the base of the queue of a lock: the first 8 bytes of a SHA-256 over its keys, without their last 21 bits.
+    """Return the base of a lock's queue: the first 8 bytes of a SHA-256 over its keys, without their last 21 bits.
 
-    Locks queue together only if they have the same keys. In one queue for two sets of keys, the first in it would keep back
-    waiters whose own keys are free.
+    Locks share a queue only if they have the same keys. In a queue for several sets of keys, the first waiter would hold up others
+    whose own keys are free.
     """
     names = [f"raw:{key.value}" if key.space == "bigint" else "pair:{}:{}".format(*key.halves) for key in keys]
     digest = hashlib.sha256(SEPARATOR.join(["", *names, "queue"]).encode()).digest()
@@ -51,21 +52,21 @@ def find_queue(keys: Sequence[LockKey]) -> int:
 
 _VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"
 
-# A waiter that looks through the ticket in front of it shares it; only its owner holds it exclusively.
+# A waiter takes a shared lock on the ticket ahead while it waits. Only the owner of a ticket holds it exclusively.
 _HELD_HERE = (
     "l.locktype = 'advisory' AND l.granted AND l.mode = 'ExclusiveLock' AND l.objsubid = 1"
     " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
 )
 _TICKETS = f"pg_catalog.pg_locks AS l WHERE {_HELD_HERE} AND {_VALUE} BETWEEN base AND base + {_MASK}"
 HAS_TICKETS = f"EXISTS (SELECT FROM (SELECT CAST({{0}} AS bigint) AS base) AS q, {_TICKETS})"
-"""Whether tickets of the queue with this base are out."""
+"""The condition that the queue with this base has tickets."""
 LEAVE = (
     f"SELECT pg_catalog.pg_advisory_unlock({_MINE}), pg_catalog.set_config('{TICKET}', '', false),"
     f" pg_catalog.set_config('{AHEAD}', '', false)"
 )
-"""Gives the ticket of a session back; false: it was not there. Null: the session has none."""
+"""Returns the session's ticket: false if it was not there, NULL if the session has none."""
 
-# The counter's lock goes with the inner block, which is rolled back; the ticket, a session lock, stays.
+# The counter's lock ends with the inner block, which is rolled back. The ticket is a session lock and stays.
 _TAKE_TICKET = f"""DO $$DECLARE base CONSTANT bigint := {{base}}; ticket bigint; ahead bigint;
 BEGIN
  BEGIN
@@ -82,8 +83,8 @@ BEGIN
   pg_catalog.set_config('{AHEAD}', COALESCE(ahead::text, ''), false);
 END$$"""
 
-# The nearest ticket in front whose owner waits. An owner that waits for nothing stands still, as a stopped process does, and is
-# passed over; one that is caught between two slices loses one place.
+# Finds the nearest ticket ahead whose owner is waiting. An owner that waits for nothing, such as a stopped process, is passed over;
+# one that happens to be between two slices loses one place.
 _MOVE_UP = f"""PERFORM pg_catalog.set_config('{AHEAD}', COALESCE((
   SELECT (t.base + ((t.ticket - t.base - pg_catalog.min(t.d)) & {_MASK}))::text
   FROM (SELECT q.base, q.ticket, (q.ticket - {_VALUE}) & {_MASK} AS d
@@ -91,7 +92,7 @@ _MOVE_UP = f"""PERFORM pg_catalog.set_config('{AHEAD}', COALESCE((
     AND EXISTS (SELECT FROM pg_catalog.pg_locks AS w WHERE w.pid = l.pid AND NOT w.granted)) AS t
   WHERE t.d BETWEEN 1 AND {_HALF - 1} GROUP BY t.base, t.ticket), ''), false);"""
 
-# This runs twice a second for each waiter, so it is short: whether the owner in front stands still is asked only now and then.
+# Runs twice a second for each waiter, so it is short: it checks only now and then whether the owner ahead has stopped.
 _WAIT_FOR_TURN = f"""DO $$BEGIN
  PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock_shared({_AHEAD});
  {_MOVE_UP}
@@ -99,7 +100,7 @@ EXCEPTION WHEN lock_not_available THEN {{look}}
 END$$"""
 _IS_TURN = f"SELECT 1 WHERE pg_catalog.current_setting('{AHEAD}', true) OPERATOR(pg_catalog.=) ''"
 
-# What follows the wait for one key stands in the same statement, so that it is planned before the wait.
+# The locks on the keys follow the wait in the same statement, so that they are planned before the wait.
 _WAIT_FOR_KEYS = f"""DO $$DECLARE keys bigint[]; pairs bigint[]; k bigint;
 BEGIN
  {{before}}
@@ -126,15 +127,15 @@ _LOCK_EACH = (
 def build_wait_for_turn(
     keys: Sequence[LockKey], milliseconds: int, *, has_ticket: bool, looks: bool = False
 ) -> tuple[str, ...]:
-    """Return the statements that take a ticket, unless there is one, and wait for the turn; the last returns a row when it is.
+    """Return the statements that take a ticket if needed and wait for the turn. The last one returns a row if it is the turn.
 
-    A DO block takes no parameters: the numbers stand in it as int64 literals, and nothing else does.
+    A DO block takes no parameters, so it contains the numbers as int64 literals, and nothing else from outside.
 
     Args:
-        keys: sorted.
-        milliseconds: how long.
-        has_ticket: whether the session has one.
-        looks: whether a ticket in front is passed over at the end if its owner stands still.
+        keys: the sorted keys.
+        milliseconds: how long to wait.
+        has_ticket: whether the session has a ticket.
+        looks: whether to pass over the ticket ahead after the wait if its owner has stopped.
     """
     numbers = {"base": f"'{find_queue(keys)}'::bigint", "ms": int(milliseconds)}
     wait = _WAIT_FOR_TURN.format(**numbers, look=_MOVE_UP.format(**numbers) if looks else "NULL;")
@@ -142,11 +143,11 @@ def build_wait_for_turn(
 
 
 def build_wait_for_keys(keys: Sequence[LockKey], milliseconds: int) -> tuple[str, ...]:
-    """Return the statements that take all of the keys or none, and give the ticket back with them; the last returns a row then.
+    """Return the statements that lock all keys or none, and return the ticket. The last one returns a row if they are locked.
 
     Args:
-        keys: sorted.
-        milliseconds: for each of them.
+        keys: the sorted keys.
+        milliseconds: how long to wait for each of them.
     """
     ms = int(milliseconds)
     if (key := _quote_single(keys)) is not None:
@@ -159,12 +160,12 @@ def build_wait_for_keys(keys: Sequence[LockKey], milliseconds: int) -> tuple[str
 
 
 def _quote_single(keys: Sequence[LockKey]) -> str | None:
-    """Return the one key there is, as the argument of a lock function; None: there are several, or it is a pair."""
+    """Return the only key as the argument of a lock function; None if there are several, or if it is a pair."""
     return f"'{int(keys[0].value)}'::bigint" if len(keys) == 1 and keys[0].space == "bigint" else None
 
 
 def _quote_arrays(keys: Sequence[LockKey]) -> dict[str, str]:
-    """Return the keys as two arrays: the numbers, and the pairs."""
+    """Return the keys as two SQL arrays: bigints and pairs."""
     whole, pairs = build_arguments(keys)
     numbers = {"keys": whole, "pairs": pairs}
     return {name: "'{" + ",".join(map(str, map(int, some))) + "}'::bigint[]" for name, some in numbers.items()}

@@ -1,9 +1,9 @@
-"""An advisory lock that brings a token: one statement, one transaction for the lock, the token and nothing else.
+"""An advisory lock with a fencing token: one statement in one transaction takes the lock and the token.
 
-The server function takes the transaction lock, then raises the token in the name's row, then takes the session lock, which
-can neither wait nor fail any more. So it answers with a token exactly when the lock is held; NULL: it is not; and after
-SQLSTATE 55P03, which a row that stays locked too long may bring, nothing is held either. It catches its own timeouts: a wait
-writes no line into the server's log.
+The server function takes the transaction-level lock, then raises the token in the name's row, then takes the session-level lock,
+which can neither wait nor fail any more. So it returns a token exactly if the lock is held, and NULL if it is not. After SQLSTATE
+55P03, which occurs if the row stays locked too long, nothing is held either. The function catches its own timeouts, so that a wait
+does not write to the server's log.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from pgfence.types import Holder
 
 STRANGE_BACKEND = -1
-"""What the function answers when another server process got the statement than the one it was meant for."""
+"""The function's result if another server process executes the statement than the one it was meant for."""
 ROW_WAIT = 2.0
-"""Seconds that the function waits for the name's row, beside the wait for the lock."""
+"""Seconds that the function waits for the name's row, in addition to the wait for the lock."""
 RETRIES = 10
-"""After SQLSTATE 40001, which a default above READ COMMITTED may bring."""
+"""The number of retries after SQLSTATE 40001, which a default isolation level above READ COMMITTED may cause."""
 
 
 class TokenSql(LockSql):
-    """The statements for one key whose lock brings a token."""
+    """The statements for one key whose lock has a token."""
 
     __slots__ = ("lock_text", "lock_unless_queued", "name", "place")
     context = ErrorContext(
         LEASES,
-        on_primary="A token is a row that is written: turn default_transaction_read_only off",
+        on_primary="A token is a row that is written. Turn default_transaction_read_only off",
         read_only=TransactionStateError,
         deadlock=LockSql.context.deadlock,
         fewer_locks=LockSql.context.fewer_locks,
@@ -56,24 +56,24 @@ class TokenSql(LockSql):
     def __init__(self, key: LockKey, name: str, place: TableNames, style: ParamStyle) -> None:
         super().__init__((key,), style)
         self.name = name
-        """Under which its token stands in the table."""
+        """The stored name that its token belongs to."""
         self.place = place
         asked = call(place, style, "lock_with_token_v2", "integer, bigint, text, integer, text, integer")
         self.lock_text = f"SELECT {asked}"
         self.lock_unless_queued = f"{self.lock_text} WHERE NOT {HAS_TICKETS.format(mark(style, 7))}"
-        """As `lock_text`, with the base of the queue as one more parameter; no row: others have tickets."""
+        """As `lock_text`, with the base of the queue as an additional parameter; no row if other waiters have tickets."""
 
     @property
     def row(self) -> tuple[TableNames, str]:
-        """The row of the lease table that they use."""
+        """The row of the lease table that holds the token."""
         return self.place, self.name
 
     def lock_args(self, backend_pid: int, milliseconds: int) -> tuple[object, ...]:
-        """Return the parameters of `lock_text`; 0 milliseconds do not wait."""
+        """Return the parameters of `lock_text`; with 0 milliseconds it does not wait."""
         return backend_pid, self.keys[0].value, self.name, milliseconds, socket.gethostname(), os.getpid()
 
     def holders(self, connection: Connection) -> list[Holder]:
-        """Return who holds the key, and who holds a lease of that name, which keeps the lock busy too. Two round trips."""
+        """Return the holders of the key and of a lease with that name, which blocks the lock too. Two round trips."""
         look = lease_sql(self.place, self.style).look
         try:
             with translate_text_errors(connection, self.name):

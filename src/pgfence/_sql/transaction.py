@@ -1,7 +1,7 @@
-"""The statements of a transaction-level advisory lock: ask, wait, give back.
+"""The statements of a transaction-level advisory lock: request, wait, release.
 
-A transaction lock cannot be unlocked. What a refused request has taken goes back with a savepoint of ours or, where nothing but
-the request is in it, with the whole transaction.
+A transaction-level lock cannot be unlocked. What a rejected request has locked is released by rolling back to a savepoint or, if the
+transaction contains only that request, the whole transaction.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _PLAIN: immutabledict[str, bool | None] = immutabledict({"stream_results": False
 _EVENTS = ("before_cursor_execute", "after_cursor_execute", "before_execute", "after_execute", "begin")
 
 _FEW = 16
-"""Up to so many keys are parameters of their own, which costs the server less than an array."""
+"""Up to this many keys are passed as separate parameters, which costs the server less than an array."""
 
 STANDBY = -1
 OLD_SNAPSHOT = -2
 
-# One column: a driver and SQLAlchemy need as long for each as the server needs for a key.
+# One column: each additional one costs the driver and SQLAlchemy as much time as the server needs for a key.
 _ANSWER = (
     "SELECT pg_catalog.concat_ws(' ', {0},"
     " pg_catalog.current_setting('statement_timeout'), pg_catalog.current_setting('lock_timeout'))"
 )
 _SNAPSHOT_IS_OLD = "pg_catalog.current_setting('transaction_isolation') IN ('repeatable read', 'serializable')"
-# By a statement of its own: none can change the limit that it runs under. Local to our savepoint, as lock_timeout is, so that a
-# failed wait leaves both as they were.
+# A separate statement, because a statement cannot change its own time limit. It is local to our savepoint, like lock_timeout, so that
+# a failed wait leaves both unchanged.
 _LIFT = "SELECT pg_catalog.set_config('statement_timeout', '0', true)"
-# lock_timeout counts for each lock anew, so before each key it is set to what is left of the time.
-# unnest gives the keys in the order of the array, bigints before pairs. The counting makes the last line wait for them all.
+# lock_timeout applies to each lock separately, so before each key it is set to the time left. unnest returns the keys in the order of
+# the array, bigints before pairs. Counting them makes the last line wait for all keys.
 _WAIT = """\
 WITH a AS MATERIALIZED (SELECT CAST({0} AS bigint) AS milliseconds, CAST({1} AS bigint) AS bigints),
 taken AS MATERIALIZED (
@@ -65,12 +65,12 @@ _ROLLBACK_TO = "ROLLBACK TO SAVEPOINT pgfence_lock"
 
 
 class LockResult(NamedTuple):
-    """What the server says to a request.
+    """The result of a request.
 
     Attributes:
-        taken: how many keys, in order, were granted before one was refused; below 0 a reason why none was tried.
-        statement_timeout: in force for the caller's statements.
-        lock_timeout: likewise.
+        taken: the number of keys granted, in order, before one was rejected; negative: the reason why none was tried.
+        statement_timeout: the setting in force for the caller's statements.
+        lock_timeout: the setting in force for the caller's statements.
     """
 
     taken: int
@@ -79,7 +79,7 @@ class LockResult(NamedTuple):
 
 
 def _list_rejections(stale_snapshot_ok: bool) -> list[str]:
-    """Return the branches for the reasons why nothing is tried."""
+    """Return the CASE branches for the reasons to try no key."""
     standby, old_snapshot = f"pg_catalog.pg_is_in_recovery() THEN {STANDBY}", f"{_SNAPSHOT_IS_OLD} THEN {OLD_SNAPSHOT}"
     return [standby] if stale_snapshot_ok else [standby, old_snapshot]
 
@@ -91,7 +91,7 @@ def _name_try(shared: bool) -> str:
 @lru_cache(maxsize=128)
 def _request(style: ParamStyle, spaces: tuple[str, ...], shared: bool, stale_snapshot_ok: bool) -> str:
     marks = iter(f"${n + 1}" if style == "numeric" else "%s" for n in range(2 * len(spaces)))
-    # PostgreSQL evaluates the branches of a CASE in order: nothing is taken on a standby, nor after the first refused key.
+    # PostgreSQL evaluates the branches of a CASE in order: nothing is locked on a standby, nor after the first rejected key.
     branches = _list_rejections(stale_snapshot_ok)
     for n, space in enumerate(spaces):
         kinds = ("bigint",) if space == "bigint" else ("integer", "integer")
@@ -126,18 +126,17 @@ def _flatten_keys(keys: Sequence[LockKey]) -> tuple[int, ...]:
 
 
 def send(connection: Connection, text: str, values: tuple[object, ...] = ()) -> CursorResult[Any]:
-    """Send a statement of ours in the caller's transaction."""
+    """Send a statement of pgfence in the caller's transaction."""
     send_postponed(connection)
-    # A server-side cursor, if the caller's options ask for one, would turn the statement into a DECLARE.
+    # Without a server-side cursor, which the caller's options may ask for: it would turn the statement into a DECLARE.
     with translate_text_errors(connection, values):
         return connection.exec_driver_sql(text, values, execution_options=_PLAIN)
 
 
 def send_quick(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
-    """Send a statement of ours that returns one value in the caller's transaction: at half of the client's cost.
+    """Send a statement of pgfence that returns one value, in the caller's transaction, at half the cost on the client.
 
-    It goes past SQLAlchemy, and together with BEGIN, where no listener would see it there. Its errors come as SQLAlchemy's all
-    the same.
+    It bypasses SQLAlchemy, and is sent together with BEGIN, if no listener would miss it. Errors are raised as SQLAlchemy's.
     """
     if is_observed(connection):
         return send(connection, text, values).scalar_one()
@@ -152,7 +151,7 @@ def send_quick(connection: Connection, text: str, values: tuple[object, ...]) ->
         answer = cursor.fetchone()[0]
         cursor.close()
     except BaseException as error:
-        # It closes the connection where that is lost, or was left in the middle of the answer.
+        # This closes the connection if it is lost, or was interrupted in the middle of a response.
         statement = text if isinstance(error, connection.dialect.loaded_dbapi.Error) else None
         with translate_text_errors(connection, values):
             connection._handle_dbapi_exception(error, statement, values, cursor, None)
@@ -161,17 +160,17 @@ def send_quick(connection: Connection, text: str, values: tuple[object, ...]) ->
 
 
 def is_observed(connection: Connection) -> bool:
-    """Say whether anybody wants to see our statements, or SQLAlchemy would have to judge whether they may go out."""
+    """Return whether listeners or echo must see the statement, or SQLAlchemy must check whether it may be sent."""
     if connection._has_events or connection.engine._has_events:
         heard = connection.dispatch
-        # Not any event: SQLAlchemy itself listens for new connections of an engine with execution options.
+        # Not just any event: SQLAlchemy itself listens for new connections of an engine with execution options.
         if any(getattr(heard, name) for name in _EVENTS):
             return True
     return connection._echo or len(connection.dialect.dispatch.do_execute) > 1 or connection.in_nested_transaction()
 
 
 def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_snapshot_ok: bool) -> LockResult:
-    """Try the keys in their order and stop at the first that is refused. One round trip, never waits."""
+    """Try the keys in order and stop at the first that is rejected. One round trip, never waits."""
     style = style_of(connection.dialect)
     values: tuple[object, ...]
     if len(keys) <= _FEW:
@@ -188,17 +187,17 @@ def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_
 def wait(
     connection: Connection, keys: Sequence[LockKey], answer: LockResult, *, shared: bool, milliseconds: int
 ) -> None:
-    """Wait for the keys in their order, inside our savepoint, and put the caller's settings back.
+    """Wait for the keys in order, inside our savepoint, and restore the caller's settings.
 
     Args:
-        connection: in a transaction, in our savepoint.
-        keys: sorted.
-        answer: to the request before, with the caller's settings.
-        shared: the mode.
-        milliseconds: for all keys together; 0 for ever.
+        connection: a connection in a transaction, inside our savepoint.
+        keys: the sorted keys.
+        answer: the result of the request before, with the caller's settings.
+        shared: whether the mode is shared.
+        milliseconds: for all keys together; 0 waits indefinitely.
 
     Raises:
-        DBAPIError: 55P03 when the time is over, 40P01 for a deadlock.
+        DBAPIError: 55P03 if the time is over, 40P01 for a deadlock.
     """
     if answer.statement_timeout != "0":
         send(connection, _LIFT)
@@ -209,43 +208,43 @@ def wait(
 
 
 def set_savepoint(connection: Connection) -> None:
-    """Set a savepoint that SQLAlchemy's own count of savepoints does not see."""
+    """Set a savepoint that SQLAlchemy does not count."""
     send(connection, _SAVEPOINT)
 
 
 def keep(connection: Connection) -> None:
-    """Release our savepoint: what was taken since belongs to the transaction."""
+    """Release our savepoint: the locks taken since then belong to the transaction."""
     send(connection, _RELEASE)
 
 
 def give_back(connection: Connection) -> None:
-    """Undo everything since our savepoint, and the savepoint too."""
+    """Roll back to our savepoint and release it."""
     send(connection, _ROLLBACK_TO)
     send(connection, _RELEASE)
 
 
 def begin_anew(connection: Connection) -> None:
-    """End the server's transaction and let the next statement begin another; SQLAlchemy's goes on."""
-    # Only where nothing but our own request has run in it, and no hook may have sent anything unseen.
+    """End the server's transaction and let the next statement begin another, without ending SQLAlchemy's transaction."""
+    # Call it only if nothing but our own request has run in the transaction, and no hook may have sent anything unseen.
     connection.dialect.do_rollback(connection.connection)
 
 
 def has_hooks(connection: Connection) -> bool:
-    """Return whether anybody is called before a statement goes out, and may send another one first."""
+    """Return whether a hook runs before each statement, which may send another statement first."""
     return bool(connection.dispatch.before_cursor_execute)
 
 
 class DriverState(NamedTuple):
-    """What the driver knows of its connection without asking."""
+    """The state of a driver's connection, known without a round trip."""
 
     autocommit: bool
     pipeline: bool
     idle: bool
-    """The server is in no transaction."""
+    """Whether the server is in no transaction."""
 
 
 def read_driver_state(connection: Connection) -> DriverState:
-    """Return what the driver knows of the connection. No round trip."""
+    """Return the state of the driver's connection. No round trip."""
     adapted = connection.connection.dbapi_connection
     assert adapted is not None
     driver: RawConnection = connection.dialect.get_driver_connection(adapted)
@@ -267,7 +266,7 @@ class Stay(NamedTuple):
 
     @classmethod
     def of(cls, connection: Connection) -> Stay:
-        """Return the present transaction of a connection."""
+        """Return the current transaction of a connection."""
         return cls(connection, connection.get_transaction())
 
     def has_ended(self) -> bool:
