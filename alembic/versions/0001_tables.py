@@ -14,10 +14,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Make them."""
+    """Create the tables and functions."""
     op.create_pgfence(version=1)
 
 
 def downgrade() -> None:
-    """Drop them, unless somebody holds a lease."""
+    """Drop the tables and functions. Fails while a lease is held."""
     op.drop_pgfence()

@@ -1,4 +1,4 @@
-"""Version 2: room for idempotency keys.
+"""Version 2: the table of idempotency keys.
 
 Revision: 0002
 """
@@ -14,10 +14,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add it; leases may be held meanwhile."""
+    """Add the table and its functions. Leases may be held."""
     op.upgrade_pgfence(1, 2)
 
 
 def downgrade() -> None:
-    """Take it away again."""
+    """Drop the table and its functions."""
     op.upgrade_pgfence(2, 1)

@@ -1,4 +1,4 @@
-"""Version 3: tokens that survive a failover, and what a lease's row was granted for.
+"""Version 3: tokens that stay unique after a failover, and the kind of grant in each lease row.
 
 Revision: 0003
 """
@@ -14,10 +14,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the columns and functions; leases may be held meanwhile."""
+    """Add the columns and functions. Leases may be held."""
     op.upgrade_pgfence(2, 3)
 
 
 def downgrade() -> None:
-    """Drop them again."""
+    """Drop the columns and functions."""
     op.upgrade_pgfence(3, 2)

@@ -1,4 +1,4 @@
-"""Version 4: writers with one token enter their gate without a multixact each.
+"""Version 4: writers with the same token enter their gate without writing a multixact.
 
 Revision: 0004
 """
@@ -14,10 +14,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Replace the functions of the fence; leases may be held and fenced transactions may be open meanwhile."""
+    """Replace the functions of the fence. Leases may be held, and fenced transactions may be open."""
     op.upgrade_pgfence(3, 4)
 
 
 def downgrade() -> None:
-    """Put the older functions back, once no transaction is inside a gate."""
+    """Restore the older functions. Waits until no transaction is inside a gate."""
     op.upgrade_pgfence(4, 3)
