@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks --help`. What is measured, and how, is in README.md beside this file."""
+"""The benchmarks: run `python -m benchmarks --help`. README.md in this folder says what is measured and how."""

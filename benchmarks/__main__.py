@@ -1,4 +1,4 @@
-"""Run the benchmarks and say which bars are met."""
+"""Run the benchmarks and report which limits are met."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ SCENARIOS = (
     "lock_or_version",
     "transfers",
 )
-"""In the order of the page."""
+"""The scenarios, in the order of the page."""
 LONG = ("purge", "transfers")
-"""They take several minutes each."""
+"""Scenarios that take several minutes each."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the scenarios that were asked for. Returns 0 although a bar is missed: the table says so; 1 after an error."""
+    """Run the chosen scenarios. Returns 0 even if a limit is missed, which the table shows; 1 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "scenarios",
@@ -80,8 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(names: list[str], quick: bool, folder: Path) -> tuple[Path, bool]:
-    """Run scenarios one after the other. One that fails is left out, and the others are kept."""
-    # What is lost and waited for here is so on purpose.
+    """Run scenarios one by one. One that fails is left out, and the others are kept."""
+    # Locks are lost and waited for on purpose here, so such warnings are noise.
     logging.getLogger("pgfence").addHandler(logging.NullHandler())
     where, results, failed = machine(), [], False
     print(report.described(where), flush=True)

@@ -1,4 +1,4 @@
-"""A crowd in one process that wants one lock: how many connections it uses, and how fast it gets through."""
+"""Many threads or tasks of one process want one lock: how many connections they use, and how long it takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAITING = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT gra
 
 
 class Outside:
-    """Somebody in another session who holds the lock, and a look at how many connections the crowd has."""
+    """Another session that holds the lock, and counts the connections of the crowd."""
 
     def __init__(self, place: Place) -> None:
         self.holder = place.connect()
@@ -55,7 +55,7 @@ def _number(connection: psycopg.Connection[Any], text: str) -> int:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Let threads and tasks of one process wait behind somebody else, and then through."""
+    """Let threads and tasks of one process wait for another session, and then acquire the lock one by one."""
     threads, tasks = (20, 50) if quick else (200, 1000)
     with server() as place:
         rows = [(f"{threads} threads, psycopg", threads, *_threads(place, threads))]
@@ -87,7 +87,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def _threads(place: Place, size: int) -> tuple[int, float]:
-    """Return the most connections that were seen, and the seconds from the release to the last one's end."""
+    """Return the maximum number of connections, and the seconds from the release until the last thread is done."""
     outside, asking = Outside(place), threading.Semaphore(0)
     engine = sa.create_engine(place.url(), connect_args=called("crowd"))
     lock: Any = AdvisoryLock(engine, NAME, namespace="benchmark")
@@ -116,7 +116,7 @@ def _threads(place: Place, size: int) -> tuple[int, float]:
 
 
 async def _tasks(place: Place, driver: str, size: int) -> tuple[int, float]:
-    """As `_threads`, for the tasks of one loop."""
+    """Do the same as `_threads`, for the tasks of one event loop."""
     outside = Outside(place)
     engine = create_async_engine(place.url(driver), connect_args=called("crowd", driver))
     lock: Any = AsyncAdvisoryLock(engine, NAME, namespace="benchmark")

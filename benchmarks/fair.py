@@ -1,4 +1,4 @@
-"""Fair turns: processes that all want one lock, with a timeout of twice what first come, first served would take."""
+"""Fair turns: processes that all want one lock, with a timeout of twice the time of a fair turn."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ HOLD = 0.05
 
 
 class Turns(NamedTuple):
-    """What one process met.
+    """The measurements of one process.
 
     Attributes:
-        held: when it was granted the lock, and when it began to give it back, of each grant.
-        waits: how long each call took, those that timed out included.
-        timeouts: calls that timed out.
-        spent: processor time of the process while the others and it ran, in seconds.
+        held: for each grant, when the lock was granted and when its release began.
+        waits: the duration of each call, including those that timed out.
+        timeouts: the number of calls that timed out.
+        spent: the processor time of the process during the run, in seconds.
     """
 
     held: list[tuple[float, float]]
@@ -44,7 +44,7 @@ class Turns(NamedTuple):
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Let the processes take turns by pgfence, by a blocking lock of the driver, and again."""
+    """Let the processes take turns with pgfence, with a blocking lock of the driver, and with both again."""
     processes, seconds, rounds = (6, 1.0, 1) if quick else (40, 11.0, 2)
     found: dict[str, list[list[Turns]]] = {RAW: [], OURS: []}
     with server() as place:
@@ -130,7 +130,7 @@ def _median(values: Any) -> float:
 
 
 def _compete(place: Place, kind: str, processes: int, seconds: float) -> list[Turns]:
-    """Start the processes, let them begin together, and return what each met."""
+    """Start the processes, let them begin together, and return the measurements of each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.fair"])  # 40 imports would take longer than the run
     url = place.url().render_as_string(hide_password=False)

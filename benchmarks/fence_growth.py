@@ -1,4 +1,4 @@
-"""What a fence costs the server when many sessions write with one token at once, measured by pgbench."""
+"""The cost of a fence on the server when many sessions write with one token at once, measured with pgbench."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _DONE = re.compile(r"actually processed: (\d+)")
 
 
 class _Round(NamedTuple):
-    """What one run of pgbench found."""
+    """The result of one run of pgbench."""
 
     per_second: float
     multixacts: float
-    """For each transaction."""
+    """Multixacts per transaction."""
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measure 1, 8 and 32 sessions that write rows of their own, bare and fenced, on a server that syncs to the disk."""
+    """Measure 1, 8 and 32 sessions that each write their own row, bare and fenced, on a server that syncs to disk."""
     skipped, bars, tables, pictures = {}, [], [], []
     if (pgbench := _find_pgbench()) is None:
         skipped["pgbench"] = "it is neither beside the server's programs nor on the PATH"
@@ -134,7 +134,7 @@ def _run(pgbench: str, place: Place, script: Path, writers: int, seconds: int) -
 
 
 def _count_multixacts(place: Place) -> int:
-    """Return how many the server has written."""
+    """Return how many multixacts the server has written."""
     with place.connect() as connection:
         connection.execute("CHECKPOINT")
         row = connection.execute("SELECT next_multixact_id::text::bigint FROM pg_control_checkpoint()").fetchone()
@@ -143,7 +143,7 @@ def _count_multixacts(place: Place) -> int:
 
 
 def _ratio(rounds: dict[str, list[_Round]], name: str) -> float:
-    """Return how many bare transactions run in the time of one of these."""
+    """Return how many bare transactions run in the time of one transaction of a contestant."""
     return statistics.median(
         bare.per_second / each.per_second for bare, each in zip(rounds[BARE], rounds[name], strict=True)
     )

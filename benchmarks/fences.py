@@ -1,4 +1,4 @@
-"""What a fence costs: a transaction behind the gate against the same one without it."""
+"""The cost of a fence: a transaction that enters a gate, compared with the same one without it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GUARDED = sa.text("UPDATE guarded SET n = n + 1 WHERE id = :id")
 
 
 def bare(writes: int, *, trip: bool = False) -> Make:
-    """Updates without a fence; with `trip` one more statement before them, which does nothing."""
+    """Run updates without a fence; with `trip`, after an additional statement that does nothing."""
 
     def make(place: Place, stack: ExitStack) -> Callable[[], object]:
         engine = sa.create_engine(place.url())

@@ -1,4 +1,4 @@
-"""Contestants of the uncontended cycle: the drivers by hand, SQLAlchemy by hand, and pgfence."""
+"""Contestants of the uncontended cycle: plain drivers, plain SQLAlchemy, and pgfence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRY, UNLOCK = "SELECT pg_try_advisory_lock({0})", "SELECT pg_advisory_unlock({0}
 
 
 def key(name: str) -> int:
-    """Every contestant locks a key of its own, of the same size."""
+    """Return a contestant's own key. All have the same size."""
     return LockKey.of(name, namespace="benchmark").value
 
 
@@ -43,7 +43,7 @@ def raw_psycopg(name: str) -> Make:
 
 
 def core(name: str, *, checkout: bool = False) -> Make:
-    """SQLAlchemy Core by hand: on one connection in autocommit, or on one from the pool each time."""
+    """SQLAlchemy Core without pgfence: on one connection in autocommit, or on one from the pool each time."""
 
     def make(place: Place, stack: ExitStack) -> Callable[[], object]:
         engine = sa.create_engine(place.url(), isolation_level="AUTOCOMMIT")

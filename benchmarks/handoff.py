@@ -1,7 +1,7 @@
-"""From the release in one process to the moment the waiter of another one runs.
+"""The time from the release in one process until the waiter in another process runs.
 
-The contestants alternate on pairs of processes. The clock starts just before the holder's release is called and stops when
-the waiter's acquire has returned; it is the same clock for both processes.
+The contestants alternate on pairs of processes. The clock starts just before the holder calls release, and stops when the
+waiter's acquire has returned. Both processes read the same clock.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 WAIT, UNLOCK = "SELECT pg_advisory_lock({0})", "SELECT pg_advisory_unlock({0})"
 TIMEOUT = 30
 UNQUEUED = 0.006
-"""Seconds in which a waiter is sure to stand in the queue; the release comes a little later."""
+"""Seconds after which a waiter is certainly in the queue. The release comes a little later."""
 
 
 class Raw(peers.Client):
-    """A blocking lock by the driver."""
+    """A blocking lock, with the plain driver."""
 
     def __init__(self, place: Place, name: str) -> None:
         self.connection, self.number = place.connect(), floor.key(name)
@@ -68,19 +68,19 @@ class Ours(peers.Client):
 
 
 class RawLate(Raw):
-    """The same after a longer wait, when everybody's caches are cold."""
+    """The same after a longer wait, when all caches are cold."""
 
     polls = 1.0
 
 
 class OursLate(Ours):
-    """Half of these waits last longer than their first slice in the server."""
+    """pgfence after a longer wait. Half of these waits last longer than their first slice in the server."""
 
     polls = 1.0
 
 
 class OnLoop(peers.Client):
-    """An async lock on a loop of its own, which runs while something is waited for."""
+    """An async lock on its own event loop, which runs while the lock is waited for."""
 
     def __init__(self, place: Place, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -90,7 +90,7 @@ class OnLoop(peers.Client):
         raise NotImplementedError
 
     async def end(self) -> None:
-        """Close what `open` opened."""
+        """Close the connection that `open` opened."""
 
     def close(self) -> None:
         self.loop.run_until_complete(self.end())
@@ -177,7 +177,7 @@ JUDGED = {
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measure the hand-over against a blocking lock of the same driver, and other libraries."""
+    """Measure the hand-over, compared with a blocking lock of the same driver and with other libraries."""
     pairs, cycles = (1, 4) if quick else (10, 40)
     found, skipped = peers.available(PEERS)
     field = (*OWN, *found)
@@ -244,7 +244,7 @@ def _pair(place: Place, field: tuple[str, ...], cycles: int) -> dict[str, list[f
         polls = {name: there[name] for there in (end.recv() for end in ends) for name in there}
         for _ in range(cycles + 2):
             for name in random.sample(field, len(field)):
-                # Who polls, or waits long, needs few samples.
+                # Contestants that poll or wait long get few samples, because each takes long.
                 if polls[name] and random.random() > 0.05 / polls[name] and len(took[name]) > 2:
                     continue
                 took[name].append(_hand_over(*ends, name, polls[name]))
@@ -264,10 +264,10 @@ def _hand_over(holder: Connection, waiter: Connection, name: str, polls: float) 
 
 
 def _side(pipe: Connection, dsn: str, field: list[str]) -> None:
-    """One process: a client of each contestant, and commands until None comes."""
+    """Run one process: a client for each contestant, and commands until it receives None."""
 
     class There:
-        """The place, seen from another process."""
+        """The server, as seen from another process."""
 
         def __init__(self) -> None:
             self.dsn = dsn

@@ -1,4 +1,4 @@
-"""What an idempotency key costs: a durable transaction of one INSERT with it and without, and a replay against one SELECT."""
+"""The cost of an idempotency key: a durable transaction of one INSERT with and without it, and a replay against one SELECT."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NUMBERS = itertools.count()
 
 @dataclass
 class Line:
-    """One of the lines of a result."""
+    """One line of a result."""
 
     ident: UUID = field(default_factory=uuid4)
     amount: Decimal = Decimal("12.30")

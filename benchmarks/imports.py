@@ -55,7 +55,7 @@ CHILD = ("date", "+%s%N")
 
 
 class Start(NamedTuple):
-    """How a command was started: milliseconds until it ran, from then on until all was over, and of processor time."""
+    """The start of a command: milliseconds until it ran, until everything had ended, and of processor time."""
 
     before: float
     after: float
@@ -63,7 +63,7 @@ class Start(NamedTuple):
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Import both, and start a command under a lock, in new processes."""
+    """Measure both imports, and a command started under a lock, in new processes."""
     runs = 3 if quick else 40
     found = [json.loads(_once(PROGRAM)) for _ in range(runs)]
     plugin = statistics.median(1e3 * float(_once(PLUGIN)) for _ in range(runs))

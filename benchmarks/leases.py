@@ -1,4 +1,4 @@
-"""Leases: what acquire and release cost, ten thousand of them in one process, and the hand-over to a waiter."""
+"""Leases: the cost of acquire and release, ten thousand leases in one process, and the hand-over to a waiter."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ours(place: Place, stack: ExitStack) -> Callable[[], object]:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measure it against the same statements by the driver."""
+    """Measure leases, compared with the same statements sent by the plain driver."""
     with server() as place:
         schema.create_all(sa.create_engine(place.url(), poolclass=sa.NullPool))
         field: dict[str, Make] = {RAW: raw("raw"), AGAIN: raw("again"), OURS: ours}
@@ -106,7 +106,7 @@ def _trips(place: Place) -> dict[str, Any]:
 
 
 def _many(place: Place, count: int, ttl: float) -> list[dict[str, Any]]:
-    """Hold many leases at once: memory, connections, and how late the latest renewal comes."""
+    """Hold many leases at once: memory, connections, and the delay of the latest renewal."""
     engine = sa.create_engine(place.url(), connect_args=called("many"))
     with place.connect() as look:
         with Lease(engine, "warm", ttl=ttl).hold():

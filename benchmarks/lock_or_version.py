@@ -1,4 +1,4 @@
-"""Lock or version? The same read-modify-write by both, by one worker to eight, on one row and on many; drawn as a picture."""
+"""Lock or version? The same read-modify-write with both, by one to eight workers, on one row and on many; with a picture."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection as Pipe
 
 THOUGHT = 0.002
-"""Seconds between the read and the write: what the program thinks meanwhile."""
+"""Seconds between read and write, in place of the program's work."""
 ROWS = {"one row": 1, "200 rows": 200}
 GUARDS = ("version, with retries", "TransactionLock")
 NAME = "lock-or-version"
 
 
 class Base(DeclarativeBase):
-    """The one class of this scenario."""
+    """The base class of this scenario's only mapped class."""
 
 
 class Counter(Versioned, Base):
@@ -38,13 +38,13 @@ class Counter(Versioned, Base):
 
 
 class Phase(NamedTuple):
-    """What is measured at once.
+    """One measurement.
 
     Attributes:
         guard: one of GUARDS.
-        rows: how many rows the workers choose from.
-        workers: how many work; the others look on.
-        seconds: for how long.
+        rows: the number of rows that the workers choose from.
+        workers: the number of workers that are active; the others are idle.
+        seconds: the duration.
     """
 
     guard: str
@@ -54,7 +54,7 @@ class Phase(NamedTuple):
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Let workers count up rows, guarded by a version and by a lock."""
+    """Let workers increment rows, guarded by a version and by a lock."""
     crowds = (1, 2) if quick else (1, 2, 4, 8)
     seconds, rounds = (0.2, 1) if quick else (0.6, 6)
     phases = [
@@ -106,7 +106,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def _act(url: str, phases: list[Phase], workers: int) -> list[tuple[Phase, list[float], int]]:
-    """Return for each phase how long every commit took, and how many attempts there were."""
+    """Return the duration of each commit and the number of attempts, for each phase."""
     engine = sa.create_engine(url)
     Base.metadata.create_all(engine)
     with Session(engine) as session:
@@ -137,7 +137,7 @@ def _act(url: str, phases: list[Phase], workers: int) -> list[tuple[Phase, list[
 
 
 def _serve(url: str, number: int, pipe: Pipe) -> None:
-    """Work when told to, and say how much was done."""
+    """Work on command, and report how much was done."""
     chosen = random.Random(number)
     engine = sa.create_engine(url)
     make = sessionmaker(engine, class_=VersionedSession)

@@ -1,4 +1,4 @@
-"""How soon a holder is told that the server has ended its session."""
+"""The time until a holder is notified that the server has ended its session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KILL = (
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Kill the backend of a holder, again and again."""
+    """Kill the backend of a holder repeatedly."""
     kills = 5 if quick else 150
     with server() as place, place.connect() as killer:
         told = {"psycopg": _sync(place, "psycopg", killer, kills), "psycopg2": _sync(place, "psycopg2", killer, kills)}
@@ -105,7 +105,7 @@ async def _async(
             async with lock.hold() as held:
                 held.on_lost(lambda told=told: told.set_result(time.monotonic()))
                 start = time.monotonic()
-                # On this very thread: the loop is free again once the server has the order.
+                # A blocking call: when it returns, the event loop is free and the server has the command.
                 killer.execute(KILL)
                 await asyncio.sleep(30)
         cancelled.append(time.monotonic() - start)

@@ -1,4 +1,4 @@
-"""One lock of many names: what it costs against one statement that takes as many keys and one that frees them."""
+"""One lock with many names, compared with one statement that locks as many keys and one that unlocks them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from benchmarks.place import Place
     from benchmarks.rounds import Make, Medians
 
-# Each contestant has keys of its own.
+# Each contestant has its own keys.
 TAKE = "SELECT count(pg_try_advisory{0}_lock(i)) FROM generate_series(%s::bigint, %s::bigint) AS i"
 FREE = "SELECT count(pg_advisory_unlock(i)) FROM generate_series(%s::bigint, %s::bigint) AS i"
 RAW, AGAIN, HOLD, NEW = "raw psycopg", "raw psycopg, again", "pgfence, hold()", "pgfence, a new lock object each time"
@@ -28,7 +28,7 @@ WITH_KEYS = {1_000: 5.0}
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measure locks of one name up to ten thousand."""
+    """Measure locks of one name to ten thousand names."""
     sizes = (1, 10, 300) if quick else (1, 10, 100, 1_000, 10_000)
     medians: dict[int, Medians] = {}
     with server(max_locks_per_transaction="512") as place:

@@ -1,4 +1,4 @@
-"""What the middleware for `Idempotency-Key` costs, against a handler that sends the same SQL by itself."""
+"""The cost of the middleware for `Idempotency-Key`, compared with a handler that sends the same SQL itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server a millisecond away: how many round trips each primitive takes, and what they make of its time."""
+"""A server a millisecond away: the round trips of each primitive, and how they determine its duration."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PEERS = tuple(name for name in peers.PEERS if "timeout" not in name and "psycopg
 
 
 class Distant:
-    """A place behind a proxy."""
+    """A server behind a proxy."""
 
     def __init__(self, place: Place, url: sa.URL) -> None:
         self._place = place
@@ -62,7 +62,7 @@ class Distant:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Count the round trips of each primitive, then measure everything through a slow proxy."""
+    """Count the round trips of each primitive, then measure everything through a proxy with a delay."""
     effort = rounds.Effort(2, 4, 7) if quick else rounds.Effort(8, 25, 8)
     with server() as place:
         _prepare(place)
@@ -155,7 +155,7 @@ def _prepare(place: Place) -> None:
 
 
 def _count(place: Any, counter: wire.Counter) -> dict[str, tuple[int, int]]:
-    """Return the round trips of the first cycle on a new engine, and of one when everything is warm."""
+    """Return the round trips of the first cycle on a new engine, and of a warm one."""
     found = {}
     for name, make in FIELD.items():
         with ExitStack() as stack:
@@ -163,7 +163,7 @@ def _count(place: Any, counter: wire.Counter) -> dict[str, tuple[int, int]]:
             cycle = make(place, stack)
             cycle()
             first = counter.trips - before
-            for _ in range(12):  # psycopg prepares a statement when it has seen it five times
+            for _ in range(12):  # psycopg prepares a statement on its sixth execution
                 cycle()
             before = counter.trips
             for _ in range(10):
@@ -184,7 +184,7 @@ def _round_trip(place: Any) -> float:
 
 @contextmanager
 def _distant_redis() -> Iterator[None]:
-    """Have the clients of Redis find it behind a proxy, where there is one."""
+    """Let Redis clients connect through a proxy, if Redis is available."""
     port = os.environ.get(peers.REDIS)
     if port is None:
         yield

@@ -1,6 +1,6 @@
-"""Other libraries, each in its cheapest documented way. One that is not installed, or has no server, says why.
+"""Other libraries, each in its fastest documented use. One that is not installed or has no server states why.
 
-A client locks one name: `acquire` waits, `release` gives back, `cycle` is the uncontended pair.
+A client locks one name: `acquire` waits, `release` releases, `cycle` does both without contention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Client:
     """One library's lock on one name.
 
     Attributes:
-        polls: seconds between two looks of its waiters, where they poll.
+        polls: the seconds between two attempts of its waiters, if they poll.
     """
 
     polls = 0.0
@@ -47,11 +47,11 @@ class Client:
         self.release()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
 
 def dlock(**kwargs: Any) -> type[Client]:
-    """sqlalchemy-dlock on one connection in autocommit; with a timeout its waiters poll once a second."""
+    """sqlalchemy-dlock on one connection in autocommit. With a timeout, its waiters poll once a second."""
     from sqlalchemy_dlock import create_sadlock
 
     class Dlock(Client):
@@ -122,7 +122,7 @@ def pals(driver: str) -> type[Client]:
 
 
 def pglock() -> type[Client]:
-    """django-pglock with a timeout: its waiters wait in the server."""
+    """django-pglock with a timeout. Its waiters wait in the server."""
     import pglock as library
     from django.db import connections
 
@@ -149,7 +149,7 @@ def pglock() -> type[Client]:
 
 
 def _django(place: Place) -> None:
-    """Configure Django once in a process; its one connection then belongs to this thread."""
+    """Configure Django once in a process. Its only connection then belongs to this thread."""
     import django
     from django.conf import settings
     from django.db import connections
@@ -210,10 +210,10 @@ _redis: subprocess.Popen[bytes] | None = None
 
 
 def redis_port() -> int:
-    """Return where a Redis listens on this machine: PGFENCE_BENCH_REDIS, or one of our own that ends with this process.
+    """Return the port of a Redis server on this machine: PGFENCE_BENCH_REDIS, or a new server that ends with this process.
 
     Raises:
-        LookupError: there is none, and no program to start one.
+        LookupError: there is no server, and redis-server is not installed.
     """
     global _redis  # noqa: PLW0603
     if REDIS not in os.environ:
@@ -259,7 +259,7 @@ PEERS: dict[str, Callable[[], type[Client]]] = {
 
 
 def available(names: tuple[str, ...]) -> tuple[dict[str, type[Client]], dict[str, str]]:
-    """Return the peers that can run here, and why the others cannot."""
+    """Return the peers that can run here, and the reasons why the others cannot."""
     warnings.simplefilter("ignore")
     logging.getLogger("pals").setLevel(logging.CRITICAL)
     found: dict[str, type[Client]] = {}

@@ -1,4 +1,4 @@
-"""Curves and bars as SVG, drawn with the standard library alone from a description that the results keep as JSON."""
+"""Draw curves and bars as SVG with the standard library, from a description that the results keep as JSON."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def curves(
     """Describe panels one below the other, with one legend.
 
     Args:
-        name: of the file.
-        across: what the horizontal axis shows.
+        name: the name of the file.
+        across: the label of the horizontal axis.
         places: the values on the horizontal axis, evenly spaced.
-        panels: by title, which says what the vertical axis shows: by name, a value for each place. At least one panel; each
-            has a scale of its own.
+        panels: by title, which is the label of the vertical axis: the values of each curve, by name. At least one panel. Each
+            panel has its own scale.
     """
     described = {title: {line: list(values) for line, values in lines.items()} for title, lines in panels.items()}
     return {"name": name, "kind": "curves", "across": across, "places": list(places), "panels": described}
 
 
 def bars(name: str, title: str, values: Mapping[str, float], unit: str = "x") -> dict[str, Any]:
-    """Describe a bar for each value, the shortest first; those of pgfence have a colour of their own."""
+    """Describe one bar for each value, the shortest first. Those of pgfence have their own colour."""
     return {"name": name, "kind": "bars", "title": title, "values": dict(values), "unit": unit}
 
 
@@ -86,7 +86,7 @@ def _panel(top: int, title: str, lines: Mapping[str, Sequence[float]], places: S
             _text(LEFT - 6, y + 4, f"{highest * step / 4:g}", "end"),
         ]
     x = [LEFT + WIDTH * (number + 0.5) / len(places) for number in range(len(places))]
-    # Ten labels at most have room.
+    # There is room for at most ten labels.
     for at, place in list(zip(x, places, strict=True))[:: -(-len(places) // 10)]:
         parts.append(_text(at, foot + 18, f"{place:,}", "middle"))
     for number, values in enumerate(lines.values()):
@@ -98,7 +98,7 @@ def _panel(top: int, title: str, lines: Mapping[str, Sequence[float]], places: S
 
 def _draw_bars(described: Mapping[str, Any]) -> str:
     values = sorted(described["values"].items(), key=lambda each: each[1])
-    # A bar far beyond the others would leave no room for their differences: it is cut, and its number says so.
+    # A bar far longer than the others would hide their differences, so it is cut and labelled with its number.
     top = min(values[-1][1], 3 * values[len(values) // 2][1])
     parts = [*_start(LONGEST + 80, 40 + ROW * len(values)), _text(0, 16, described["title"], "start")]
     for number, (name, value) in enumerate(values):
@@ -130,7 +130,7 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _ceiling(value: float) -> float:
-    """Return a round number that is not below a value."""
+    """Return a round number that is not less than a value."""
     scale = 1.0
     while scale * 10 < value:
         scale *= 10

@@ -1,4 +1,4 @@
-"""The server that a scenario measures, and what can be seen of it from outside."""
+"""The server that a scenario measures, and what can be observed from outside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("sqlalchemy", "psycopg", "asyncpg", "psycopg2-binary", "sqlalchemy-d
 
 
 class Place:
-    """A running server of this machine."""
+    """A running server on this machine."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -35,7 +35,7 @@ class Place:
 
     @property
     def dsn(self) -> str:
-        """How a driver reaches it over TCP."""
+        """The connection string for a driver, over TCP."""
         return plain(self.url())
 
     def connect(self, **kwargs: Any) -> psycopg.Connection[Any]:
@@ -43,7 +43,7 @@ class Place:
         return psycopg.connect(self.dsn, autocommit=True, **kwargs)
 
     def cpu_seconds(self, without: int = 0) -> Cpu:
-        """Return the processor time of all its processes until now, except for one."""
+        """Return the processor time of all its processes so far, except for one."""
         here = psutil.Process(self._server.pid)
         processes = [process for process in (here, *here.children()) if process.pid != without]
         times = [process.cpu_times() for process in processes]
@@ -51,7 +51,7 @@ class Place:
         return Cpu(ticks, sum(map(_scheduled, processes)) if SCHEDSTAT.exists() else ticks)
 
     def log(self, since: int = 0) -> str:
-        """Return its log from a place on."""
+        """Return its log from a position on."""
         return self._server.log.read_bytes()[since:].decode(errors="replace")
 
     def log_size(self) -> int:
@@ -62,8 +62,8 @@ class Cpu(NamedTuple):
     """Processor time in seconds.
 
     Attributes:
-        ticks: as `top` shows it. Work that is done between two ticks of the kernel's clock is not seen.
-        exact: as the scheduler counts it, where it does.
+        ticks: as `top` shows it. Work done between two ticks of the kernel's clock is missed.
+        exact: as the scheduler counts it, if available.
     """
 
     ticks: float
@@ -79,7 +79,7 @@ def _scheduled(process: psutil.Process) -> float:
 
 @contextmanager
 def server(*, durable: bool = False, **settings: str) -> Iterator[Place]:
-    """Run a server for one scenario. Unless it is durable it does not sync to the disk: the disk is not what is measured."""
+    """Run a server for one scenario. Unless it is durable, it does not sync to disk, because the disk is not measured."""
     with closing(Server(fsync=durable, settings=SETTINGS | settings)) as running:
         running.start()
         yield Place(running)
@@ -92,12 +92,12 @@ def called(application: str, driver: str = "psycopg") -> dict[str, Any]:
 
 
 def plain(url: URL) -> str:
-    """Return a URL as libpq and asyncpg want it."""
+    """Return a URL in the format of libpq and asyncpg."""
     return url.set(drivername="postgresql", query={}).render_as_string(hide_password=False)
 
 
 def wait_until(condition: Any, deadline: float = 30.0) -> Any:
-    """Return what the condition gives once it is true; give up at the deadline."""
+    """Return the result of the condition once it is true. Give up at the deadline."""
     end = time.monotonic() + deadline
     while not (found := condition()):
         if time.monotonic() > end:
@@ -107,7 +107,7 @@ def wait_until(condition: Any, deadline: float = 30.0) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """Describe what the figures were measured on, as far as they depend on it."""
+    """Describe the machine and the software that the figures depend on."""
     with server() as place, place.connect() as connection:
         (postgresql,) = connection.execute("SELECT current_setting('server_version')").fetchone() or ("?",)
     return {

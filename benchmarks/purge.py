@@ -1,4 +1,4 @@
-"""Expired idempotency keys, filled in and purged again and again: how long a statement takes, and how large the table gets."""
+"""Expired idempotency keys, inserted and purged repeatedly: how long a statement takes, and how large the table becomes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Cycle(NamedTuple):
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Fill, purge, vacuum; and once more beside an old snapshot."""
+    """Fill, purge and vacuum, and again beside an old snapshot."""
     rows, cycles = (5_000, 2) if quick else (1_000_000, 5)
     with server(durable=True, max_wal_size="4GB", autovacuum="off") as place:
         engine = sa.create_engine(place.url())

@@ -1,7 +1,7 @@
-"""Bars, tables and pictures, and where they are written.
+"""Build the tables and pictures of the results, and write them to files and to the page.
 
-The page is written from JSON alone: a run with `--docs` puts its scenarios into the file that is kept beside the page, in the
-place of older ones, and writes the page from that file.
+The page is written from JSON alone: a run with `--docs` replaces its scenarios in the file beside the page, and writes the page
+from that file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WRITTEN = re.compile(r"(?<=<!-- written by the benchmark -->\n).*(?=<!-- end --
 
 
 def bar(what: str, wanted: str, figure: float, limit: float, unit: str = "", *, digits: int = 2) -> dict[str, Any]:
-    """Return a bar and whether it is met: the figure is at most the limit."""
+    """Return a limit and whether it is met: the figure is at most the limit."""
     return {
         "what": what,
         "bar": wanted,
@@ -35,7 +35,7 @@ def bar(what: str, wanted: str, figure: float, limit: float, unit: str = "", *, 
 
 
 def null_test(figure: float, base: str) -> dict[str, Any]:
-    """Return what raw against raw says of a run."""
+    """Return the comparison of the plain driver with itself."""
     low, high = NULL_TEST
     return {
         "what": f"null test: {base}",
@@ -52,7 +52,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def markdown(results: Sequence[Mapping[str, Any]], pictures: str = "") -> str:
-    """Return everything that was measured, as the page shows it; `pictures` is the folder that the page finds them in."""
+    """Return all results as the page shows them; `pictures` is the folder of the pictures, relative to the page."""
     bars = [(result, each) for result in results for each in result["bars"] if not each.get("null")]
     missed = [(result["title"], *_show(each)) for result, each in bars if not each["met"]]
     lines = [f"{len(bars) - len(missed)} of {len(bars)} limits are met."]
@@ -109,11 +109,11 @@ def save(results: Sequence[Mapping[str, Any]], where: Mapping[str, Any], folder:
 
 
 def publish(files: Sequence[Path], order: Sequence[str], docs: Path) -> None:
-    """Put the scenarios of these files into the one beside the page, and write the page and its pictures from that.
+    """Put the scenarios of result files into the file beside the page, and write the page and its pictures.
 
     Args:
-        files: what `save` wrote; the last one that has a scenario counts, and the machine of the last is described.
-        order: of the scenarios on the page.
+        files: files written by `save`. The last one that contains a scenario is used, and the machine of the last is described.
+        order: the order of the scenarios on the page.
         docs: the folder of the page.
     """
     beside, page = docs / KEPT, docs / PAGE
@@ -144,13 +144,13 @@ def _write_pictures(results: Iterable[Mapping[str, Any]], folder: Path) -> None:
 
 def _write_json(path: Path, results: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> None:
     text = json.dumps({"machine": where, "results": _round(results)}, indent=1, default=str)
-    # A list of numbers on one line: the file is read by people too.
+    # Keep lists of numbers on one line, because people read the file too.
     flat = re.sub(r"\[\s+([-\d.e]+(?:,\s+[-\d.e]+)*)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
     path.write_text(f"{flat}\n", encoding="utf-8")
 
 
 def _round(value: Any) -> Any:
-    """Return a value with its numbers cut to four digits: the rest is noise."""
+    """Return a value with its numbers rounded to four digits, because the rest is noise."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):

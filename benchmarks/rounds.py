@@ -1,11 +1,11 @@
-"""The method: contestants alternate cycle by cycle, so that whatever the machine does meets all of them.
+"""The method: contestants alternate cycle by cycle, so that disturbances of the machine affect all of them alike.
 
-Where the kernel happens to place a server process moves the figure of a connection by a factor of two, and it drifts. So each
-*set* makes every contestant anew, in random order, with a connection of its own; its cycles alternate in random order; the
-set's figure is the median of a contestant's cycles, and its ratio the quotient of two medians of the same set. Reported is
-the median of the ratios over the sets. Raw against raw is the null test of a run: it has to read about 1.
+Where the kernel places a server process changes the figure of its connection by a factor of two, and it drifts. So each *set*
+creates every contestant again, in random order, with its own connection. Its cycles alternate in random order. The figure of a
+set is the median of a contestant's cycles, and its ratio is the quotient of two medians of the same set. The median of the ratios
+over the sets is reported. The null test of a run compares the plain driver with itself and must be about 1.
 
-A large field costs its members more than a small one: each finds the caches cold. Compare within a field, never across.
+A large field costs its members more than a small one, because each finds the caches cold. Compare within a field, never across.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NULL_TEST = (0.95, 1.07)
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
+    """The amount of measuring.
 
     Attributes:
-        sets: how many times everything is made anew.
-        cycles: of each contestant in a set.
-        warm: how many of them come before and do not count.
+        sets: how many times everything is created again.
+        cycles: the number of cycles of each contestant in a set.
+        warm: the number of cycles before that, which do not count.
     """
 
     sets: int
@@ -49,11 +49,11 @@ class Effort:
 
 
 Medians = dict[str, list[float]]
-"""Seconds a cycle took: of each contestant, one median per set."""
+"""The seconds of a cycle: for each contestant, one median per set."""
 
 
 def alternate(place: Place, field: Mapping[str, Make], effort: Effort) -> Medians:
-    """Let sync contestants alternate."""
+    """Measure sync contestants in alternation."""
     medians: Medians = {name: [] for name in field}
     for _ in range(effort.sets):
         took: dict[str, list[float]] = {name: [] for name in field}
@@ -69,7 +69,7 @@ def alternate(place: Place, field: Mapping[str, Make], effort: Effort) -> Median
 
 
 def alternate_async(place: Place, field: Mapping[str, AsyncMake], effort: Effort) -> Medians:
-    """Let async contestants alternate, on one loop."""
+    """Measure async contestants in alternation, on one event loop."""
 
     async def run() -> Medians:
         medians: Medians = {name: [] for name in field}
@@ -103,17 +103,17 @@ def ratios(medians: Medians, name: str, base: str) -> list[float]:
 
 
 def ratio(medians: Medians, name: str, base: str) -> float:
-    """Return the ratio of two contestants: the median over the sets."""
+    """Return the ratio of two contestants, as the median over the sets."""
     return statistics.median(ratios(medians, name, base))
 
 
 def quantile(values: list[float], share: float) -> float:
-    """Return the value below which a share of the values lies."""
+    """Return the value below which a given share of the values lies."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def spread(medians: Medians, name: str, base: str) -> str:
-    """Return where the middle half of the sets lies."""
+    """Return the range of the middle half of the sets."""
     found = ratios(medians, name, base)
     return f"{quantile(found, 0.25):.2f} to {quantile(found, 0.75):.2f}"

@@ -1,4 +1,4 @@
-"""A lock in the caller's transaction against one more statement there."""
+"""A lock in the caller's transaction, compared with an additional statement there."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ BASE, AGAIN = "BEGIN; SELECT 1; COMMIT", "BEGIN; SELECT 1; COMMIT, again"
 OURS, TIMED = "TransactionLock(connection)", "TransactionLock(connection), timeout=2"
 SESSION, ON_SESSION = "the same on a Session", "TransactionLock(session)"
 ASYNC = {"psycopg": "psycopg async", "asyncpg": "asyncpg"}
-# What the null test may be off is no cost.
+# Deviations within the limits of the null test do not count as a cost.
 LIMIT = rounds.NULL_TEST[1]
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measure whole transactions: with a lock, and with a plain statement in its place."""
+    """Measure whole transactions: with a lock, and with a plain statement instead."""
     effort = rounds.Effort.of(quick=quick)
     with server() as place:
         field = _field()
@@ -154,7 +154,7 @@ def _table(title: str, medians: Medians) -> dict[str, Any]:
 
 
 def _trips(place: Place, field: dict[str, Make]) -> dict[str, Any]:
-    """Count what the lock adds to a transaction that does nothing but BEGIN and COMMIT around it."""
+    """Count the round trips that the lock adds to a transaction of only BEGIN and COMMIT."""
 
     class Proxied:
         def url(self) -> sa.URL:

@@ -1,7 +1,7 @@
-"""Guarded transfers by many processes: is one lost? The figures beside it say what the guard costs.
+"""Guarded transfers by many processes: is an update lost? The figures beside it show the cost of each guard.
 
-Each transfer reads two balances, computes in the program and writes both back, the textbook way to lose updates. The ledger
-is the check: the balances have to be what the journal says.
+Each transfer reads two balances, computes in the program and writes both back, the textbook way to lose updates. The journal is
+the check: the balances must be equal to its sums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from threading import Barrier
 
 ACCOUNTS = 20
-"""Few, so that nearly every transfer meets another one on its way."""
+"""Few accounts, so that nearly every transfer conflicts with another one."""
 SCHEMA = """
     CREATE TABLE account (id int PRIMARY KEY, balance bigint NOT NULL);
     CREATE TABLE journal (payer int NOT NULL, payee int NOT NULL, amount int NOT NULL);
@@ -39,7 +39,7 @@ NOTE = sa.text("INSERT INTO journal VALUES (:payer, :payee, :amount)")
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Move money with each of the guards, and without one as the control."""
+    """Move money with each of the guards, and without one as a control."""
     transfers, processes = (100, 2) if quick else (100_000, 8)
     rows, bars = [], []
     for guard, share in (("none", 0.02), ("TransactionLock", 1.0), ("AdvisoryLock.hold()", 0.2)):

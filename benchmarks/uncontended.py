@@ -1,4 +1,4 @@
-"""Acquire and release a lock that nobody else wants, on a warm connection."""
+"""Acquire and release a lock without contention, on a warm connection."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ASYNC: dict[str, dict[str, AsyncMake]] = {
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measure it against the drivers, SQLAlchemy by hand, and other libraries."""
+    """Measure pgfence, compared with the drivers, plain SQLAlchemy and other libraries."""
     effort = rounds.Effort.of(quick=quick)
     bars, tables = [], []
     with server() as place:

@@ -1,4 +1,4 @@
-"""What a version costs: a flush with one against the same flush without, or with SQLAlchemy's bare `version_id_col`."""
+"""The cost of a version: a flush with one, compared with the same flush without, or with SQLAlchemy's `version_id_col`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SIZES = (2, 100, MANY)
 
 
 class Base(DeclarativeBase):
-    """The classes of this scenario: a number to count up, and rows for three sessions."""
+    """The base of this scenario's classes: a number to increment, and rows for three sessions."""
 
 
 class Columns:
-    """What all of them have."""
+    """The columns that all classes have."""
 
     id: Mapped[int] = mapped_column(primary_key=True)
     n: Mapped[int] = mapped_column(default=0)
@@ -59,7 +59,7 @@ class Triggered(Versioned, Columns, Base):
 
 
 def flush(cls: type[Any], number: int, make: Callable[[Any], Session] = Session, place: int = 0) -> Make:
-    """Count up rows that the session has, and commit. Those who write versions of one table have places of their own in it."""
+    """Increment rows that the session has loaded, and commit. Contestants on one table use different rows of it."""
 
     def contestant(where: Place, stack: ExitStack) -> Callable[[], object]:
         engine = sa.create_engine(where.url())
@@ -102,7 +102,7 @@ LINES = {"pgfence, Versioned": "Versioned in a VersionedSession", "version_id_co
 
 
 def several(number: int) -> dict[str, Make]:
-    """Return those who flush several rows."""
+    """Return the contestants that flush several rows."""
     return {
         "unversioned": flush(Plain, number),
         "unversioned, again": flush(Plain, number),
@@ -227,7 +227,7 @@ def _prepare(place: Place) -> None:
 
 
 def _hook(place: Place, times: int) -> float:
-    """Return what statements of a class without a version cost with the hook, against without it."""
+    """Return the cost of statements of a class without a version with the hook, compared with none."""
     engine = sa.create_engine(place.url())
     took: dict[bool, list[float]] = {True: [], False: []}
     for number in range(times):

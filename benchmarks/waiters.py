@@ -1,7 +1,7 @@
-"""What a hundred waiters cost the server: processor, log, and how old a snapshot they hold back.
+"""The cost of a hundred waiters for the server: processor time, log, and the age of the oldest snapshot.
 
-Each waiter has an engine of its own, as if it were a process of its own: nothing is shared between them, and a hundred
-connections wait. For comparison the same number of connections only asks, twice a second, whether the lock is free.
+Each waiter has its own engine, as if it were a process: nothing is shared between them, and a hundred connections wait. For
+comparison, the same number of connections only polls twice a second whether the lock is free.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NAME = "waited for"
 SLICE = 0.5
 LATE = 0.1
-"""Seconds by which a busy machine may wake somebody late; not the waiter's fault."""
+"""Seconds by which a busy machine may wake a process late, which is not the waiter's fault."""
 ASKING = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'waiter'"
 OLDEST = (
     "SELECT coalesce(max(extract(epoch FROM clock_timestamp() - coalesce(xact_start, query_start))), 0)::float"
@@ -34,7 +34,7 @@ OLDEST = (
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Let them wait for a lock that somebody holds all the time, and look at the server."""
+    """Let them wait for a lock that is held all the time, and observe the server."""
     waiters, seconds = (10, 2.0) if quick else (100, 60.0)
     with server(autovacuum="off") as place, ExitStack() as stack:
         holder = stack.enter_context(place.connect())
@@ -113,7 +113,7 @@ class _Waiter(threading.Thread):
 
 
 def _polled(place: Place, monitor: psycopg.Connection[Any], waiters: int, seconds: float) -> Cpu:
-    """Return what as many connections cost that ask and do not wait."""
+    """Return the cost of as many connections that poll instead of waiting."""
     over = threading.Event()
 
     def ask(connection: psycopg.Connection[Any]) -> None:
@@ -134,7 +134,7 @@ def _polled(place: Place, monitor: psycopg.Connection[Any], waiters: int, second
 
 
 def _watch(place: Place, monitor: psycopg.Connection[Any], seconds: float) -> tuple[Cpu, float]:
-    """Return the processor time in percent of a core, and the age of the oldest snapshot that was seen."""
+    """Return the processor time in percent of a core, and the age of the oldest snapshot."""
     before, start, oldest = place.cpu_seconds(monitor.info.backend_pid), time.monotonic(), 0.0
     while (took := time.monotonic() - start) < seconds:
         (age,) = monitor.execute(OLDEST).fetchone() or (0.0,)

@@ -1,8 +1,8 @@
-"""A proxy in front of a server, in a process of its own: it counts round trips and can add the delay of a network.
+"""A proxy in front of a server, in a separate process, that counts round trips and can add the delay of a network.
 
-A *round trip* begins when the client sends something after the server has sent something. What a client sends in one go, as
-a pipeline does, is one round trip however many messages it has. The delay is half on the way there and half on the way back,
-without loss or jitter; each direction of a connection is a thread. Redis can stand behind it as well as PostgreSQL.
+A *round trip* begins when the client sends something after the server has sent something. Messages that a client sends at once, as
+a pipeline does, are one round trip. Half of the delay is added on the way there and half on the way back, without loss or jitter.
+Each direction of a connection has a thread. The proxy works for Redis as well as for PostgreSQL.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from sqlalchemy import URL
 
 MILLISECOND = 0.0007
-"""A delay that makes a round trip of about a millisecond: the rest is the time of the proxy itself."""
+"""A delay that makes a round trip of about a millisecond, of which the proxy itself takes the rest."""
 TERMINATE = b"X\x00\x00\x00\x04"
-"""What a client of PostgreSQL sends before it closes the connection: nothing answers it."""
+"""The message that a PostgreSQL client sends before it closes the connection. The server sends no response."""
 
 
 class Counter:
-    """What a proxy has counted so far, over all connections through it."""
+    """The number of round trips that a proxy has counted over all connections through it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     @property
     def trips(self) -> int:
-        """Round trips until now."""
+        """The number of round trips so far."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -48,8 +48,8 @@ def counted(url: URL, delay: float = 0.0) -> Iterator[tuple[URL, Counter]]:
     """Yield the URL of a proxy in front of a server, and its counter.
 
     Args:
-        url: of the server.
-        delay: seconds that a round trip takes longer through the proxy.
+        url: the URL of the server.
+        delay: the seconds that the proxy adds to each round trip.
     """
     command = [sys.executable, "-m", "benchmarks.wire", str(url.host), str(url.port), str(delay)]
     process = subprocess.Popen(
@@ -60,13 +60,13 @@ def counted(url: URL, delay: float = 0.0) -> Iterator[tuple[URL, Counter]]:
     try:
         yield url.set(host="127.0.0.1", port=int(process.stdout.readline())), Counter(process)
     finally:
-        process.stdin.close()  # which ends it
+        process.stdin.close()  # ends the process
         process.wait(10)
         process.stdout.close()
 
 
 class _Link:
-    """One connection of a client, and ours to the server for it."""
+    """One connection of a client, and the connection to the server for it."""
 
     total = 0
     lock = threading.Lock()
@@ -74,7 +74,7 @@ class _Link:
     def __init__(self, client: socket.socket, server: socket.socket, delay: float) -> None:
         self.delay = delay
         self.answered = True
-        """The server has sent something since the client did."""
+        """Whether the server has sent something since the client did."""
         for each in (client, server):
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for way in ((client, server, True), (server, client, False)):
@@ -109,7 +109,7 @@ def _accept(listener: socket.socket, target: tuple[str, int], delay: float) -> N
 
 
 def main(host: str, port: str, delay: str) -> None:
-    """Say which port it listens on, then answer each line with the number of round trips so far, until there are no more."""
+    """Print the port, then answer each input line with the number of round trips so far, until the input ends."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     threading.Thread(target=_accept, args=(listener, (host, int(port)), float(delay)), daemon=True).start()
     print(listener.getsockname()[1], flush=True)
