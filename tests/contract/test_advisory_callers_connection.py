@@ -84,7 +84,7 @@ async def test_the_user_finds_no_transaction_that_he_did_not_begin(world: World,
 
 
 @pytest.mark.every_driver
-async def test_a_refusal_leaves_the_connection_as_it_was(world: World, name: str, dsn: str) -> None:
+async def test_a_rejection_leaves_the_connection_as_it_was(world: World, name: str, dsn: str) -> None:
     """Busy by try, by timeout=0 and by a wait: no transaction is open afterwards, and the holder is named."""
     async with world.enter(world.engine().connect()) as connection:
         one = lock(world, connection, name)
@@ -100,7 +100,9 @@ async def test_a_refusal_leaves_the_connection_as_it_was(world: World, name: str
 
 
 @pytest.mark.every_driver
-async def test_inside_a_transaction_it_is_refused(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_connection_in_a_transaction_is_rejected(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """C015: after a statement, in an aborted transaction, and in a begin() whose first statement is still to come."""
     async with world.enter(world.engine().connect()) as connection:
         one = lock(world, connection, name)
@@ -136,7 +138,7 @@ async def test_an_autocommit_connection_is_always_outside(
 
 
 @pytest.mark.every_driver
-async def test_a_transaction_begun_in_plain_sql_is_refused(world: World, name: str) -> None:
+async def test_a_transaction_begun_in_plain_sql_is_rejected(world: World, name: str) -> None:
     """C015: SQLAlchemy knows nothing of a BEGIN in AUTOCOMMIT, but the driver does, also once it is aborted."""
     async with world.enter(world.engine(isolation_level="AUTOCOMMIT").connect()) as connection:
         one = lock(world, connection, name)
@@ -153,7 +155,7 @@ async def test_a_transaction_begun_in_plain_sql_is_refused(world: World, name: s
 
 
 @pytest.mark.every_driver
-async def test_release_inside_a_transaction_is_refused_and_the_lock_stays(
+async def test_release_in_a_transaction_is_rejected_and_keeps_the_lock(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """C015: commit first, then release: the next holder must see what was written."""
@@ -389,7 +391,9 @@ async def test_a_short_statement_timeout_does_not_end_a_wait(
 
 
 @pytest.mark.every_driver
-async def test_in_pipeline_mode_it_is_refused(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_connection_in_pipeline_mode_is_rejected(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """C063: where an earlier error would hide the answer, nothing is sent."""
     if not world.name.startswith("psycopg") or world.name == "psycopg2":
         pytest.skip("this driver has no pipeline mode")
@@ -403,7 +407,7 @@ async def test_in_pipeline_mode_it_is_refused(world: World, name: str, admin: ps
             assert not is_free(admin, name)
 
 
-async def test_a_neighbour_with_an_engine_is_neither_handed_to_nor_handed_from(
+async def test_locks_are_not_handed_over_to_or_from_an_engines_lock(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """A lock on a caller's connection goes through the server; contenders of both kinds stand in one line."""
@@ -494,7 +498,7 @@ async def test_the_server_behind_a_callers_connection_is_judged_too(
         assert await run(world, connection, "SELECT 1") == 1
 
 
-async def test_sessions_of_ours_are_not_opened_for_it(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_no_further_connection_is_opened_for_it(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Taking, waiting and giving back use that one connection and no other."""
     async with world.enter(labelled(world, name).connect()) as connection:
         async with world.enter(lock(world, connection, name).hold()):

@@ -122,7 +122,7 @@ async def test_a_patched_connect_is_not_used(
 
 
 @pytest.mark.every_driver
-async def test_logins_are_made_as_the_engine_makes_them(world: World, name: str, dsn: str) -> None:
+async def test_connections_are_opened_as_the_engine_opens_them(world: World, name: str, dsn: str) -> None:
     """`do_connect` and `connect` hooks run for our connections too: tokens of cloud logins live there."""
     engine, seen = world.engine(dsn=dsn.replace("//postgres:", "//nobody_at_all:")), []
     inner = getattr(engine, "sync_engine", engine)
@@ -168,7 +168,7 @@ async def test_a_creator_is_used(world: World, name: str, dsn: str, admin: psyco
     assert made == [1]
 
 
-async def test_events_of_the_users_pool_do_not_run_for_ours(world: World, name: str) -> None:
+async def test_events_of_the_engines_pool_do_not_run_for_lock_connections(world: World, name: str) -> None:
     """A checkout hook for the user's connections is not called for pgfence's."""
     engine, seen = world.engine(), []
     inner = getattr(engine, "sync_engine", engine)

@@ -139,9 +139,7 @@ async def test_a_try_behind_a_local_holder_sends_no_statement(
         assert len(sessions(admin, name)) == 1
 
 
-async def test_the_queue_moves_on_past_those_who_give_up(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_the_queue_skips_contenders_that_give_up(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """A timeout in the middle of the line is its own affair; those behind are served."""
     engine, served = world.engine(), []
     held = await world.call(lock(world, engine, name).acquire)

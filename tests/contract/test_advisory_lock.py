@@ -43,7 +43,7 @@ def kind(world: World) -> Any:
 
 
 @pytest.mark.every_driver
-async def test_a_free_lock_is_taken_and_given_back(
+async def test_a_free_lock_is_acquired_and_released(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
     """try_acquire gives a handle, the server shows one exclusive row under the documented key, release removes it."""
@@ -64,7 +64,7 @@ async def test_a_free_lock_is_taken_and_given_back(
     assert is_free(admin, name)
 
 
-async def test_a_refused_try_is_none_and_holds_nothing(world: World, name: str, dsn: str) -> None:
+async def test_a_failed_try_returns_none_and_holds_nothing(world: World, name: str, dsn: str) -> None:
     """C018: a try on a held lock returns None, not an object that looks true, and leaves nothing behind."""
     one = lock(world, world.engine(), name)
     with elsewhere(dsn, name) as holder:
@@ -163,7 +163,7 @@ async def test_infinity_waits_until_it_is_free(
 
 
 @every_row(("value", "error"), BAD_TIMES)
-async def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(
+async def test_an_invalid_timeout_is_rejected_before_anything_is_sent(
     world: World, name: str, value: Any, error: type[Exception], admin: psycopg.Connection[Any]
 ) -> None:
     """Negative, NaN, text, bool: an error in every verb, and no connection is opened for it."""
@@ -403,7 +403,7 @@ async def test_every_key_works_on_every_driver(world: World, dsn: str, admin: ps
             pass
 
 
-async def test_names_that_are_no_names_are_refused_at_once(world: World) -> None:
+async def test_invalid_names_are_rejected_at_once(world: World) -> None:
     """No name at all, an empty one, NUL, numbers: ValueError or TypeError before any connection."""
     engine = world.engine()
     for names, error in (((), ValueError), (("",), ValueError), (("a\x00",), ValueError), ((5,), TypeError)):

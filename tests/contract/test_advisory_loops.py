@@ -73,7 +73,7 @@ def test_a_loop_that_ends_with_a_lock_held_frees_it(
 
 
 @pytest.mark.parametrize(("driver", "no_tls"), [("psycopg", "sslmode"), ("asyncpg", "ssl")])
-def test_a_loop_that_ends_while_a_connection_is_opened_leaves_none_half_open(driver: str, no_tls: str) -> None:
+def test_a_loop_that_ends_while_connecting_leaves_nothing_half_open(driver: str, no_tls: str) -> None:
     """The server does not wait for the rest of a login until the collector comes by: the socket ends with the loop."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         engine = create_async_engine(
@@ -179,7 +179,7 @@ async def test_a_contender_that_ended_leaves_its_handle_to_others(
 
 
 @pytest.mark.twins
-async def test_the_other_halfs_engine_is_refused_by_name(world: World, name: str) -> None:
+async def test_an_engine_of_the_other_kind_is_rejected(world: World, name: str) -> None:
     """The sync Engine inside an AsyncEngine, or a function that returns the wrong kind: a clear error, no hang, no greenlet."""
     engine = world.engine()
     if world.is_async:
@@ -193,7 +193,7 @@ async def test_the_other_halfs_engine_is_refused_by_name(world: World, name: str
 
 
 @pytest.mark.twins
-async def test_a_lock_engine_of_the_other_half_is_refused(world: World, name: str, dsn: str) -> None:
+async def test_a_lock_engine_of_the_other_kind_is_rejected(world: World, name: str, dsn: str) -> None:
     """configure(lock_engine=...) with the wrong kind of engine: TypeError that names the setting."""
     rest = dsn.split("://", 1)[1]
     wrong = world.pick(

@@ -78,7 +78,7 @@ async def test_both_key_spaces_go_together(
 @pytest.mark.matrix
 @pytest.mark.every_driver
 @pytest.mark.parametrize("busy", [0, 1, 2], ids=["first", "middle", "last"])
-async def test_a_refused_try_gives_back_what_it_took(
+async def test_a_failed_try_releases_what_it_locked(
     world: World, name: str, dsn: str, busy: int, advisory_rows: Callable[[], list[Any]]
 ) -> None:
     """C032: whichever of three is busy, the other two are free afterwards."""

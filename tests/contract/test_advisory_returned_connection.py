@@ -73,7 +73,7 @@ async def test_other_pools_end_the_lock_as_well(
         assert await run(world, other, "SELECT 1") == 1
 
 
-def test_a_dropped_lock_is_closed_before_the_next_user_gets_its_connection(dsn: str, name: str) -> None:
+def test_a_dropped_lock_ends_before_its_connection_is_reused(dsn: str, name: str) -> None:
     """Its owner gives the Connection back at the moment in which a thread of ours closes it: the pool waits for that."""
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}", pool_size=1, max_overflow=0)
     connection = engine.connect()
@@ -140,7 +140,7 @@ async def test_a_detached_connection_stays_its_owners(world: World, name: str, a
     await freed(admin, name)
 
 
-async def test_the_lock_of_an_invalidated_connection_leaves_its_successor_alone(world: World, name: str) -> None:
+async def test_the_lock_of_an_invalidated_connection_spares_its_successor(world: World, name: str) -> None:
     """After invalidate() the Connection goes on with another driver's connection, which the end of the lock does not close."""
     async with world.enter(world.engine().connect()) as connection:
         inner = getattr(connection, "sync_connection", connection)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.twins
 
 
-async def test_tenants_with_a_lock_each_overlap_and_one_tenant_is_done_one_at_a_time(world: World, name: str) -> None:
+async def test_locks_of_different_tenants_overlap_and_those_of_one_do_not(world: World, name: str) -> None:
     """C030: with the schema in the name two schemas migrate at the same time, the same schema twice never does."""
     engine = world.engine()
     inside: dict[str, int] = {}

@@ -236,7 +236,7 @@ async def test_behind_a_declared_pooler_nothing_is_set(
             assert await run(world, connection, f"SHOW {setting}") == value
 
 
-async def test_a_declared_transaction_pooler_is_refused(world: World, name: str) -> None:
+async def test_a_declared_transaction_pooler_is_rejected(world: World, name: str) -> None:
     """C019: each method raises, and the message says how to fix it."""
     engine = world.engine()
     configure(engine, pooler="transaction")
@@ -297,7 +297,7 @@ async def test_a_session_pooler_works_when_it_is_declared(
     assert is_free(admin, name)
 
 
-async def test_settings_that_come_too_late_are_refused_or_hold(world: World, name: str, dsn: str) -> None:
+async def test_settings_made_too_late_are_rejected_or_apply(world: World, name: str, dsn: str) -> None:
     """configure() belongs before the first use: afterwards it is an error or takes effect, never half of both."""
     engine = world.engine()
     async with world.enter(lock(world, engine, name).hold()):
@@ -328,7 +328,7 @@ async def test_passwords_in_a_query_are_not_printed(world: World, name: str) -> 
 
 
 @pytest.mark.every_driver
-async def test_what_the_server_refuses_for_good_is_not_retryable(world: World, name: str, dsn: str) -> None:
+async def test_what_the_server_rejects_for_good_is_not_retryable(world: World, name: str, dsn: str) -> None:
     """A missing database raises UnreachableError; with the driver's SQLSTATE it is not retryable."""
     engine = world.engine(dsn=dsn.rsplit("/", 1)[0] + "/no_such_database")
     with pytest.raises(UnreachableError, match="no_such_database") as caught:

@@ -353,7 +353,7 @@ async def test_a_role_without_rights_gets_the_grant_in_the_error(
 
 
 @pytest.mark.every_driver
-async def test_a_read_only_session_of_the_callers_is_refused(
+async def test_a_read_only_session_of_the_caller_is_rejected(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
     """On the caller's connection nothing is set: where that is read-only no token can be had, and nothing is held."""
@@ -484,7 +484,7 @@ def ledger(dsn: str, tables: None, name: str) -> Iterator[str]:
     engine.dispose()
 
 
-async def test_writes_under_the_token_pass_the_fence_until_a_newer_one_is_granted(
+async def test_writes_pass_the_fence_until_a_newer_token_is_granted(
     world: World, name: str, admin: psycopg.Connection[Any], ledger: str
 ) -> None:
     """begin() and fence() enter the gate with the lock's token; after the next grant the old token writes nothing."""

@@ -161,7 +161,7 @@ async def test_the_wrapped_function_looks_like_itself(world: World, name: str) -
     assert inspect.iscoroutinefunction(guarded) == world.is_async
 
 
-async def test_what_a_lock_cannot_cover_is_refused_at_decoration(world: World, name: str) -> None:
+async def test_functions_that_a_lock_cannot_cover_are_rejected(world: World, name: str) -> None:
     """C014: a coroutine function in the sync half, a sync one in the async half, and generators anywhere: TypeError."""
     decorate = lock(world, world.engine(), name).wrap()
 
@@ -232,7 +232,7 @@ async def test_busy_may_choose_the_exception(world: World, name: str, dsn: str) 
             assert isinstance(caught.value.__cause__ or caught.value.__context__, LockTimeoutError)
 
 
-async def test_choices_that_do_not_go_together_are_refused(world: World, name: str) -> None:
+async def test_contradicting_options_are_rejected(world: World, name: str) -> None:
     """unreachable="skip" needs busy="skip"; unknown words are a ValueError, before anything is decorated."""
     one = lock(world, world.engine(), name)
     for wrong in (

@@ -87,7 +87,7 @@ async def test_an_error_whose_meaning_is_named_says_what_becomes_of_the_key(shop
     assert "replayed" in again.value.__notes__[0]
 
 
-async def test_without_takeover_the_error_says_that_an_operator_must_free_the_key(shop: Shop) -> None:
+async def test_without_takeover_the_errors_say_what_to_do(shop: Shop) -> None:
     """It is not free when its claim ends: the note, the next call, and the call after that say what to do."""
     with pytest.raises(Away) as first:
         await shop.run("k", fail, takeover=False)
@@ -103,7 +103,7 @@ async def test_without_takeover_the_error_says_that_an_operator_must_free_the_ke
     assert lost.value.retry_after is None
 
 
-async def test_the_time_of_a_key_comes_from_its_claim_and_not_from_the_callers_ttl(shop: Shop) -> None:
+async def test_retry_after_comes_from_the_claim_not_from_the_callers_ttl(shop: Shop) -> None:
     """A claim of ten minutes that was last renewed four hundred seconds ago is free in two hundred, for any caller."""
     gate = Gate()
 
@@ -147,7 +147,7 @@ async def test_a_cancelled_attempt_is_known_to_have_ended(shop: Shop) -> None:
     assert (await refused(shop)).ended_with == "CancelledError"
 
 
-async def test_an_error_after_the_commit_of_the_result_says_that_the_result_stays(shop: Shop) -> None:
+async def test_an_error_after_the_commit_says_that_the_result_is_stored(shop: Shop) -> None:
     """What becomes of the key is read from its row: an attempt that is complete is not waited for."""
 
     async def commit_and_fail(attempt: Any) -> str:
@@ -205,7 +205,7 @@ async def test_an_attempt_that_was_overtaken_says_when_to_ask_for_its_result(sho
             assert "ended with this error after attempt 2 had taken over" in ended.value.__notes__[0]
 
 
-async def test_a_transaction_that_cannot_have_the_key_of_an_effect_says_which_attempt_has_it(shop: Shop) -> None:
+async def test_a_key_of_an_effect_names_its_attempt_to_transactions(shop: Shop) -> None:
     """It does not wait for attempts: the error names the attempt, what became of it, and when a transaction can claim the key."""
     gate = Gate()
 

@@ -73,7 +73,7 @@ def rows(shop: Shop, table: str) -> list[str]:
 # ---------------------------------------------------------------- steps
 
 
-async def test_each_step_is_done_once_with_a_key_of_its_own(shop: Shop) -> None:
+async def test_each_step_runs_once_with_its_own_key(shop: Shop) -> None:
     """The provider gets `<key>:<step>`, the same in each attempt; a step that was saved returns its value."""
 
     async def work(attempt: Any) -> str:
@@ -234,7 +234,7 @@ class Away(Exception):
 @pytest.mark.twins
 @pytest.mark.matrix
 @pytest.mark.parametrize("option", ["free", "record"])
-async def test_an_error_while_another_step_is_running_leaves_the_outcome_unknown(shop: Shop, option: str) -> None:
+async def test_an_error_beside_a_running_step_leaves_the_outcome_unknown(shop: Shop, option: str) -> None:
     """C101: in spite of `free` and `record`, no other attempt repeats a step while the first one is still running."""
     others: list[Any] = []
 
@@ -315,9 +315,7 @@ async def pay(shop: Shop, attempt: Any, table: str, *, commit: bool = True, then
     return "what the function returns does not count"
 
 
-async def test_the_rows_of_the_business_and_the_end_of_the_key_are_committed_together(
-    shop: Shop, payments: str
-) -> None:
+async def test_the_result_and_the_applications_rows_commit_together(shop: Shop, payments: str) -> None:
     """The result is what was completed with, for the first caller too."""
 
     async def work(attempt: Any) -> str:
@@ -448,7 +446,7 @@ async def test_no_attempt_takes_over_between_complete_and_commit(shop: Shop, pay
     assert rows(shop, payments) == ["attempt 1"]
 
 
-async def test_a_transaction_that_was_not_committed_leaves_the_outcome_unknown(shop: Shop, payments: str) -> None:
+async def test_an_uncommitted_transaction_leaves_the_outcome_unknown(shop: Shop, payments: str) -> None:
     """C101: complete() alone stores nothing, and a function that forgot its commit raises an error that says so."""
 
     async def work(attempt: Any) -> str:
@@ -502,9 +500,7 @@ async def test_a_transaction_that_is_done_again_finds_its_steps(shop: Shop, paym
 
 
 @pytest.mark.every_driver
-async def test_the_session_may_be_of_another_driver_but_not_of_another_database(
-    shop: Shop, payments: str, dsn: str
-) -> None:
+async def test_the_session_may_use_another_driver_but_not_another_database(shop: Shop, payments: str, dsn: str) -> None:
     """`complete()` is sent in the style of the session's driver; a database without the key does not lose the attempt."""
     others = {"psycopg": "psycopg2", "psycopg2": "psycopg", "psycopg_async": "asyncpg", "asyncpg": "psycopg"}
     scheme = f"postgresql+{others[shop.world.name]}"

@@ -97,7 +97,7 @@ async def test_a_second_caller_raises_in_progress_at_once(shop: Shop) -> None:
     assert shop.provider.done == 1
 
 
-async def test_of_many_at_once_one_runs_and_all_answers_are_equal(shop: Shop) -> None:
+async def test_of_many_concurrent_calls_one_runs_and_all_results_are_equal(shop: Shop) -> None:
     """C095: twenty callers with one key, who wait: one execution."""
     for n in range(ROUNDS):
         callers = [shop.run(f"k{n}", who=shop.world.other(), timeout=30) for _ in range(CALLERS)]
@@ -199,7 +199,7 @@ async def test_a_recorded_error_is_raised_again_without_running(shop: Shop) -> N
     assert shop.row("k").status == "failed"
 
 
-async def test_a_result_type_that_cannot_be_stored_is_rejected_before_the_work(shop: Shop) -> None:
+async def test_an_unstorable_result_type_is_rejected_before_the_work(shop: Shop) -> None:
     """C105: nothing was done and the key is not taken; where no annotation tells, the outcome is unknown, and it says so."""
 
     async def annotated(attempt: Any) -> Receipt:
@@ -238,7 +238,7 @@ async def test_what_was_done_and_not_saved_is_unknown_whatever_the_error(shop: S
         assert (shop.row(key).status, shop.row(key).claim_left > 50) == ("in_progress", True)
 
 
-async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(shop: Shop) -> None:
+async def test_an_error_of_pgfence_is_recorded_only_if_its_class_is_named(shop: Shop) -> None:
     """C101: an error that a retry would cure is not stored for a day because `record` names `Exception`."""
     gate = Gate()
 
@@ -290,7 +290,7 @@ async def test_a_result_that_a_server_in_trouble_rejects_is_stored_later(
     assert shop.provider.asked == {"k:charge": 1}
 
 
-async def test_a_late_attempt_is_rejected_after_a_transaction_has_taken_the_key(shop: Shop) -> None:
+async def test_a_late_attempt_is_rejected_once_a_transaction_has_the_key(shop: Shop) -> None:
     """C100: the record was over, a transaction made the key new, and its result stays."""
     gate = Gate()
 
@@ -510,7 +510,7 @@ async def test_a_record_that_is_over_is_forgotten(shop: Shop) -> None:
 
 
 @pytest.mark.every_driver
-async def test_a_key_of_a_transaction_is_answered_and_the_other_way_round(shop: Shop) -> None:
+async def test_effects_and_transactions_replay_each_others_results(shop: Shop) -> None:
     """C095: the two ways of using a key know each other's rows: in progress, done, another payload."""
     async with shop.at_work("k", payload=1):
         with pytest.raises(IdempotencyInProgressError, match="another transaction"):

@@ -431,7 +431,7 @@ async def test_namespace_and_prefix_are_the_configured_ones(
     assert state(admin, name) == (bare, None, False, 0)
 
 
-async def test_a_grant_made_meanwhile_is_the_one_in_the_error(
+async def test_the_error_names_a_grant_that_was_made_in_the_meantime(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Answer and audit name whom the eviction hit, not whom a look just before it had seen; one line in the audit."""
@@ -462,7 +462,7 @@ async def test_a_grant_made_meanwhile_is_the_one_in_the_error(
         ({"name": LockKey.raw(1), "reason": "hung"}, TypeError),
     ],
 )
-async def test_bad_input_is_refused_before_any_statement(
+async def test_bad_input_is_rejected_before_any_statement(
     world: World, arguments: dict[str, Any], error: type[Exception]
 ) -> None:
     """Names, reasons and actors that cannot be used are refused without asking the server."""

@@ -106,7 +106,7 @@ async def test_holders_of_one_token_write_side_by_side(world: World, name: str, 
     assert amount(admin, ledger) == 111
 
 
-async def test_a_newer_holder_waits_for_older_writers_and_sees_what_they_wrote(
+async def test_a_newer_holder_waits_for_older_writers_and_sees_their_rows(
     world: World, name: str, ledger: str, admin: Any, eventually: Any
 ) -> None:
     """The lost update of a gate entered late cannot happen: 100 + 50 + 1 is 151."""
@@ -226,9 +226,7 @@ async def test_an_error_with_our_sqlstate_from_another_program_is_unchanged(worl
         await world.call(work.rollback)
 
 
-async def test_entering_again_costs_nothing_and_more_gates_may_follow_the_first(
-    world: World, name: str, ledger: str
-) -> None:
+async def test_entering_again_costs_nothing_and_more_gates_may_follow(world: World, name: str, ledger: str) -> None:
     """Nested services enter the same gate without a trip; another one right after is still before every read."""
     engine = world.engine()
     async with session(world, engine) as work:
@@ -341,7 +339,7 @@ def test_bad_resources_and_tokens_are_rejected_before_a_statement(
         function(Session(), resource, token)
 
 
-async def test_what_has_no_transaction_of_its_own_is_rejected(world: World, name: str) -> None:
+async def test_objects_without_their_own_transaction_are_rejected(world: World, name: str) -> None:
     """An engine or a factory has no transaction: the message says what to do."""
     engine = world.engine()
     for thing in (engine, factory(world, engine)):

@@ -57,7 +57,7 @@ async def swallowed(who: Contender, work: Any, name: str, token: int) -> None:
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("opened", [connection, session])
-async def test_the_commit_after_a_rejected_one_commits_none_of_the_rejected_writes(
+async def test_no_later_commit_includes_the_rejected_writes(
     world: World, admin: psycopg.Connection[Any], name: str, diary: str, opened: Any
 ) -> None:
     """The refused commit ends the server's transaction too, so that the next one on that connection starts from nothing."""
@@ -265,7 +265,7 @@ async def test_a_role_without_rights_gets_the_grant_in_the_error(world: World, r
             await world.call(fence, work, name, 1)
 
 
-async def test_each_tenant_has_gates_of_its_own(world: World, admin: psycopg.Connection[Any], name: str) -> None:
+async def test_each_tenant_has_its_own_gates(world: World, admin: psycopg.Connection[Any], name: str) -> None:
     """`schema_translate_map` chooses the gates as it chooses the user's tables; a prefix makes others again."""
     tenant = f"tenant_{name[-12:]}"
     admin.execute(f"CREATE SCHEMA {tenant}".encode())

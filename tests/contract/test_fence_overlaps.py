@@ -133,7 +133,7 @@ async def test_a_stale_write_after_the_new_holders_commit_is_rejected(
 
 @pytest.mark.every_driver
 @pytest.mark.matrix
-async def test_a_stale_write_during_the_new_holders_transaction_waits_and_is_rejected(
+async def test_a_stale_write_waits_for_the_new_holder_and_is_rejected(
     world: World,
     admin: psycopg.Connection[Any],
     name: str,

@@ -195,7 +195,7 @@ def test_a_change_that_a_later_listener_makes_in_the_flush_is_checked(engine: En
 
 
 @pytest.mark.parametrize("mode", ["gate", "row"])
-def test_a_row_that_is_gone_is_sqlalchemys_error(engine: Engine, mode: str) -> None:
+def test_a_deleted_row_raises_sqlalchemys_error(engine: Engine, mode: str) -> None:
     """An UPDATE without a hook, of a row that was deleted meanwhile, raises StaleDataError as a flush does."""
     made = classes(engine, mode, True, versioned=False)
     with Session(engine) as session:

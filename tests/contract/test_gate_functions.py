@@ -104,7 +104,7 @@ def test_writers_with_one_token_are_inside_together(one: Caller, other: Caller) 
 
 
 @pytest.mark.parametrize("level", ["read committed", "repeatable read", "serializable"])
-def test_a_new_holder_waits_for_writers_in_the_gate_and_keeps_out_others(
+def test_a_new_holder_waits_for_writers_inside_and_blocks_others(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], level: str
 ) -> None:
     """C100: it enters after the old writer's commit; the old one's next transaction is refused, committed or not yet."""
@@ -190,7 +190,7 @@ def test_a_forged_setting_proves_nothing(one: Caller, token: str, state: str) ->
     assert check(one) == state
 
 
-def test_a_session_remembers_no_more_settings_the_more_gates_it_has_entered(one: Caller) -> None:
+def test_the_settings_of_a_session_do_not_grow_with_its_gates(one: Caller) -> None:
     """PostgreSQL forgets no setting's name: after 2,000 gates there are at most 256, and none of them lists a past claim."""
     gates = [f"{one.name}:{number}" for number in range(2_000)]
     for few in (gates[:1_000], gates[1_000:]):
@@ -247,7 +247,7 @@ def test_a_checkpoint_needs_the_newest_token_and_is_the_next_holders(one: Caller
 
 
 @pytest.mark.parametrize("wait", [0, 2000])
-def test_a_lock_with_a_token_is_held_exactly_if_a_token_is_answered(one: Caller, other: Caller, wait: int) -> None:
+def test_a_lock_is_held_exactly_if_a_token_is_returned(one: Caller, other: Caller, wait: int) -> None:
     """Busy: no token is used up and no lock is kept; the session lock outlives the statement."""
     assert one.lock(KEY, wait) == 1
     assert other.lock(KEY, min(wait, 50)) is None

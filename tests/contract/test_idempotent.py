@@ -376,7 +376,7 @@ async def test_the_settings_of_the_caller_neither_end_the_wait_nor_change(
     assert await task == (Receipt("k"), ("250ms", "200ms"))
 
 
-async def test_a_transaction_that_is_about_to_end_is_not_taken_for_another_request(
+async def test_an_ending_transaction_is_not_taken_for_another_request(
     desk: Desk, eventually: Callable[..., Any]
 ) -> None:
     """The server releases the locks of an ending transaction one after the other; the last one alone rejects no caller."""
@@ -443,7 +443,7 @@ async def test_a_savepoint_around_the_call_takes_failed_work_back(desk: Desk) ->
 
 
 @pytest.mark.every_driver
-async def test_a_recorded_error_is_an_answer(desk: Desk) -> None:
+async def test_a_recorded_error_is_replayed(desk: Desk) -> None:
     """C101: its effect is taken back, it is raised again with its data, without running anything; others are not recorded."""
 
     def decline(session: Any) -> Receipt:
@@ -464,7 +464,7 @@ async def test_a_recorded_error_is_an_answer(desk: Desk) -> None:
         await desk.pay("k")
 
 
-async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(desk: Desk) -> None:
+async def test_an_error_of_pgfence_is_recorded_only_if_its_class_is_named(desk: Desk) -> None:
     """C101: an error that a retry would cure is not stored for a day because `record` names `Exception`."""
 
     def busy(session: Any) -> Receipt:
@@ -484,7 +484,7 @@ async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(desk:
         await desk.pay("k")
 
 
-async def test_of_two_recorded_classes_of_one_name_the_one_that_was_raised_comes_back(desk: Desk) -> None:
+async def test_recorded_classes_of_one_name_are_distinguished(desk: Desk) -> None:
     """C102: `except` catches it in a later call, as it did in the first."""
 
     def declined(module: str) -> type[Declined]:

@@ -75,7 +75,7 @@ async def test_each_event_is_taken_once(desk: Desk) -> None:
     assert desk.effects("e1") == 2
 
 
-async def test_a_call_without_an_id_of_its_own_has_no_key(desk: Desk) -> None:
+async def test_a_call_without_an_id_is_rejected(desk: Desk) -> None:
     """C108: None in a template would be one key for all of them, and the second would be lost; it is refused, nothing is done."""
     call = webhook(desk)
     async with desk.world.enter(desk.session()) as session:
@@ -133,7 +133,7 @@ def test_unusable_functions_are_rejected_at_decoration() -> None:
 
 @pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
 @pytest.mark.parametrize("form", ["run", "block", "decorator"])
-async def test_a_result_of_another_type_is_rejected_before_anything_is_stored(desk: Desk, form: str) -> None:
+async def test_a_result_of_another_type_is_rejected_and_not_stored(desk: Desk, form: str) -> None:
     """In each form, sync and async: the error names both types, the transaction is rolled back, and the key is free."""
     sync: bool = not desk.world.is_async
 

@@ -215,8 +215,8 @@ async def test_a_session_dropped_without_an_end_leaves_nothing_behind(world: Wor
 
 
 @pipelined
-async def test_a_claim_rolled_back_inside_the_block_is_an_error_of_the_commit(desk: Desk) -> None:
-    """The key is no longer claimed: the COMMIT raises, nothing is committed, and the connection works on."""
+async def test_a_claim_rolled_back_inside_the_block_fails_the_commit(desk: Desk) -> None:
+    """The key is no longer claimed: the COMMIT raises, nothing is committed, and the connection stays usable."""
 
     def work(session: Session) -> None:
         with session.begin_nested() as savepoint:
@@ -381,7 +381,7 @@ async def test_a_connection_lost_before_the_commit_stores_nothing(desk: Desk) ->
 
 @pipelined
 @pytest.mark.parametrize("hook", ["after_cursor_execute", "before_execute", "echo"])
-async def test_where_somebody_listens_the_result_is_sent_separately(
+async def test_with_listeners_the_result_is_sent_separately(
     world: World, admin: psycopg.Connection[Any], counting: CountingProxy, hook: str
 ) -> None:
     """Listeners and the log see the statement that stores the result, at the end of the block."""

@@ -53,9 +53,7 @@ def desk(world: World, admin: psycopg.Connection[Any]) -> Iterator[Desk]:
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("record", [Declined, LookupError])
-async def test_what_the_last_flush_raises_is_an_answer_like_what_the_work_raises(
-    desk: Desk, record: type[Exception]
-) -> None:
+async def test_an_error_of_the_last_flush_is_recorded_too(desk: Desk, record: type[Exception]) -> None:
     """C101: a row that is added last is written after the function; its error is recorded if it is one of the named ones."""
 
     def work(session: Any) -> Receipt:

@@ -182,7 +182,7 @@ async def test_the_second_transaction_keeps_its_other_changes(desk: Desk) -> Non
 
 
 @pytest.mark.every_driver
-async def test_another_constraint_stays_an_error_of_its_own(desk: Desk) -> None:
+async def test_a_violation_of_another_constraint_is_raised_unchanged(desk: Desk) -> None:
     """C096: a foreign key, or another unique key, is not taken for the one that was named; the transaction is usable."""
     async with desk.world.enter(desk.session()) as session:
         await desk.world.call(insert_once, session, row(number=1), ["tenant", "number"])
@@ -240,7 +240,7 @@ async def test_a_row_outside_the_snapshot_is_reported_after_a_wait(desk: Desk, e
 
 
 @pytest.mark.every_driver
-async def test_an_error_of_what_was_pending_is_not_taken_for_the_instances_own(desk: Desk) -> None:
+async def test_an_error_of_pending_rows_is_not_taken_for_the_instances(desk: Desk) -> None:
     """C096: with autoflush off it is sent by the savepoint; the same constraint, of another row."""
     async with desk.world.enter(desk.session(autoflush=False)) as session:
         await desk.world.call(insert_once, session, row(), ["order_id"])
@@ -252,7 +252,7 @@ async def test_an_error_of_what_was_pending_is_not_taken_for_the_instances_own(d
     assert await count(desk) == 1
 
 
-async def test_a_row_of_another_class_that_has_the_key_is_an_error_of_integrity(desk: Desk) -> None:
+async def test_a_row_of_another_class_with_the_key_is_an_integrity_error(desk: Desk) -> None:
     """C096: no new transaction would find it either, so none is asked for; the transaction stays usable."""
     async with desk.world.enter(desk.session()) as session:
         first = await desk.world.call(insert_once, session, Card(number=1), [Account.number])

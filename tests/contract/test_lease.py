@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 @pytest.mark.every_driver
-async def test_a_free_lease_is_taken_and_given_back(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_free_lease_is_acquired_and_released(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Row and handle show the holder and the expiry; release frees the lease and keeps the row."""
     one = lease(world, world.engine(), name, purpose="closing", metadata={"month": "2026-04"}, owner="billing")
     held = await world.call(one.try_acquire)
@@ -56,7 +56,9 @@ async def test_a_free_lease_is_taken_and_given_back(world: World, name: str, adm
 
 
 @pytest.mark.every_driver
-async def test_a_refused_try_is_none_and_holds_nothing(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_failed_try_returns_none_and_holds_nothing(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """C018: a try on a held lease returns None and leaves the holder's row untouched."""
     assert rival(admin, name) == 1
     before = row(admin, name)[:-1]
@@ -284,7 +286,7 @@ async def test_abandon_stops_the_heartbeat_and_gives_nothing_back(
 
 
 @pytest.mark.every_driver
-async def test_renew_by_hand_moves_the_expiry(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_manual_renewal_moves_the_expiry(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """With heartbeat="manual" only `renew` moves the expiry, with a new TTL if one is given."""
     held = await world.call(lease(world, world.engine(), name, ttl=5, heartbeat="manual").acquire)
     before = held.expires_at
@@ -298,7 +300,7 @@ async def test_renew_by_hand_moves_the_expiry(world: World, name: str, admin: ps
     await world.call(held.release)
 
 
-async def test_a_lease_that_is_not_renewed_ends_before_the_server_gives_it_away(
+async def test_an_unrenewed_lease_ends_before_the_server_frees_it(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """C083: the handle says "lost" while the server still keeps others out; its release says so, and frees the row."""
@@ -374,14 +376,14 @@ GOOD = {"name": "a", "lease_id": "00000000-0000-0000-0000-000000000001", "token"
         GOOD | {"name": 5},
     ],
 )
-async def test_what_is_no_reference_is_refused_at_once(world: World, wrong: Any) -> None:
+async def test_an_invalid_reference_is_rejected_at_once(world: World, wrong: Any) -> None:
     """A damaged one never reaches the server."""
     engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/none")
     with pytest.raises((TypeError, ValueError), match=r"hand_over|damaged|name"):
         await world.call(world.pick(Lease, AsyncLease).adopt, engine, wrong)
 
 
-async def test_a_long_transaction_with_a_checkpoint_does_not_keep_the_heartbeat_out(
+async def test_an_open_checkpoint_transaction_does_not_block_the_heartbeat(
     world: World, name: str, eventually: Any
 ) -> None:
     """The checkpoint locks no row of the lease: it is renewed while the transaction that wrote it stays open past the TTL."""
@@ -459,7 +461,7 @@ async def test_a_checkpoint_is_read_by_the_next_holder(world: World, name: str, 
     ],
 )
 @every_row("kind", [Lease, AsyncLease])
-def test_what_cannot_be_meant_is_refused_where_it_is_written(
+def test_contradicting_options_are_rejected_in_the_constructor(
     kind: Any, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     """Before anything is asked of a server, and the message says what would do."""
@@ -496,7 +498,7 @@ def test_a_lease_shows_its_name(name: str) -> None:
     assert repr(Lease(lambda: None, name, ttl=30)) == f"<Lease {name!r}, ttl=30>"  # type: ignore[arg-type, return-value]
 
 
-def test_ids_are_made_here(name: str, dsn: str) -> None:
+def test_lease_ids_are_chosen_by_the_client(name: str, dsn: str) -> None:
     """C084: each grant has an id of this client's making, so that one whose answer was lost can be ended."""
     from sqlalchemy import create_engine
 

@@ -84,7 +84,7 @@ def test_a_grant_says_everything_about_itself(one: Caller) -> None:
     assert 59 < row.left <= 60
 
 
-def test_a_rejected_caller_learns_who_holds_the_slot(one: Caller, other: Caller) -> None:
+def test_a_rejected_caller_receives_the_holder_of_the_slot(one: Caller, other: Caller) -> None:
     """The row that decided is in the answer, with the seconds until it is free; the row is unchanged."""
     one.acquire(60, lock_delay=5, owner="first")
     before = one.row[:-2]
@@ -257,7 +257,7 @@ def test_a_clock_set_back_does_not_keep_a_free_lease_closed(
         assert other.release() == "released"
 
 
-def test_many_are_renewed_at_once_each_with_its_own_answer(
+def test_a_batch_of_renewals_returns_one_result_for_each(
     one: Caller, admin: psycopg.Connection[Any], name: str
 ) -> None:
     """One that is locked, lost, unknown or asked twice does not delay or harm the others; order is kept."""

@@ -132,7 +132,7 @@ async def test_the_heartbeat_never_uses_the_callers_connection(
             assert (row(admin, name).expires_at - before).total_seconds() > 1
 
 
-async def test_a_former_holders_writes_are_refused(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_former_holders_writes_are_rejected(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """What it began in good faith cannot commit once a newer token is out, and nothing begins after it knows."""
     engine = world.engine()
     held = await world.call(lease(world, engine, name, heartbeat="manual").acquire)

@@ -84,7 +84,7 @@ async def test_without_a_schema_the_error_names_the_search_path(world: World, na
         ("DROP TABLE {}.pgfence_schema_version", "pgfence install"),
     ],
 )
-async def test_tables_that_are_not_as_they_were_made_are_not_used(
+async def test_altered_tables_are_not_used(
     world: World, name: str, own_schema: str, admin: psycopg.Connection[Any], harm: str, message: str
 ) -> None:
     """C073: a naive timestamp, a missing column, another version: seen before the first lease, and named."""
@@ -137,7 +137,7 @@ async def test_a_role_needs_the_documented_rights_and_no_more(
     await world.call(adopted.release)
 
 
-async def test_each_tenant_has_leases_of_its_own(world: World, name: str, own_schema: str) -> None:
+async def test_each_tenant_has_its_own_leases(world: World, name: str, own_schema: str) -> None:
     """One engine, a `schema_translate_map` for each: the same name is held in both, and waits inside one."""
     engine = world.engine()
     configure(engine, schema="tenant")

@@ -58,7 +58,7 @@ async def passed(seconds: float) -> None:
 
 
 @pytest.mark.every_driver
-async def test_a_release_wakes_who_waits(
+async def test_a_release_wakes_a_waiter(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told by NOTIFY: the next look at the row would come later than the end of the wait, and so would the end of the TTL."""
@@ -87,7 +87,7 @@ def sleeps(admin: psycopg.Connection[Any]) -> bool:
     return admin.execute(query).fetchone() != (0,)
 
 
-async def test_an_expiry_wakes_who_waits(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_an_expiry_wakes_a_waiter(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C085: without a notification the waiter gets the lease at most a moment after the holder's expiry."""
     one = lease(world, world.engine(), name)
     rival(admin, name, 0.6)
@@ -98,7 +98,7 @@ async def test_an_expiry_wakes_who_waits(world: World, name: str, admin: psycopg
     await world.call(held.release)
 
 
-async def test_who_waits_asks_once_a_second_and_a_hundred_ask_as_one(
+async def test_a_hundred_waiters_poll_once_a_second_like_one(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """C085: a hundred contenders of one process stand in one line, and only its first looks at the row."""

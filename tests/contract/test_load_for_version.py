@@ -199,7 +199,7 @@ async def test_an_older_copy_in_the_session_neither_passes_nor_stays(desk: Desk,
 
 
 @pytest.mark.parametrize("expected", [1, IfMatch(("*",))], ids=str)
-async def test_a_row_that_is_gone_is_a_conflict_with_nothing_found(desk: Desk, expected: Any) -> None:
+async def test_a_deleted_row_is_a_conflict_with_nothing_found(desk: Desk, expected: Any) -> None:
     """A deleted row is at no version: also `*` asks for a row that is there."""
     cls = page()
     await desk.make(cls, cls(id=1, title="old"))
@@ -260,9 +260,7 @@ async def test_the_session_is_usable_after_a_conflict(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("expected", [None, "1", 1.0, True, b"1", A_UUID, '"page-1"'], ids=repr)
-async def test_an_expected_version_of_the_wrong_type_is_rejected_before_anything_is_sent(
-    desk: Desk, expected: Any
-) -> None:
+async def test_a_version_of_the_wrong_type_is_rejected_without_a_query(desk: Desk, expected: Any) -> None:
     """C072: None and "1" are not versions, and neither silently skips the check; the message says which type it is."""
     cls = page()
     async with desk.open() as session:
@@ -443,7 +441,7 @@ async def test_joined_inheritance_and_eager_rows_can_be_locked(desk: Desk) -> No
 
 
 @pytest.mark.twins
-async def test_a_lock_that_was_waited_for_gives_every_table_as_it_is_afterwards(
+async def test_after_a_wait_for_a_lock_every_table_is_read_again(
     desk: Desk, dsn: str, admin: psycopg.Connection[Any], eventually: Callable[..., Any]
 ) -> None:
     """The row and its joined tables are those of the transaction that was waited for, not of the snapshot before it."""

@@ -56,7 +56,7 @@ def patching(library: str, options: str) -> str:
 
 
 @pytest.mark.parametrize("library", HOW)
-def test_a_patched_process_gets_an_error_with_what_works(
+def test_a_patched_process_gets_an_error_that_says_what_works(
     script: Callable[..., Script], dsn: str, name: str, library: str, admin: psycopg.Connection[Any]
 ) -> None:
     """patch_all() is rejected for both kinds; with the options of the message a loss is noticed and a lease renewed."""

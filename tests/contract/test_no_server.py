@@ -108,7 +108,7 @@ async def test_a_mistake_in_the_configuration_runs_nothing_unprotected(world: Wo
 
 
 @pytest.mark.usefixtures("tables")
-async def test_a_login_that_is_rejected_while_a_holder_is_known_raises_at_once(
+async def test_a_rejected_login_raises_at_once_beside_a_known_holder(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
     """`unreachable="run"` outlasts the TTL of that holder only while the server is away: here no retry helps."""
@@ -164,7 +164,7 @@ async def test_messages_name_the_hosts_of_a_list(
     assert ("HAProxy" if world.name == "asyncpg" else "connect_timeout=2") in warning
 
 
-async def test_a_creator_of_the_application_is_not_taken_for_the_default_host(world: World, name: str) -> None:
+async def test_a_creator_is_not_reported_as_the_default_host(world: World, name: str) -> None:
     """Where an engine has a creator and its URL names no host, the message says so; the driver's own text names the host."""
 
     def create() -> Any:

@@ -261,7 +261,7 @@ async def test_missed_slots_are_caught_up_if_asked_for(world: World, name: str, 
 AHEAD = "UPDATE pgfence_slot SET done = done + interval '3 years', tried = tried + interval '3 years' WHERE name = %s"
 
 
-async def test_a_slot_done_by_a_clock_that_was_ahead_is_reported_and_can_be_repaired(
+async def test_a_slot_done_by_a_wrong_clock_is_reported_and_repairable(
     world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server's clock was years ahead once: nothing runs, no way of asking is silent, the statement in the message helps."""
@@ -479,7 +479,7 @@ async def test_missing_tables_are_named_with_the_command(world: World, name: str
         ({"catch_up": "some"}, ValueError),
     ],
 )
-async def test_what_cannot_be_used_is_refused_when_it_is_written_down(
+async def test_unusable_arguments_are_rejected_in_the_constructor(
     world: World, name: str, given: dict[str, Any], error: type[Exception]
 ) -> None:
     """C100: a typed error at the constructor, in both halves."""
@@ -491,7 +491,7 @@ async def test_what_cannot_be_used_is_refused_when_it_is_written_down(
         once(world, pgfence.LockKey.of(name))  # type: ignore[arg-type]
 
 
-async def test_a_namespace_has_slots_of_its_own(world: World, name: str) -> None:
+async def test_each_namespace_has_its_own_slots(world: World, name: str) -> None:
     """The same name in another namespace is another job."""
     engine = world.engine()
     for namespace in ("", "shop", "mill"):

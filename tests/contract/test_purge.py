@@ -61,7 +61,7 @@ async def test_only_expired_keys_are_deleted(world: World, keys: Keys) -> None:
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("level", ["AUTOCOMMIT", "SERIALIZABLE", None])
-async def test_each_batch_is_a_transaction_of_its_own(world: World, keys: Keys, level: str | None) -> None:
+async def test_each_batch_is_a_separate_transaction(world: World, keys: Keys, level: str | None) -> None:
     """Of 25 keys 10, 10 and 4 go, each batch by a commit, and one that is renewed just before stays, whatever the engine's default."""
     engine = world.engine(**({"isolation_level": level} if level else {}))
     seen: list[int] = []
@@ -101,7 +101,7 @@ async def test_a_key_that_is_claimed_again_is_not_purged(world: World, keys: Key
         desk.close()
 
 
-async def test_an_attempt_running_keeps_its_key_and_one_that_is_over_has_none(world: World, keys: Keys) -> None:
+async def test_the_key_of_a_running_attempt_is_kept_and_of_a_lost_one_not(world: World, keys: Keys) -> None:
     """C109, C110: an expired record with a valid claim stays; when the claim has expired too, it is deleted, and a late end is rejected."""
     engine = world.engine()
     expire = "UPDATE pgfence_idempotency_key SET expires_at = clock_timestamp() - interval '1 s' WHERE scope = %s"

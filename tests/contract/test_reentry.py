@@ -83,7 +83,7 @@ async def test_a_skipping_function_that_meets_itself_is_skipped(world: World, na
 @pytest.mark.twins
 @both
 @pytest.mark.parametrize("shared", [False, True])
-async def test_a_transaction_waits_for_no_lock_of_its_own_task(world: World, name: str, *, shared: bool) -> None:
+async def test_a_transaction_does_not_wait_for_its_own_tasks_lock(world: World, name: str, *, shared: bool) -> None:
     """It would wait for its own session: SelfDeadlockError at once, and the transaction goes on as it was."""
     engine, elsewhere = world.engine(), world.engine()
     async with world.enter(advisory(world, engine, name).hold()), transactions.session(world, elsewhere) as work:
@@ -130,7 +130,7 @@ async def test_a_transaction_waits_for_the_lock_of_another_task(
 
 
 @both
-async def test_a_lock_waits_for_none_of_its_own_on_another_engine(world: World, name: str) -> None:
+async def test_a_lock_does_not_wait_for_its_own_hold_on_another_engine(world: World, name: str) -> None:
     """Two engines of one database have two local queues; the server names the session that this very task has."""
     one, two = world.engine(), world.engine()
     async with world.enter(advisory(world, one, name).hold()) as held:

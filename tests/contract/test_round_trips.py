@@ -136,7 +136,7 @@ async def test_a_lock_later_in_a_transaction_costs_one_round_trip(
 @pytest.mark.parametrize(
     "hook", ["before_cursor_execute", "after_cursor_execute", "before_execute", "begin", "do_execute", "echo"]
 )
-async def test_where_somebody_listens_begin_is_sent_separately(
+async def test_with_listeners_begin_is_sent_separately(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], counting: CountingProxy, hook: str
 ) -> None:
     """Listeners and the log see each statement start and end, so none shares its round trip with another one."""

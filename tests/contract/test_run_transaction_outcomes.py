@@ -165,7 +165,7 @@ async def test_an_error_undone_by_a_savepoint_does_not_stop_the_commit(world: Wo
     assert row.n() == 1
 
 
-async def test_work_after_a_commit_of_its_own_is_rejected(world: World, row: Row) -> None:
+async def test_work_that_continues_after_its_own_commit_is_rejected(world: World, row: Row) -> None:
     """A function that commits and continues would be repeated in part: it raises, and is not retried."""
     calls: list[int] = []
 
@@ -182,7 +182,7 @@ async def test_work_after_a_commit_of_its_own_is_rejected(world: World, row: Row
 
 
 @pytest.mark.filterwarnings("ignore:transaction already deassociated:sqlalchemy.exc.SAWarning")
-async def test_two_databases_in_one_session_are_never_done_again_after_one_commit(
+async def test_two_databases_are_not_retried_after_one_commit(
     world: World, row: Row, admin: psycopg.Connection[Any]
 ) -> None:
     """The second COMMIT is refused with 40001 when the first is done: who tried again would write the first one twice."""

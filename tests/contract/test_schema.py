@@ -106,7 +106,7 @@ async def test_on_a_connection_it_is_part_of_the_callers_transaction(
 
 
 @pytest.mark.every_driver
-async def test_autocommit_is_rejected_on_a_connection_and_overridden_on_an_engine(
+async def test_autocommit_is_rejected_on_a_connection_not_on_an_engine(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """All or nothing needs a transaction: the caller's Connection has none, a Connection of our own gets one."""
@@ -205,7 +205,7 @@ def test_callers_that_start_together_create_the_tables_once(
         ("ALTER TABLE {gate} ALTER token TYPE integer", "gate.token is integer"),
     ],
 )
-def test_what_install_does_not_alter_is_named_with_the_statement_that_does(
+def test_columns_that_install_does_not_alter_come_with_the_statement(
     dsn: str, place: TableNames, admin: psycopg.Connection[Any], harm: str, message: str
 ) -> None:
     """A naive timestamp, a missing column, another type: the message has the ALTER TABLE, and what dropping would lose."""
@@ -543,7 +543,7 @@ def test_a_repeated_script_neither_waits_nor_blocks(
             session.rollback()
 
 
-def test_tables_in_the_users_metadata_can_be_made_where_its_tests_run() -> None:
+def test_tables_in_the_users_metadata_can_be_created_in_its_tests() -> None:
     """With SQLite in tests `metadata.create_all` passes; pgfence does not work there."""
     metadata = MetaData()
     schema.tables(metadata)

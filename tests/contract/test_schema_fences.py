@@ -194,7 +194,7 @@ def test_what_else_is_in_a_row_does_not_matter(
     assert [write(f'DELETE FROM "{books}"', gates=gates) for gates in (one, two)] == [NO_TOKEN, None]
 
 
-def test_what_a_trigger_or_a_generated_column_makes_of_a_row_is_what_counts(
+def test_the_row_after_triggers_and_generated_columns_counts(
     engine: Any, books: str, resource: str, write: Callable[..., str | None], admin: psycopg.Connection[Any]
 ) -> None:
     """Another trigger, whatever its name, moves the row to another book; a column is computed from another one."""

@@ -136,7 +136,7 @@ def test_the_next_slot_is_a_first_attempt_again(one: Caller) -> None:
     assert one.acquire(NEXT, None) == ("granted", 1)
 
 
-def test_an_answer_that_was_lost_may_be_asked_for_again(one: Caller, other: Caller) -> None:
+def test_a_request_with_a_lost_response_can_be_repeated(one: Caller, other: Caller) -> None:
     """C084: the same grant, asked for twice, is one attempt; the same end, told twice, is one end."""
     assert one.acquire() == ("granted", 1)
     token = one.token

@@ -45,7 +45,7 @@ def engine(dsn: str) -> Iterator[Engine]:
 
 
 @pytest.mark.every_driver
-async def test_what_is_known_of_an_attempt_is_shown_and_what_is_stored_is_not(world: World, attempts: Attempts) -> None:
+async def test_attempts_are_shown_without_their_stored_values(world: World, attempts: Attempts) -> None:
     """C099: a running attempt and a lost one, the oldest first; names of steps, without what they returned."""
     attempts.claim("fresh")
     attempts.claim("old")

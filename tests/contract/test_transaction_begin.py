@@ -112,7 +112,7 @@ async def test_a_busy_lock_raises_on_entering(world: World, source: Any, name: s
 
 
 @pytest.mark.matrix
-async def test_going_on_after_a_commit_inside_the_block_is_refused(world: World, source: Any, name: str) -> None:
+async def test_statements_after_a_commit_inside_the_block_are_rejected(world: World, source: Any, name: str) -> None:
     """A commit inside the block ends the lock, so nothing more may run there unguarded."""
     with pytest.raises(InvalidRequestError, match="context manager"):
         async with world.enter(begin(world, source, name)) as work:
@@ -133,7 +133,7 @@ async def test_modes_and_snapshots_are_passed_on(world: World, name: str) -> Non
         assert holder.mode == "shared"
 
 
-async def test_begin_refuses_what_it_cannot_open(world: World, name: str) -> None:
+async def test_begin_rejects_what_it_cannot_open(world: World, name: str) -> None:
     """Sessions, connections, wrong twins and wrong names are refused at once, with the right place to go."""
     async with connection(world, world.engine()) as work:
         for wrong in (work, None, world.url):

@@ -94,7 +94,7 @@ async def test_an_instance_loaded_before_the_lock_is_read_again(
     assert await balance(world, engine) == (151 if expire else 101)
 
 
-async def test_an_expired_instance_reads_by_itself_in_a_sync_session(world: World, engine: Any, name: str) -> None:
+async def test_an_expired_instance_loads_on_access_in_a_sync_session(world: World, engine: Any, name: str) -> None:
     """No refresh() is needed there; in an async session the mistake is loud, not silent."""
     async with session(world, engine, expire_on_commit=False) as work:
         account = await load(world, work)
@@ -125,7 +125,7 @@ async def test_unflushed_changes_refuse_the_lock_before_the_server_is_asked(
         assert account in work.dirty
 
 
-async def test_a_pending_delete_refuses_the_lock(world: World, engine: Any, name: str) -> None:
+async def test_a_pending_delete_rejects_the_lock(world: World, engine: Any, name: str) -> None:
     """To delete what was read before the lock rests on it as well."""
     async with session(world, engine) as work:
         account = await load(world, work)
@@ -134,7 +134,7 @@ async def test_a_pending_delete_refuses_the_lock(world: World, engine: Any, name
             await world.call(lock(work, name).acquire)
 
 
-async def test_an_assignment_that_changes_nothing_refuses_nothing(world: World, engine: Any, name: str) -> None:
+async def test_an_assignment_that_changes_nothing_rejects_nothing(world: World, engine: Any, name: str) -> None:
     """Only a change that would be written counts."""
     async with session(world, engine) as work:
         account = await load(world, work)
@@ -181,7 +181,7 @@ async def test_a_loaded_collection_is_read_again(world: World, engine: Any, name
         assert [entry.id for entry in account.entries] == [1]
 
 
-async def test_the_same_lock_again_neither_expires_nor_refuses(world: World, engine: Any, name: str) -> None:
+async def test_the_same_lock_again_neither_expires_nor_rejects(world: World, engine: Any, name: str) -> None:
     """A nested service that takes the lock it runs under finds what was loaded and changed under it as it is."""
     async with session(world, engine) as work:
         await world.call(lock(work, name).acquire)
@@ -193,7 +193,7 @@ async def test_the_same_lock_again_neither_expires_nor_refuses(world: World, eng
     assert await balance(world, engine) == 101
 
 
-async def test_a_refused_lock_expires_nothing(world: World, engine: Any, name: str) -> None:
+async def test_a_rejected_lock_expires_nothing(world: World, engine: Any, name: str) -> None:
     """False and a timeout change nothing in the session."""
     async with session(world, engine) as work, connection(world, engine) as holder:
         await world.call(lock(holder, name).acquire)
@@ -227,7 +227,7 @@ async def test_what_the_holder_committed_is_read_after_a_wait(world: World, engi
 @pytest.mark.matrix
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 @pytest.mark.parametrize("names", [1, 2, 20])
-async def test_a_snapshot_older_than_the_lock_is_refused(
+async def test_a_snapshot_older_than_the_lock_is_rejected(
     world: World, name: str, level: str, names: int, advisory_rows: Any
 ) -> None:
     """C016: nothing is taken before the refusal, the transaction goes on, and stale_snapshot_ok asks all the same."""

@@ -53,7 +53,7 @@ async def test_a_free_lock_costs_one_statement(world: World, name: str, way: tup
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @FREE_WAYS
-async def test_several_free_names_cost_one_statement_when_the_lock_comes_first(
+async def test_several_free_names_cost_one_statement_if_the_lock_is_first(
     world: World, name: str, way: tuple[str, dict[str, Any]]
 ) -> None:
     """Several names are one statement as the first thing of a transaction, and three with a savepoint later on."""
@@ -119,7 +119,7 @@ async def test_thousands_of_names_are_one_statement(world: World, name: str, adv
 @pytest.mark.matrix
 @pytest.mark.parametrize("position", [1_000, 1_950], ids=["name", "pair"])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-async def test_a_refusal_among_thousands_leaves_none(
+async def test_a_rejection_among_thousands_leaves_none(
     world: World, name: str, first: bool, position: int, advisory_rows: Any
 ) -> None:
     """One of 2,000 keys is held elsewhere: the try keeps no key, and the transaction can go on."""
@@ -196,7 +196,7 @@ async def test_a_transaction_lock_excludes_a_session_lock(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("end", ["commit", "rollback"])
-async def test_a_granted_lock_is_gone_right_after_the_end_of_its_transaction(
+async def test_a_lock_is_free_right_after_its_transaction(
     world: World, name: str, end: str, advisory_rows: Any
 ) -> None:
     """C014: one row while the transaction lasts, none after commit, none after rollback."""
@@ -210,7 +210,7 @@ async def test_a_granted_lock_is_gone_right_after_the_end_of_its_transaction(
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["engine", "connection", "session"])
-async def test_autocommit_is_refused_before_anything_is_asked(world: World, name: str, kind: str) -> None:
+async def test_autocommit_is_rejected_before_anything_is_sent(world: World, name: str, kind: str) -> None:
     """C014: in autocommit the lock would end with its own statement, so asking is an error and no statement goes out."""
     engine = world.engine(isolation_level="AUTOCOMMIT") if kind == "engine" else world.engine()
     async with connection(world, engine) as plain, session(world, engine) as orm:
@@ -298,7 +298,7 @@ def test_hold_says_so_in_its_first_line(kind: Any) -> None:
     assert "NOT release" in kind.hold.__doc__.splitlines()[0]
 
 
-async def test_a_refused_try_is_false_and_runs_no_block(world: World, name: str) -> None:
+async def test_a_failed_try_returns_false_and_runs_no_block(world: World, name: str) -> None:
     """C018: the answer is a plain bool, and entering hold() without the lock raises before the body."""
     engine = world.engine()
     async with connection(world, engine) as first, connection(world, engine) as second:
@@ -352,7 +352,7 @@ async def test_a_pair_is_the_same_row_as_with_plain_sql(
         assert [holder.key for holder in caught.value.holders] == [LockKey.pair(*pair)]
 
 
-async def test_a_wrong_name_is_refused_when_the_lock_is_made(world: World) -> None:
+async def test_an_invalid_name_is_rejected_in_the_constructor(world: World) -> None:
     """C025: keys out of range and unusable names raise before anything is sent to the server."""
     async with session(world, world.engine()) as work:
         for bad, error in (
@@ -411,7 +411,7 @@ async def test_shared_holders_stand_beside_each_other_and_keep_writers_out(world
         assert await world.call(lock(one, name, shared=True).try_acquire) is False
 
 
-async def test_asking_for_more_than_shared_is_refused_at_once(world: World, name: str, advisory_rows: Any) -> None:
+async def test_upgrading_a_shared_lock_is_rejected_at_once(world: World, name: str, advisory_rows: Any) -> None:
     """C037: two readers that both want to write would deadlock; both get an error, and both can still read."""
     engine = world.engine()
     async with connection(world, engine) as one, connection(world, engine) as two:
@@ -474,7 +474,7 @@ async def test_random_subsets_in_random_order_never_deadlock(world: World, name:
 @pytest.mark.matrix
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("busy", range(3))
-async def test_a_refused_request_for_several_leaves_none_behind(
+async def test_a_failed_request_for_several_names_holds_none(
     world: World, busy: int, first: bool, advisory_rows: Any
 ) -> None:
     """C032: one of three keys is held elsewhere: try and timed wait fail, the others stay free, the transaction can go on."""
@@ -500,7 +500,7 @@ async def test_a_refused_request_for_several_leaves_none_behind(
         assert len(advisory_rows()) == 3
 
 
-async def test_a_name_that_was_held_before_survives_a_refused_request(
+async def test_a_name_held_before_stays_held_after_a_failed_request(
     world: World, name: str, advisory_rows: Any
 ) -> None:
     """Giving back takes only what the refused request itself took."""

@@ -55,7 +55,7 @@ async def test_the_wrong_twin_is_named(world: World, name: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("wrong", [None, "session", object(), 5])
 @pytest.mark.parametrize("kind", [TransactionLock, AsyncTransactionLock])
-def test_anything_else_is_refused_and_says_what_to_pass(kind: Any, wrong: Any) -> None:
+def test_other_objects_are_rejected_with_what_to_pass(kind: Any, wrong: Any) -> None:
     """The message names what is needed and where the rest goes."""
     with pytest.raises(TypeError, match=r"begin\(\)"):
         kind(wrong, "a")
@@ -72,7 +72,7 @@ async def test_a_lock_shows_its_names(world: World, name: str) -> None:
 
 
 @pytest.mark.every_driver
-async def test_a_standby_is_refused(world: World, name: str, standby: Any) -> None:
+async def test_a_standby_is_rejected(world: World, name: str, standby: Any) -> None:
     """C046: a lock on a standby excludes no other session; with one name or several, nothing is taken there."""
     engine = world.engine(dsn=standby.dsn)
     async with session(world, engine) as work:
@@ -147,7 +147,7 @@ async def test_it_works_behind_a_pooler_in_transaction_mode(world: World, name: 
 
 @pytest.mark.every_driver
 @pytest.mark.parametrize("names", [1, 2])
-def test_a_pipeline_is_refused_and_holds_nothing(dsn: str, name: str, names: int, advisory_rows: Any) -> None:
+def test_a_pipeline_is_rejected_and_holds_nothing(dsn: str, name: str, names: int, advisory_rows: Any) -> None:
     """C063: before and after a queued failure the answer is the same error, and pg_locks agrees that nothing is held."""
     engine = create_engine(dsn.replace("postgresql", "postgresql+psycopg", 1))
     wanted = [f"{name}:{n}" for n in range(names)]
@@ -217,7 +217,7 @@ async def test_a_begin_hook_of_the_user_runs_before_the_lock(world: World, name:
 # ---------------------------------------------------------------- capacity
 
 
-async def test_a_request_that_would_fill_the_lock_table_is_refused(
+async def test_a_request_that_would_fill_the_lock_table_is_rejected(
     world: World, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Any
 ) -> None:
     """C035: 20,000 names in one call are refused before one is taken; DDL and new logins go on as before."""
@@ -287,7 +287,7 @@ async def test_the_default_is_cut_while_a_session_lock_is_held(
     assert (caught.value.timeout, caught.value.held_here) == (limit, (outer,))
 
 
-def test_a_session_of_several_engines_needs_no_engine_of_its_own(dsn: str, name: str) -> None:
+def test_a_session_of_several_engines_needs_no_bind(dsn: str, name: str) -> None:
     """A Session bound to a Connection locks on that very connection."""
     engine = create_engine(dsn.replace("postgresql", "postgresql+psycopg", 1))
     with engine.connect() as work, Session(work) as orm:

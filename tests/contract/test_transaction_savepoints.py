@@ -214,7 +214,7 @@ async def test_a_failed_block_does_not_leave_a_forbidden_upgrade(world: World, e
 @pytest.mark.twins
 @pytest.mark.matrix
 @pytest.mark.parametrize("when", ["begin", "first statement"])
-async def test_what_a_hook_has_set_survives_a_refused_request(world: World, name: str, when: str) -> None:
+async def test_settings_of_a_hook_survive_a_failed_request(world: World, name: str, when: str) -> None:
     """A hook that sends SET LOCAL at the begin or before the first statement loses nothing when several are given back."""
     engine = world.engine()
     sync = getattr(engine, "sync_engine", engine)

@@ -61,7 +61,7 @@ async def test_a_timeout_leaves_the_transaction_usable(world: World, name: str, 
 
 
 @pytest.mark.twins
-async def test_a_timeout_as_the_first_statement_leaves_the_transaction_usable(
+async def test_a_timeout_of_the_first_statement_keeps_the_transaction_usable(
     world: World, name: str, journal: str
 ) -> None:
     """C038: the same where the lock came first; then the writes follow in the very transaction that was begun."""
@@ -115,7 +115,7 @@ async def test_the_configured_default_holds_where_no_timeout_is_given(world: Wor
 
 @pytest.mark.twins
 @every_row("wrong", [-1, float("nan"), True, "2"])
-async def test_a_wrong_timeout_is_refused_before_anything_is_asked(world: World, name: str, wrong: Any) -> None:
+async def test_an_invalid_timeout_is_rejected_before_anything_is_sent(world: World, name: str, wrong: Any) -> None:
     """Seconds are a number from 0 upward or a timedelta."""
     engine = world.engine()
     async with session(world, engine) as work:

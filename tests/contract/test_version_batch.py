@@ -92,7 +92,7 @@ async def test_a_session_flushes_again_and_again(world: World, kind: str) -> Non
     await in_batch(world, engine, work)
 
 
-async def test_rows_that_change_in_other_columns_go_out_in_their_own_statement(world: World) -> None:
+async def test_rows_with_other_changed_columns_have_their_own_statement(world: World) -> None:
     """Rows whose versions differ and whose columns differ are each written with their own."""
     engine = world.engine()
     cls = await page(world, engine)
@@ -481,7 +481,7 @@ async def test_tasks_beside_a_batch_keep_their_own_check(world: World) -> None:
     assert (await read(world, engine, cls))[1] == 11
 
 
-async def test_another_session_in_a_hook_of_the_flush_is_compared_or_rejected(world: World) -> None:
+async def test_a_change_by_another_session_in_a_flush_hook_is_detected(world: World) -> None:
     """A second VersionedSession compares inside a batch flush; a plain Session would go unchecked, so it is an error."""
     engine = world.engine()
     cls = await page(world, engine)

@@ -299,7 +299,7 @@ def _mapped(kind: str) -> None:
         ("secondary", "Shelf.items adds and deletes rows of Place"),
     ],
 )
-def test_a_relationship_that_writes_rows_without_their_version_is_rejected(kind: str, says: str) -> None:
+def test_a_relationship_that_bypasses_versions_is_rejected(kind: str, says: str) -> None:
     """An UPDATE or DELETE that SQLAlchemy sends without a comparison is an error when the class is mapped."""
     with pytest.raises(TypeError, match=says):
         _mapped(kind)
@@ -402,7 +402,7 @@ def test_a_new_row_has_its_version_however_the_server_returns_it(engine: Any, ch
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_row_that_is_gone_ahead_of_the_flush_is_a_conflict(engine: Any, check: str) -> None:
+def test_a_row_deleted_before_the_flush_is_a_conflict(engine: Any, check: str) -> None:
     """An owner that counts its lines, was expired and deleted elsewhere is the item of a conflict, whichever part reads it."""
 
     class Base(DeclarativeBase):

@@ -178,7 +178,7 @@ async def test_a_statement_never_makes_a_stale_instance_look_new(world: World, k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_change_that_waits_for_its_flush_stays_at_the_version_it_was_made_at(world: World, kind: str) -> None:
+async def test_a_pending_change_keeps_the_version_it_was_made_at(world: World, kind: str) -> None:
     """A pending change is not made to look as if it rested on what a statement has written since."""
     engine = world.engine()
     cls = await page(world, engine, kind)
@@ -362,9 +362,7 @@ async def test_a_pending_change_is_saved_beside_the_sessions_own_statements(
 
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("check", CHECKS)
-async def test_a_stale_change_stays_rejected_beside_the_sessions_own_statements(
-    world: World, kind: str, check: Any
-) -> None:
+async def test_a_stale_change_stays_rejected_after_own_statements(world: World, kind: str, check: Any) -> None:
     """If another session has written the row before the statement, a pending change or delete of it is a conflict."""
     engine = world.engine()
     cls = await page(world, engine, kind)
@@ -391,7 +389,7 @@ async def test_a_stale_change_stays_rejected_beside_the_sessions_own_statements(
     await beside(world, engine, work, conflict_check=check, autoflush=False)
 
 
-async def test_a_condition_that_is_true_only_in_memory_does_not_refresh_a_stale_change(world: World) -> None:
+async def test_a_condition_true_only_in_memory_refreshes_no_stale_change(world: World) -> None:
     """SQLAlchemy evaluates WHERE in memory, where the row still has the values that another session has changed."""
     engine = world.engine()
     cls = await page(world, engine)
@@ -522,7 +520,7 @@ async def test_an_update_by_key_after_an_own_statement_is_not_a_conflict(world: 
 
 
 @pytest.mark.parametrize("kind", EVERY)
-async def test_rows_are_read_again_when_a_savepoint_with_a_statement_is_rolled_back(world: World, kind: str) -> None:
+async def test_rolling_back_a_savepoint_expires_rows_of_its_statements(world: World, kind: str) -> None:
     """A version made by a statement in a savepoint does not stay in memory after the rollback: it can be used again."""
     engine = world.engine()
     cls = await page(world, engine, kind)
@@ -542,7 +540,7 @@ async def test_rows_are_read_again_when_a_savepoint_with_a_statement_is_rolled_b
     await on_session(world, engine, work)
 
 
-async def test_a_row_that_was_loaded_again_in_a_savepoint_is_read_again_after_its_rollback(world: World) -> None:
+async def test_rolling_back_a_savepoint_expires_rows_reloaded_inside_it(world: World) -> None:
     """The instance that was flushed is dropped, and the one that was loaded in its place has a version which was undone."""
     engine = world.engine()
     cls = await page(world, engine)
@@ -651,7 +649,7 @@ async def test_an_update_by_primary_key_without_a_version_is_rejected(
     assert await read(world, engine, cls) == before
 
 
-async def test_an_update_by_primary_key_with_criteria_of_its_own_is_rejected(world: World) -> None:
+async def test_an_update_by_primary_key_with_criteria_is_rejected(world: World) -> None:
     """With a WHERE beside the keys SQLAlchemy does not count rows, so a conflict would pass without a word."""
     engine = world.engine()
     cls = await page(world, engine)
@@ -675,7 +673,7 @@ async def test_a_row_given_twice_is_a_value_error(world: World) -> None:
     assert (await read(world, engine, cls))[1] == 1
 
 
-async def test_an_update_by_primary_key_raises_the_version_in_the_other_table(world: World) -> None:
+async def test_an_update_by_primary_key_raises_the_other_tables_version(world: World) -> None:
     """Joined inheritance: columns of the second table alone raise the version in the first, and compare it."""
     engine = world.engine()
     cls = await joined(world, engine)
@@ -725,7 +723,7 @@ async def test_a_session_that_rejects_looks_inside_of_a_statement(world: World) 
 
 
 @pytest.mark.parametrize("bulk", ["bump", "refuse"])
-async def test_a_statement_inside_of_another_is_rejected_unless_it_raises_the_version(world: World, bulk: str) -> None:
+async def test_a_nested_statement_must_raise_the_version(world: World, bulk: str) -> None:
     """C064: an UPDATE that is read from, rides along or comes as from_statement() changes no row past its version."""
     engine = world.engine()
     cls = await page(world, engine)

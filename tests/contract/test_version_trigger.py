@@ -52,7 +52,9 @@ async def test_every_update_counts_once(world: World, admin: psycopg.Connection[
     assert version(admin, table) == 4
 
 
-async def test_made_twice_and_dropped_twice(world: World, admin: psycopg.Connection[Any], table: str) -> None:
+async def test_adding_or_dropping_it_twice_changes_nothing(
+    world: World, admin: psycopg.Connection[Any], table: str
+) -> None:
     """A second add changes nothing, a drop ends the count, and a second drop is accepted."""
     engine = world.engine()
     await world.call(schema.add_version_trigger, engine, table)
@@ -148,7 +150,7 @@ def test_a_table_that_cannot_count_is_rejected(engine: Any, admin: psycopg.Conne
             schema.add_version_trigger(connection, table)
 
 
-def test_a_long_name_of_a_column_has_a_function_of_its_own(engine: Any, admin: psycopg.Connection[Any]) -> None:
+def test_a_column_with_a_long_name_has_its_own_function(engine: Any, admin: psycopg.Connection[Any]) -> None:
     """Two columns whose names begin alike are counted each by its own function."""
     made = []
     for last in "ab":

@@ -67,7 +67,7 @@ async def test_wherever_a_flush_happens_the_conflict_names_the_row(
 
 
 @pytest.mark.parametrize("mode", ["client", "uuid", "server", "xmin"])
-async def test_a_row_that_was_read_in_part_is_guarded_by_the_version_of_that_moment(
+async def test_a_partly_loaded_row_is_guarded_by_the_version_read_with_it(
     world: World, admin: psycopg.Connection[Any], mode: str
 ) -> None:
     """load_only() and defer() leave the version in: one that the flush read would hide a change since."""
@@ -133,7 +133,7 @@ def test_a_row_that_was_read_without_its_version_is_rejected(engine: Any, check:
         connection.rollback()
 
 
-def test_a_session_that_is_dropped_in_a_savepoint_gives_its_connection_back(dsn: str) -> None:
+def test_a_session_dropped_in_a_savepoint_returns_its_connection(dsn: str) -> None:
     """What is kept of a savepoint does not keep the session, nor its connection out of the pool."""
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
 
@@ -203,7 +203,7 @@ async def test_rows_written_before_in_the_same_transaction_are_not_listed(
     assert refused.value.items == ((cls, (2,), before[2], versions(admin, cls)[2]),)
 
 
-async def test_a_row_that_was_deleted_and_created_again_is_a_conflict_by_uuid(
+async def test_a_row_deleted_and_created_again_is_a_conflict_by_uuid(
     world: World, admin: psycopg.Connection[Any]
 ) -> None:
     """A number starts again at 1 and would match; a random version does not."""
@@ -221,9 +221,7 @@ async def test_a_row_that_was_deleted_and_created_again_is_a_conflict_by_uuid(
         await on_session(world, engine, work)
 
 
-async def test_an_expired_instance_whose_row_is_gone_is_a_conflict(
-    world: World, admin: psycopg.Connection[Any]
-) -> None:
+async def test_an_expired_instance_of_a_deleted_row_is_a_conflict(world: World, admin: psycopg.Connection[Any]) -> None:
     """The version it was read at is not known any more; found is None."""
     engine = world.engine()
     cls = await pages(world, engine)

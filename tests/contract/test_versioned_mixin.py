@@ -631,7 +631,7 @@ async def test_a_plain_session_is_guarded_as_well(world: World, admin: psycopg.C
     assert stored(admin, cls)[0] == (1, "theirs", 2)
 
 
-def test_a_table_of_its_own_may_bring_the_column() -> None:
+def test_a_declared_table_may_contain_the_column() -> None:
     """A Table that is passed to the class must have the column, and the mixin says so."""
 
     class Base(DeclarativeBase):

@@ -153,9 +153,7 @@ def session(dsn: str) -> Any:
 
 
 @each_set
-def test_each_answers_with_one_row(
-    keys: Any, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
-) -> None:
+def test_each_returns_one_row(keys: Any, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]) -> None:
     """A driver may fetch one row and stop there: what is not computed by then is never locked."""
     sql, pid = LockSql(keys, "format"), session.info.backend_pid
     assert [row[0] for row in rows(session, sql.try_text, (pid, *sql.unlock_args))] == [True]
@@ -229,7 +227,7 @@ def test_the_keys_of_a_set_are_taken_in_its_order(dsn: str, session: psycopg.Con
 
 
 @each_set
-def test_a_try_asks_for_no_key_behind_a_refused_one(
+def test_a_try_requests_no_key_after_a_rejected_one(
     keys: Any, dsn: str, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
 ) -> None:
     """C032: it stops at a key in the middle, gives back exactly what came before, and no setting makes a parallel plan of it."""
@@ -270,7 +268,7 @@ def test_no_text_reads_the_list_of_keys_once_for_each_key(session: psycopg.Conne
 
 
 @pytest.mark.parametrize("size", [17, 300])
-def test_a_transactions_request_asks_for_no_key_behind_a_refused_one(
+def test_a_transaction_lock_requests_no_key_after_a_rejected_one(
     dsn: str, size: int, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
 ) -> None:
     """The text for many keys counts what it was granted, and has asked for one more."""

@@ -43,14 +43,14 @@ def test_seconds_are_numbers_or_timedeltas(value: float | timedelta, number: flo
 
 
 @every_row("value", ["1", None, True, False, Decimal(1), [1], 1j])
-def test_a_timeout_that_is_no_time_is_refused(value: object) -> None:
+def test_a_timeout_that_is_not_a_time_is_rejected(value: object) -> None:
     """Text, None, a bool or a Decimal is a TypeError that names the argument."""
     with pytest.raises(TypeError, match="ttl"):
         seconds(value, "ttl")  # type: ignore[arg-type]
 
 
 @every_row("value", [-1, -0.001, math.nan, -math.inf, timedelta(seconds=-1)])
-def test_a_negative_or_undefined_timeout_is_refused(value: float | timedelta) -> None:
+def test_a_negative_or_undefined_timeout_is_rejected(value: float | timedelta) -> None:
     """A negative time or NaN is a ValueError that names the argument."""
     with pytest.raises(ValueError, match="ttl"):
         seconds(value, "ttl")
@@ -154,7 +154,7 @@ def test_pauses_differ() -> None:
     assert len({pause(1.0) for _ in range(20)}) > 1
 
 
-def test_a_program_that_seeds_random_puts_no_pauses_in_step_and_keeps_its_numbers() -> None:
+def test_seeding_random_neither_aligns_pauses_nor_changes_numbers() -> None:
     """The pauses between polls, renewals and attempts differ after one and the same seed, and take nothing from that generator."""
 
     def drawn() -> list[float]:

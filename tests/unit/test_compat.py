@@ -117,7 +117,7 @@ def test_old_and_new_key_are_two_locks_in_one_order(name: str) -> None:
 
 @every_row("make", ONE_NAME)
 @every_row("name", [None, 1.0, True, UUID(int=1), ["a"], bytearray(b"a")])
-def test_a_name_of_the_wrong_type_is_refused(make: Callable[[Any], LockKey], name: object) -> None:
+def test_a_name_of_the_wrong_type_is_rejected(make: Callable[[Any], LockKey], name: object) -> None:
     """What is no name is a TypeError, a bool too: it is never locked as 1."""
     with pytest.raises(TypeError, match="must be"):
         make(name)
@@ -132,20 +132,20 @@ def test_numbers_and_bytes_are_names_for_dlock_alone(make: Callable[[Any], LockK
 
 
 @every_row("make", ONE_NAME)
-def test_a_lone_surrogate_is_refused(make: Callable[[Any], LockKey]) -> None:
+def test_a_lone_surrogate_is_rejected(make: Callable[[Any], LockKey]) -> None:
     """Text that has no UTF-8 is a ValueError that says so."""
     with pytest.raises(ValueError, match="lone surrogate"):
         make("a\ud800")
 
 
 @every_row("number", [2**63, -(2**63) - 1])
-def test_an_integer_beyond_64_bits_is_refused(number: int) -> None:
+def test_an_integer_beyond_64_bits_is_rejected(number: int) -> None:
     """C025: sqlalchemy-dlock raises for it too, so no old lock can have that key."""
     with pytest.raises(ValueError, match="64-bit"):
         dlock_key(number)
 
 
-def test_an_empty_name_is_refused_where_django_pglock_refuses_it() -> None:
+def test_an_empty_name_is_rejected_as_in_django_pglock() -> None:
     """django-pglock locks nothing without a name."""
     with pytest.raises(ValueError, match="empty"):
         pglock_key("")
@@ -165,7 +165,7 @@ def test_hashtext_asks_a_connection_and_nothing_else(thing: Any) -> None:
 
 
 @every_row(("name", "error"), [(7, TypeError), (b"a", TypeError), ("a\x00", ValueError), ("\ud800", ValueError)])
-def test_hashtext_refuses_a_name_that_the_server_cannot_have(name: Any, error: type[Exception]) -> None:
+def test_hashtext_rejects_a_name_that_the_server_cannot_have(name: Any, error: type[Exception]) -> None:
     """Another type, NUL or a lone surrogate never reaches the driver."""
     with create_engine("sqlite://", poolclass=NullPool).connect() as connection, pytest.raises(error):
         hashtext_key(connection, name)

@@ -78,7 +78,7 @@ def test_the_defaults_spelt_out_are_a_setting_too(engine: Engine) -> None:
         configure(engine, namespace="bank")
 
 
-def test_other_values_are_refused_and_change_nothing(engine: Engine) -> None:
+def test_other_values_are_rejected_and_change_nothing(engine: Engine) -> None:
     """A second call with another value raises, and the first values stay."""
     configure(engine, namespace="bank", max_lock_connections=3)
     with pytest.raises(ValueError, match="configure it once"):
@@ -182,7 +182,7 @@ def test_settings_do_not_keep_an_engine_alive() -> None:
         ({"on_event": "print"}, TypeError),
     ],
 )
-def test_a_bad_value_is_refused_and_leaves_nothing_set(
+def test_a_bad_value_is_rejected_and_leaves_nothing_set(
     engine: Engine, bad: dict[str, Any], error: type[Exception]
 ) -> None:
     """Each argument is checked before anything is stored, and no message shows a password."""

@@ -169,7 +169,7 @@ def test_a_lock_timeout_is_a_timeout_error() -> None:
     assert error.held_here == ("b",)
 
 
-def test_an_error_keeps_sequences_of_its_own() -> None:
+def test_an_error_copies_its_sequences() -> None:
     """A list handed in and changed afterwards does not change the error."""
     names = ["a"]
     error = LockTimeoutError("busy", names=names)

@@ -98,7 +98,7 @@ def test_a_failing_listener_is_logged_and_the_lock_works(caplog: pytest.LogCaptu
     assert "listener" in caplog.text
 
 
-def test_listeners_run_with_no_lock_of_ours_held() -> None:
+def test_listeners_run_without_a_lock_of_pgfence() -> None:
     """A listener may use the machinery itself: the mutex is free while it runs."""
     hold, free = make(), []
     hold.subscribe(lambda: free.append(MUTEX.acquire(blocking=False)))
@@ -117,7 +117,7 @@ def test_the_lost_error_names_lock_and_reason() -> None:
     assert (caught.value.names, caught.value.reason) == (("a", "b"), "cut off")
 
 
-def test_in_a_forked_child_nothing_is_held_and_nothing_can_be_lost_or_released() -> None:
+def test_a_forked_child_holds_nothing() -> None:
     """C012: a record of another process is released from the start, whatever happened to it there."""
     hold = make()
     hold.pid = os.getpid() + 1

@@ -108,7 +108,7 @@ def test_a_key_is_a_string_with_or_without_its_quotes(value: str, key: str) -> N
         ['"' + '\\"' * 5_000_000 + '"'],
     ],
 )
-def test_what_is_no_key_is_refused_in_words_for_the_client(values: list[str]) -> None:
+def test_an_invalid_key_is_rejected_with_words_for_the_client(values: list[str]) -> None:
     """C108: none, several, too long, blank, or with characters that no string has."""
     with pytest.raises(ValueError, match=r"^(The|This) .*Idempotency-Key.*\.$"):
         parse_key(values)
@@ -168,7 +168,7 @@ def test_no_path_takes_long_to_compare() -> None:
 
 
 @every_row("routes", [[], ["pay"], [""], ["/a*b"], ["/a/<id>"], ["/a/{id"], ["/a/{}"], ["/a?b"]])
-def test_a_route_that_could_never_match_is_refused(routes: list[str]) -> None:
+def test_a_route_that_could_never_match_is_rejected(routes: list[str]) -> None:
     """A middleware that protects nothing is a mistake; so is the notation of another framework."""
     with pytest.raises(ValueError, match="route"):
         compile_routes(routes)
@@ -181,7 +181,7 @@ def test_routes_are_texts(routes: Any) -> None:
         compile_routes(routes)
 
 
-def test_who_names_no_routes_leaves_requests_without_a_key_alone() -> None:
+def test_without_routes_requests_without_a_key_pass() -> None:
     """On named routes a key is needed; else it is the client's choice."""
     everywhere, named = rules(), rules(routes=["/pay"])
     keyless = request(keys=())
@@ -216,9 +216,7 @@ def test_who_names_no_routes_leaves_requests_without_a_key_alone() -> None:
         ({"principal": "me"}, TypeError),
     ],
 )
-def test_arguments_that_cannot_work_are_refused_when_the_middleware_is_made(
-    options: Any, error: type[Exception]
-) -> None:
+def test_unusable_arguments_are_rejected_in_the_constructor(options: Any, error: type[Exception]) -> None:
     """C110: also a record that would be forgotten before a dead request is given up."""
     with pytest.raises(error):
         rules(**options)
@@ -242,7 +240,7 @@ def test_what_is_no_length_is_none(announced: str) -> None:
     assert parse_length(announced) is None
 
 
-def test_without_a_function_the_principal_is_a_digest_of_the_credentials() -> None:
+def test_by_default_the_principal_is_a_digest_of_the_credentials() -> None:
     """No token can be read from a scope, and the same text in another header is another principal."""
     ours = rules()
     found = {
@@ -334,7 +332,7 @@ def test_what_belongs_to_the_connection_or_the_moment_is_not_kept() -> None:
     )
 
 
-def test_an_answer_is_recorded_below_a_status_and_up_to_a_size() -> None:
+def test_responses_are_stored_below_a_status_and_up_to_a_size() -> None:
     """C101: a response that asks for a retry is not recorded; of one that is too long only the fact that it was sent."""
     ours = rules(record_below=500, max_body=3)
     assert ours.build_record(201, [("date", "x"), ("a", "b")], b"abc") == Reply(201, (("a", "b"),), b"abc")
@@ -374,7 +372,7 @@ def test_an_answer_is_recorded_below_a_status_and_up_to_a_size() -> None:
 @every_row(
     "header", [("x", "a\0b"), ("x", "a\nb"), ("x", "a\r"), ("x\0", "a"), ("x", "\N{EURO SIGN}"), ("x", "\ud800")]
 )
-def test_of_an_answer_that_no_row_or_server_can_have_the_fact_is_recorded(header: tuple[str, str]) -> None:
+def test_of_an_unstorable_response_only_the_fact_is_stored(header: tuple[str, str]) -> None:
     """The work is done: it must not be done again because of a character."""
     assert rules().build_record(201, [("a", "\xff\t"), header], b"") == UNRECORDABLE
     assert rules().build_record(500, [header], b"") is None

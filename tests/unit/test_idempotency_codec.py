@@ -240,7 +240,7 @@ def test_a_model_comes_back_with_its_extra_fields_and_what_was_set() -> None:
     assert plain.decode(plain.encode(Plain(amount=Decimal(1)))).model_dump() == {"amount": Decimal(1)}
 
 
-def test_a_dataclass_is_not_made_twice() -> None:
+def test_decoding_does_not_run_a_dataclasss_constructor() -> None:
     """`__post_init__` has run when the result came to be."""
     money = Money(Decimal(1))
     object.__setattr__(money, "currency", "checked once")
@@ -283,13 +283,13 @@ class Nested:
 
 
 @every_row("annotation", [Other, Nested, list[Other], Payment, complex, Nested | None, tuple[int, Payment]])
-def test_an_annotation_that_cannot_be_stored_is_refused_before_anything_runs(annotation: Any) -> None:
+def test_an_unstorable_annotation_is_rejected_before_anything_runs(annotation: Any) -> None:
     """C105: the class is named, also deep inside; a row of the database is told what to return instead."""
     with pytest.raises(TypeError, match="Return its key" if "Payment" in str(annotation) else "cannot be stored"):
         Codec.of(annotation)
 
 
-def test_a_value_that_cannot_be_stored_is_refused() -> None:
+def test_a_value_that_cannot_be_stored_is_rejected() -> None:
     """A class that the annotation does not refer to, nothing that ends, and what is too large."""
     endless: list[Any] = []
     endless.append(endless)
@@ -308,13 +308,13 @@ def test_a_value_that_cannot_be_stored_is_refused() -> None:
     assert Codec.of(None).encode("x" * (LIMIT - 2))
 
 
-def test_a_model_that_lacks_a_field_is_refused_by_name() -> None:
+def test_a_model_without_a_field_is_rejected_by_name() -> None:
     """`model_construct()` checks nothing; what cannot come back as it was is not stored."""
     with pytest.raises(IdempotencyMisuseError, match="Answer without ident,"):
         Codec.of(Answer).encode(Answer.model_construct(raw=b""))
 
 
-def test_two_classes_of_one_name_are_told_apart() -> None:
+def test_two_classes_of_one_name_are_distinguished() -> None:
     """They are stored with their module."""
     other = Enum("Money", {"ONE": 1}, module="elsewhere")  # type: ignore[misc]
     codec = Codec.of(Money | other)  # type: ignore[operator]

@@ -143,7 +143,7 @@ def test_it_stays_the_same_from_release_to_release() -> None:
     assert found.hex() == "abe80e954ae590e2adb1b77774da3638f49e60255f9e3733a2e59c63cd9c6c94"
 
 
-def test_no_payload_has_no_fingerprint_and_what_has_no_form_is_refused() -> None:
+def test_payloads_without_a_canonical_form_are_rejected() -> None:
     """C103: NaN, objects and what contains itself are refused at the first call, not at the retry."""
     assert fingerprint(None) is None
     endless: list[Any] = []

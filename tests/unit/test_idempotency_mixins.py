@@ -201,9 +201,7 @@ def pairs() -> Iterator[Any]:
 
 
 @every_row(("kind", "base", "value"), tuple(pairs()))
-def test_each_pair_of_mixins_comes_back_the_same_or_is_refused_where_it_is_named(
-    kind: Callable[[Any], Any], base: Any, value: Any
-) -> None:
+def test_each_pair_of_mixins_round_trips_or_is_rejected(kind: Callable[[Any], Any], base: Any, value: Any) -> None:
     """C105: an instance is stored with all that it is, or its class is a TypeError before anything runs."""
     of_fields = kind in (fields, slots, undecorated)
     if (of_fields and base not in OF_FIELDS) or (not of_fields and base in OF_TWO_KINDS):

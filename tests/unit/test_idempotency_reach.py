@@ -178,7 +178,7 @@ def test_marks_and_typed_dicts_count_as_what_their_values_are() -> None:
 
 
 @every_row("annotation", [Never, NoReturn, LiteralString, Self, EmailStr, TypeVar("T"), Mapping[str, Line] | str])
-def test_what_says_nothing_is_no_refusal(annotation: Any) -> None:
+def test_what_says_nothing_is_no_rejection(annotation: Any) -> None:
     """The values tell."""
     same(annotation, "a")
 
@@ -186,7 +186,7 @@ def test_what_says_nothing_is_no_refusal(annotation: Any) -> None:
 @every_row(
     "annotation", [Callable[[int], Line], Callable, Iterator[int], Generator[int, None, None], type[Line], Line(), 7]
 )
-def test_what_no_value_can_be_is_refused_in_words(annotation: Any) -> None:
+def test_annotations_without_storable_values_are_rejected_in_words(annotation: Any) -> None:
     """C105: nothing that can be stored is callable or an iterator."""
     with pytest.raises(TypeError, match="cannot be stored as the result"):
         Codec.of(annotation)
@@ -221,7 +221,7 @@ class Guarded(BaseModel):
     _seen: int = PrivateAttr(default=1)
 
 
-def test_what_bases_name_is_reached_and_private_attributes_are_rejected() -> None:
+def test_bases_are_reached_and_private_attributes_are_rejected() -> None:
     """C105: a class of which a part could not be stored is rejected before the work."""
     same(Lines, Lines(Line()))
     same(Held, Held(1))
@@ -251,7 +251,7 @@ class Declined(Exception):
         (Declined, "it is a dataclass and an exception. Return a class that is only one of these"),
     ],
 )
-def test_a_class_of_two_kinds_is_rejected_where_the_function_is_decorated(rejected: type[Any], why: str) -> None:
+def test_a_class_of_two_kinds_is_rejected_at_decoration(rejected: type[Any], why: str) -> None:
     """C105: the error names the class and says what to return instead."""
 
     def pay(session: Session) -> None: ...
@@ -349,7 +349,7 @@ class Ready:
         """Do nothing."""
 
 
-def test_two_classes_of_one_name_that_cannot_be_told_apart_are_refused() -> None:
+def test_indistinguishable_classes_of_one_name_are_rejected() -> None:
     """C105: of one module, too; before the work, of which the result could not be read."""
     rows: list[Any] = [make_dataclass("Row", [("n", int)], namespace={"__module__": "m"}) for _ in range(2)]
     with pytest.raises(TypeError, match="two classes have the name"):

@@ -161,7 +161,7 @@ def test_a_raw_key_is_its_number(value: int) -> None:
 
 
 @given(int32, int32)
-def test_a_pair_is_both_halves_in_a_space_of_its_own(classid: int, objid: int) -> None:
+def test_a_pair_is_both_halves_in_a_separate_key_space(classid: int, objid: int) -> None:
     """C028: the value of a pair is classid << 32 | objid, and it never equals the bigint of the same bits."""
     key = LockKey.pair(classid, objid)
     assert key.value >> 32 == classid
@@ -225,7 +225,7 @@ def test_a_key_cannot_be_changed() -> None:
     assert key == LockKey.of("a")
 
 
-def test_a_key_is_made_by_its_four_doors_alone() -> None:
+def test_a_key_is_created_only_by_its_four_constructors() -> None:
     """Calling the class raises and names the ways to make a key."""
     with pytest.raises(TypeError, match=r"LockKey\.of"):
         LockKey()
@@ -269,7 +269,7 @@ def test_nothing_is_normalised(one: str, two: str) -> None:
 
 
 @every_row("name", [7, None, b"a", True, 1.0, UUID(int=1), ["a"], LockKey.raw(1)])
-def test_a_name_that_is_no_str_is_refused(name: object) -> None:
+def test_a_name_that_is_not_a_str_is_rejected(name: object) -> None:
     """C031: 7, None, bytes and UUID are refused, so that each is spelt in one place by the caller."""
     with pytest.raises(TypeError, match="must be a str"):
         LockKey.of(name)  # type: ignore[arg-type]
@@ -280,7 +280,7 @@ def test_a_name_that_is_no_str_is_refused(name: object) -> None:
 
 
 @every_row("text", ["\x00", "a\x00b", "\x1f", "a\x1fb", "\ud800", "a\udfff"])
-def test_a_name_that_the_server_or_the_format_cannot_carry_is_refused(text: str) -> None:
+def test_a_name_that_cannot_be_stored_is_rejected(text: str) -> None:
     """C031: NUL, the separator and lone surrogates are a ValueError here and never reach a driver."""
     for make in (
         lambda: LockKey.of(text),
@@ -295,7 +295,7 @@ def test_a_name_that_the_server_or_the_format_cannot_carry_is_refused(text: str)
             make()
 
 
-def test_an_empty_name_or_id_is_refused() -> None:
+def test_an_empty_name_or_id_is_rejected() -> None:
     """An empty name, family or id is a ValueError; an empty namespace is the default."""
     for make in (lambda: LockKey.of(""), lambda: LockKey.family(""), lambda: LockKey.family("a")("")):
         with pytest.raises(ValueError, match="empty"):
@@ -303,7 +303,7 @@ def test_an_empty_name_or_id_is_refused() -> None:
 
 
 @every_row("ident", [None, True, 1.0, b"a", UUID(int=1), (1, 2)])
-def test_an_id_that_is_neither_str_nor_int_is_refused(ident: object) -> None:
+def test_an_id_that_is_neither_str_nor_int_is_rejected(ident: object) -> None:
     """C031: the id of a family is a str or an int, nothing that only looks like one."""
     with pytest.raises(TypeError, match="str or an int"):
         LockKey.family("a")(ident)  # type: ignore[arg-type]
@@ -316,14 +316,14 @@ def test_the_edges_of_a_raw_key_are_accepted(value: int) -> None:
 
 
 @every_row("value", [2**63, -(2**63) - 1, 2**64 - 1, 10**40])
-def test_a_raw_key_out_of_range_is_refused(value: int) -> None:
+def test_a_raw_key_out_of_range_is_rejected(value: int) -> None:
     """C025: an unsigned or larger number is a ValueError before any SQL."""
     with pytest.raises(ValueError, match="64-bit"):
         LockKey.raw(value)
 
 
 @every_row("half", [2**31, -(2**31) - 1, 3048471620, 2**32 - 1])
-def test_a_half_out_of_range_is_refused(half: int) -> None:
+def test_a_half_out_of_range_is_rejected(half: int) -> None:
     """C025: an unsigned 32-bit number is rejected as a half of a pair."""
     for pair in ((half, 0), (0, half)):
         with pytest.raises(ValueError, match="32-bit"):
@@ -331,7 +331,7 @@ def test_a_half_out_of_range_is_refused(half: int) -> None:
 
 
 @every_row("value", [True, False, 1.0, "1", None, b"\x01"])
-def test_a_number_that_is_no_int_is_refused(value: object) -> None:
+def test_a_number_that_is_not_an_int_is_rejected(value: object) -> None:
     """C025: True, 1.0 and text are a TypeError: a key is never rounded or guessed."""
     for make in (LockKey.raw, lambda v: LockKey.pair(v, 0), lambda v: LockKey.pair(0, v)):
         with pytest.raises(TypeError, match="must be an int"):
@@ -361,14 +361,14 @@ def test_one_key_under_two_names_is_asked_for_once() -> None:
     assert resolve([named, LockKey.raw(named.value)], "")[0].name == "a"
 
 
-def test_no_names_are_refused() -> None:
+def test_an_empty_list_of_names_is_rejected() -> None:
     """A lock without a name is a ValueError."""
     with pytest.raises(ValueError, match="at least one name"):
         resolve([], "")
 
 
 @every_row("name", [None, 7, b"a"])
-def test_resolving_refuses_what_is_neither_name_nor_key(name: object) -> None:
+def test_resolving_rejects_what_is_neither_name_nor_key(name: object) -> None:
     """C031: a number among the names is a TypeError and not silently its text."""
     with pytest.raises(TypeError, match="must be a str"):
         resolve(["a", name], "")  # type: ignore[list-item]

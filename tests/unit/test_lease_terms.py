@@ -88,14 +88,14 @@ def test_terms_that_go_together_are_taken_as_they_are(ttl: float, share: float, 
         ({"lock_delay": -1}, "0 or more"),
     ],
 )
-def test_terms_out_of_range_are_refused_with_the_way_out(values: dict[str, Any], told: str) -> None:
+def test_terms_out_of_range_are_rejected_with_advice(values: dict[str, Any], told: str) -> None:
     """Each of them is a ValueError that says what is allowed."""
     with pytest.raises(ValueError, match=told):
         terms.build_terms(**{"ttl": 60, "max_hold": None, "min_hold": 0, "lock_delay": 0} | values)
 
 
 @every_row("value", ["60", None, True, 1j])
-def test_a_ttl_of_another_type_is_refused(value: Any) -> None:
+def test_a_ttl_of_another_type_is_rejected(value: Any) -> None:
     """Neither text nor a truth value is a length of time."""
     with pytest.raises(TypeError, match="ttl"):
         terms.ttl_of(value)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_a_long_wait_is_logged_once_whoever_it_is_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_is_logged_once_for_any_holder(caplog: pytest.LogCaptureFixture) -> None:
     """First behind a contender of this process, then behind another process: one warning, which names the lease."""
     request = LeaseRequest(stored="n", place=TableNames(), terms=LeaseTerms(30))
     call = LeaseAcquisition(LocalQueue(), Config(), HoldersSeen(), request, Contender("thread"), 60.0)

@@ -182,7 +182,7 @@ def stand(queue: LocalQueue, *keys: LockKey, owner: Contender | None = None) -> 
     return ticket
 
 
-def test_an_entry_for_several_keys_goes_on_only_when_it_is_first_for_all() -> None:
+def test_an_entry_for_several_keys_must_be_first_for_all() -> None:
     """The last of its queue to come free wakes it, once."""
     queue, told = LocalQueue(), []
     one, two = stand(queue, A), stand(queue, B)

@@ -38,7 +38,7 @@ def patched(name: str, **members: Any) -> ModuleType:
         ("uwsgi", {"opt": {b"http": b":8000"}}, "--enable-threads"),
     ],
 )
-def test_a_process_without_native_threads_is_refused_with_the_way_out(
+def test_a_process_without_native_threads_is_rejected_with_advice(
     monkeypatch: pytest.MonkeyPatch, name: str, members: dict[str, Any], way: str
 ) -> None:
     """Rule of the house: patched threads and uWSGI without threads beat 0 times; the flag or call that helps is named."""

@@ -18,7 +18,7 @@ def told(caplog: pytest.LogCaptureFixture) -> int:
     return count
 
 
-def test_a_pause_is_logged_when_it_takes_a_share_of_the_shortest_margin(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pause_is_logged_if_it_uses_up_a_share_of_the_margin(caplog: pytest.LogCaptureFixture) -> None:
     """A quarter of a margin of 1 s; the ttl of the shortest lease is named; without a lease there is nothing to say."""
     held: list[Any] = [SimpleNamespace(ttl=60.0), SimpleNamespace(ttl=10.0)]
     pauses = Pauses()

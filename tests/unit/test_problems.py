@@ -29,7 +29,7 @@ def own(kind: type[Exception]) -> Iterator[str]:
         yield from own(one)
 
 
-def test_each_error_has_a_problem_and_each_problem_a_code_of_its_own() -> None:
+def test_each_error_has_a_problem_with_its_own_code() -> None:
     """A new class of error needs a code, a status that is its own, and a sentence that says what to do."""
     assert set(own(pgfence.PgfenceError)) == OF_ERRORS.keys()
     assert len({one.code for one in PROBLEMS}) == len(PROBLEMS)

@@ -74,7 +74,7 @@ def test_thousands_of_leases_become_few_statements(now: Clock) -> None:
     assert renewals(queue, now.now + 11) == []
 
 
-def test_each_place_has_statements_of_its_own(now: Clock) -> None:
+def test_each_set_of_tables_has_its_own_statements(now: Clock) -> None:
     """Tenants share the connection, not the statement, and none waits for all grants of another."""
     queue = RenewalQueue()
     for n in range(BATCH + 1):
@@ -141,7 +141,7 @@ def test_an_ending_is_tried_until_the_ttl_is_over(now: Clock) -> None:
     assert now.now <= 1000 + 61
 
 
-def test_a_channel_is_listened_to_while_there_are_waiters_and_shortly_after() -> None:
+def test_a_channel_is_listened_to_as_long_as_it_has_waiters() -> None:
     """Waiters that come and go do not make a statement each."""
     listeners, woken = NotifyListeners(), []
     assert listeners.add(HERE, "a", lambda: woken.append("a"))

@@ -52,7 +52,7 @@ def test_two_sqlstates_are_curable_wherever_they_stand(state: str) -> None:
         assert is_snapshot_error(error)
 
 
-def test_errors_of_ours_are_judged_by_their_class() -> None:
+def test_errors_of_pgfence_are_judged_by_their_class() -> None:
     """Of all that call themselves retryable only conflicts and deadlocks are done again: a wait was a wait."""
     assert is_curable(VersionConflictError("x", items=[]))
     assert not is_snapshot_error(VersionConflictError("x", items=[]))
@@ -74,7 +74,7 @@ def test_other_errors_are_not_curable() -> None:
 
 
 @every_row("state", ["40001", "40P01", "23505", "23503", "PF001", "P0001", "57014"])
-def test_a_refusal_of_a_commit_is_an_answer(state: str) -> None:
+def test_a_rejection_of_a_commit_is_a_response(state: str) -> None:
     """The server said no: nothing is committed."""
     assert not is_commit_unanswered(refused(state))
 

@@ -63,7 +63,7 @@ def test_a_declared_session_pooler_is_trusted() -> None:
     assert judge_session(GOOD, 999, "session", 101) is None
 
 
-def test_a_declared_transaction_pooler_is_refused_without_asking() -> None:
+def test_a_declared_transaction_pooler_is_rejected_without_asking() -> None:
     """Even where the pids are equal, as some proxies pass the true one on."""
     refusal = judge_session(GOOD, 100, "transaction", None)
     assert isinstance(refusal, PoolerError)
@@ -88,13 +88,13 @@ def test_a_standby_does_not_exclude() -> None:
         "",
     ],
 )
-def test_look_alikes_are_refused(version: str) -> None:
+def test_look_alikes_are_rejected(version: str) -> None:
     """Rule 20: what only speaks PostgreSQL's protocol is no PostgreSQL, whatever number it gives."""
     refusal = judge_session(replace(GOOD, version=version), 100, "auto", None)
     assert isinstance(refusal, UnsupportedServerError)
 
 
-def test_stub_functions_are_refused() -> None:
+def test_stub_functions_are_rejected() -> None:
     """Rule 20: a server that says "granted" and shows no lock keeps none, whatever it calls itself."""
     refusal = judge_session(replace(GOOD, locks_seen=0), 100, "auto", None)
     assert isinstance(refusal, UnsupportedServerError)
@@ -102,7 +102,7 @@ def test_stub_functions_are_refused() -> None:
 
 
 @every_row(("number", "refused"), [(90624, True), (139999, True), (140000, False), (180006, False)])
-def test_old_versions_are_refused(number: int, refused: bool) -> None:
+def test_old_versions_are_rejected(number: int, refused: bool) -> None:
     """Rule 20: before 14 some settings that a quiet holder needs do not exist."""
     answer = judge_session(replace(GOOD, number=number), 100, "auto", None)
     assert isinstance(answer, UnsupportedServerError) == refused
@@ -131,7 +131,7 @@ def test_the_lock_table_is_judged_with_the_request(used: int, wanted: int, answe
 
 
 @every_row(("used", "wanted"), [(0, 900), (899, 1), (5000, 1), (0, 20_000)])
-def test_a_nearly_full_lock_table_is_refused(used: int, wanted: int) -> None:
+def test_a_nearly_full_lock_table_is_rejected(used: int, wanted: int) -> None:
     """Rule 16: from 90 % on, with both numbers and the setting to raise."""
     refusal = judge_capacity(used, wanted, 1000)
     assert isinstance(refusal, CapacityError)
@@ -161,7 +161,7 @@ def test_known_drivers_have_their_way_of_marking_parameters(driver: str) -> None
     ("name", "driver"),
     [("sqlite", "pysqlite"), ("mysql", "pymysql"), ("postgresql", "pg8000"), ("cockroachdb", "psycopg")],
 )
-def test_other_dialects_and_drivers_are_refused(name: str, driver: str) -> None:
+def test_other_dialects_and_drivers_are_rejected(name: str, driver: str) -> None:
     """Rule 20: before anything is connected to, and by name."""
     with pytest.raises(UnsupportedServerError, match=f"{name}|{driver}"):
         style_of(SimpleNamespace(name=name, driver=driver))  # type: ignore[arg-type]

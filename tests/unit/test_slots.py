@@ -108,7 +108,7 @@ def test_a_slot_is_its_own_slot(schedule: Schedule, now: datetime) -> None:
 
 
 @given(schedules, moments, st.sampled_from(ZONES))
-def test_the_zone_in_which_now_is_told_does_not_matter(schedule: Schedule, now: datetime, zone: str) -> None:
+def test_the_zone_of_now_does_not_matter(schedule: Schedule, now: datetime, zone: str) -> None:
     """A server or driver that tells its clock in another zone means the same instant."""
     assert schedule.current(now.astimezone(ZoneInfo(zone))) == schedule.current(now)
 
@@ -202,14 +202,14 @@ def test_cron_lines_keep_cron_s_rules_for_summer_time(
     assert found == expected
 
 
-def test_the_hour_that_comes_twice_belongs_to_the_slot_begun_in_it_first() -> None:
+def test_a_repeated_hour_belongs_to_the_slot_begun_first() -> None:
     """In the second 02:10 of the night, the slot of 02:30 has begun already and counts."""
     cron = Cron("30 2 * * *", VIENNA)
     assert cron.current(vienna(2026, 10, 25, 2, 10, fold=0)) == vienna(2026, 10, 24, 2, 30)
     assert cron.current(vienna(2026, 10, 25, 2, 10, fold=1)) == vienna(2026, 10, 25, 2, 30)
 
 
-def test_a_skipped_midnight_is_no_slot_of_a_cron_expression_by_real_time() -> None:
+def test_a_skipped_midnight_is_not_a_slot_of_a_cron_line() -> None:
     """In Havana Sunday, 8 March 2026, begins at 01:00, which is not in the hour of 00."""
     havana = ZoneInfo("America/Havana")
     cron, saturday = Cron("* 23,0 1-31 * */5", havana), utc(2026, 3, 8, 4, 59)
@@ -217,7 +217,7 @@ def test_a_skipped_midnight_is_no_slot_of_a_cron_expression_by_real_time() -> No
     assert cron.current(utc(2026, 3, 8, 5)) == cron.current(saturday)
 
 
-def test_a_slot_counts_from_its_very_beginning_where_clocks_go_back_by_half_an_hour() -> None:
+def test_a_slot_is_exact_where_clocks_go_back_by_half_an_hour() -> None:
     """On Lord Howe Island 02:00 was 01:30 again on 5 April 2026; at 02:00:00.000000 the slot of 02:00 has begun."""
     cron = Cron("* 2 * * *", ZoneInfo("Australia/Lord_Howe"))
     assert cron.current(utc(2026, 4, 4, 15, 30)) == utc(2026, 4, 4, 15, 30)
@@ -294,7 +294,7 @@ def test_in_the_hour_that_comes_twice_what_is_done_is_not_ahead() -> None:
 
 
 @every_row("catch_up", ["none", "last", "all"])
-def test_a_slot_that_a_clock_began_ahead_of_time_keeps_nothing_from_running(catch_up: CatchUp) -> None:
+def test_a_slot_begun_by_a_wrong_clock_blocks_no_run(catch_up: CatchUp) -> None:
     """What was begun ahead of time and never finished is forgotten: the slot that counts by the clock now is due."""
     for done in (None, utc(2026, 5, 3)):
         found = due(DAYS, catch_up, TODAY, done, utc(2026, 6, 4))
@@ -340,9 +340,7 @@ def test_a_slot_done_under_another_schedule_is_done() -> None:
         ({"at": 20260401}, TypeError, "datetime"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_the_way_out(
-    given: dict[str, Any], error: type[Exception], says: str
-) -> None:
+def test_unusable_arguments_are_rejected_with_advice(given: dict[str, Any], error: type[Exception], says: str) -> None:
     """A wrong schedule is a typed error when it is written down, not at its first run."""
     arguments: dict[str, Any] = {"every": None, "cron": None, "at": None, "tz": "UTC", "catch_up": "last"}
     with pytest.raises(error, match=says):
