@@ -128,9 +128,17 @@ def test_the_decision_tree_says_what_its_page_says() -> None:
     picture = (ROOT / "docs" / "_static" / "which-one.svg").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "choose" / "which-one.md").read_text(encoding="utf-8")
     answers = re.findall(r'class="answer"[^>]*>([^<]+)<', picture)
-    listed = re.findall(r"^\d\. .*(?:\n   .*)*", page, re.MULTILINE)
+    listed = re.findall(r"^\d+\. .*(?:\n   .*)*", page, re.MULTILINE)
     assert len(answers) > len(listed) > 0
     assert [answer for answer in answers if answer.lower() not in "".join(listed).lower()] == []
+
+
+def test_the_readme_fits_on_one_screen() -> None:
+    """The README has at most 110 lines, and six rows in its table of what to use; the rest is in the docs."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.count("\n") <= 110
+    chooser = readme.partition("## Which one do I need?")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    assert len(chooser.splitlines()) == 2 + 6
 
 
 def test_each_command_of_the_readme_is_one_line() -> None:

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
-from pgfence import AdvisoryLock, Lease, LockKey, LockTimeoutError, Once, SlotOverError, TransactionLock
+from pgfence import AdvisoryLock, Lease, LockKey, LockTimeoutError, Once, Semaphore, SlotOverError, TransactionLock
 from pgfence.cli import main
 from pgfence.compat import pals_key
 from pgfence.migrations import migration_lock
@@ -93,6 +93,12 @@ COMMANDS = {
     "pgfence run --once-per": ["--once-per", "hour"],
 }
 KINDS = [*LIBRARY, *COMMANDS]
+
+
+def semaphore(engine: Engine, name: str) -> AbstractContextManager[object]:
+    return Semaphore(engine, name, permits=1, ttl=30).hold(timeout=0)
+
+
 NEW_CODE: dict[str, Callable[[Engine, str, LockKey], AbstractContextManager[object]]] = {
     "AdvisoryLock(engine, key)": lambda engine, _name, key: AdvisoryLock(engine, key).hold(timeout=0),
     "TransactionLock(session, key)": lambda engine, _name, key: transaction()(engine, key),
@@ -206,3 +212,17 @@ def test_what_a_lock_of_another_library_excludes(engine: Engine, name: str) -> N
     with raw("lock")(engine, key):
         found = {code: busy(hold(engine, name, key)) for code, hold in NEW_CODE.items()}
     assert found == {code: answer == "yes" for code, answer in table("New code")}
+
+
+def test_a_semaphore_excludes_no_lock_of_its_name(engine: Engine, name: str) -> None:
+    """A permit is busy for semaphores only, and no lock keeps a semaphore of its name from giving one."""
+    with semaphore(engine, name):
+        assert [kind for kind, hold in LIBRARY.items() if busy(hold(engine, name))] == []
+    with ThreadPoolExecutor(1) as elsewhere:
+        for number, hold in enumerate(LIBRARY.values()):
+            holder = hold(engine, f"{name}:{number}")
+            elsewhere.submit(holder.__enter__).result()
+            try:
+                assert not busy(semaphore(engine, f"{name}:{number}"))
+            finally:
+                elsewhere.submit(holder.__exit__, None, None, None).result()
