@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from uuid import uuid4
 
 import pytest
@@ -12,7 +10,7 @@ from ledger import Base
 from sqlalchemy import Engine, create_engine
 from sqlalchemy.orm import Session
 
-from pgfence import AdvisoryLock, Held, Lease, Once, embedded, schema
+from pgfence import embedded, schema
 
 
 @pytest.fixture(scope="session")
@@ -40,15 +38,3 @@ def session(engine: Engine) -> Iterator[Session]:
 def name() -> str:
     """The name of a lock that no other test uses."""
     return f"test:{uuid4()}"
-
-
-@contextmanager
-def held_elsewhere(lock: AdvisoryLock | Lease | Once) -> Iterator[Held]:
-    """Hold a lock, lease or slot as another process would."""
-    with ThreadPoolExecutor(max_workers=1) as other:
-        held = other.submit(lock.acquire).result()
-        try:
-            yield held
-        finally:
-            if not held.lost:
-                other.submit(held.release).result()

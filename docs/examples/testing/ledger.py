@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, insert
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from pgfence import Lease, TransactionLock, Versioned, idempotent
@@ -50,5 +50,5 @@ def close_month(engine: Engine, month: str) -> bool:
     if lease is None:
         return False  # another process is closing it
     with lease, lease.begin(engine) as connection:
-        connection.execute(Closing.__table__.insert().values(month=month))
+        connection.execute(insert(Closing).values(month=month))
     return True

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from elsewhere import held_elsewhere
 from ledger import Account, close_month, pay
 from sqlalchemy import Engine, create_engine, func, select, text
 from sqlalchemy.orm import Session
 
-from conftest import held_elsewhere
 from pgfence import (
     AdvisoryLock,
     IdempotencyInProgressError,
