@@ -212,14 +212,14 @@ _LATE = {
     "load_for_version": "pgfence.versions",
     "run_transaction": "pgfence.retrying",
 }
-"""Where the names are that not every program uses: each is loaded, with what it needs, when it is asked for."""
+"""The modules of names that not every program uses. Each is imported on first access."""
 
 _LATE_MODULES = {"compat", "schema"}
 
-if not TYPE_CHECKING:  # checkers must report a misspelt name
+if not TYPE_CHECKING:  # type checkers must report misspelt names
 
     def __getattr__(name: str) -> object:
-        """Look up what is loaded when it is asked for."""
+        """Import a name on first access."""
         from importlib import import_module
 
         if name in _LATE:

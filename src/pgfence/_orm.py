@@ -1,4 +1,4 @@
-"""What `fence` and `versions` both ask SQLAlchemy's ORM: which rows a flush writes, and what a statement assigns."""
+"""What `fence` and `versions` both need to know of SQLAlchemy's ORM: which rows a flush writes, and what a statement assigns."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _MISSING = object()
 
 
 def sends_update(state: State) -> bool:
-    """Return whether an UPDATE of a persistent row is sent when its turn in the flush comes, with the columns as they are now."""
-    # Not Session.is_modified(): that is also True for relationships whose foreign key is in another row, or is written by a
-    # later UPDATE (`post_update`), and for an assigned expression. SQLAlchemy sends no UPDATE of the row for those.
+    """Return whether the flush sends an UPDATE for a persistent row, with its columns as they are now."""
+    # Session.is_modified() is not used: it is also True for relationships whose foreign key is in another row, or is written by
+    # a later UPDATE (`post_update`), and for an assigned expression. SQLAlchemy sends no UPDATE of the row for those.
     values, attributes = state.dict, state.manager
     writable = _WRITABLE.get(state.mapper) or _is_writable(state.mapper)
     for key, old in state.committed_state.items():
@@ -47,10 +47,10 @@ def sends_update(state: State) -> bool:
 
 
 def will_send_update(state: State) -> bool:
-    """Return the same ahead of the flush, which copies the keys of related rows into foreign keys.
+    """Return whether the flush will send an UPDATE, before it copies the keys of related rows into foreign keys.
 
-    A row that only a change of another row writes, such as a child that is taken out of a collection without a back
-    reference, is not found by this.
+    A row that is written only because another row changes, such as a child that is removed from a collection without a back
+    reference, is not detected.
     """
     if sends_update(state):
         return True
@@ -84,7 +84,7 @@ def _moves(state: State, prop: RelationshipProperty[object]) -> bool:
 
 def _get_value(state: State, column: ColumnElement[object]) -> object:
     key = state.mapper.get_property_by_column(column).key
-    # What is not loaded differs from everything: a lock too many is better than one too late.
+    # An unloaded value differs from every other one: one lock too many is better than one too late.
     return state.dict.get(key, object())
 
 
@@ -95,7 +95,7 @@ def identity_of(state: State) -> Key:
 
 
 def find_key_in_update(context: UOWTransaction, state: State) -> Key:
-    """Return the key by which a flush finds the row of an instance: SQLAlchemy's rule for a primary key that was changed."""
+    """Return the key by which a flush finds the row of an instance, by SQLAlchemy's rule for changed primary keys."""
     mapper = state.mapper
     if state.key is not None and state.committed_state.keys().isdisjoint(mapper._primary_key_propkeys):
         return identity_of(state)
@@ -128,7 +128,7 @@ def upsert_of(statement: object) -> OnConflictDoUpdate | None:
 def set_on_conflict(
     statement: Insert, upsert: OnConflictDoUpdate, names: Collection[str], column: str, value: ColumnElement[object]
 ) -> Insert:
-    """Return an upsert that sets a column of the row it meets to a value, whatever it was told to set it to."""
+    """Return an upsert that sets a column of the row it conflicts with to a value, whatever it assigned before."""
     changed, clause = statement._generate(), copy(upsert)
     given = upsert.update_values_to_set
     kept = {key: each for key, each in dict(given).items() if find_value_name(key) not in names} | {column: value}

@@ -1,4 +1,4 @@
-"""The header `Idempotency-Key`, as middleware of ASGI: for FastAPI, Starlette, Django and others."""
+"""The `Idempotency-Key` header as ASGI middleware, for FastAPI, Starlette, Django and others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Ways to respond that cannot be stored. Without these extensions the application sends a body.
+# Ways to respond that cannot be stored. If these extensions are not offered, the application sends a body.
 _NOT_OFFERED = ("http.response.pathsend", "http.response.trailers", "http.response.zerocopysend")
 
 
@@ -143,7 +143,7 @@ class IdempotencyMiddleware:
     async def _begin(
         self, request: HttpRequest, scope: Scope, receive: Receive, send: Send
     ) -> _AsgiExchange | Reply | None:
-        """Claim the key of a request, or return what was recorded under it; None: another one of ours, outside, has it."""
+        """Claim the key of a request, or return what was recorded under it; None if an outer middleware has claimed it."""
         rules = self._rules
         key, owner = rules.read_key(request), rules.find_principal(request, scope)
         if RequestMarker.is_marked(scope, request):
@@ -254,9 +254,9 @@ class _AsgiExchange(Exchange):
         await self._flush(more=False)
 
     async def _end_stopped(self, how: str) -> None:
-        """End the attempt of an application that has stopped, unless it has ended."""
+        """End the attempt of an application that has stopped, unless it has already ended."""
         if self._gone and self._start is not None and not self._marker.ended:
-            # The application has responded; only the client has stopped it from sending all of it.
+            # The application has responded; only the client has kept it from sending all of it.
             reply = self._rules.build_record(self._start["status"], _decode_headers(self._start), None)
             if reply is not None:
                 await self.store(reply)
@@ -265,7 +265,7 @@ class _AsgiExchange(Exchange):
 
 def _parse_request(scope: Scope) -> HttpRequest:
     root, path = scope.get("root_path", "").rstrip("/"), scope["path"]
-    # Some servers put the root into the path as well.
+    # Some servers include the root in the path.
     if root and path.startswith(root) and path[len(root) :][:1] in ("", "/"):
         path = path[len(root) :]
     keys, credentials, cookies = [], [], []
@@ -293,13 +293,13 @@ async def _read_body(receive: Receive, rules: Rules) -> bytes:
     """Return the body of a request.
 
     Raises:
-        Refusal: it is too long, or the client has gone away before its end.
+        ProblemResponse: it is too long, or the client has disconnected before its end.
     """
     chunks, size, more = [], 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            # The client is gone, but outer middlewares, such as Starlette's, treat a missing response as an error.
+            # The client has disconnected, but outer middlewares, such as Starlette's, treat a missing response as an error.
             raise ProblemResponse(BODY_INCOMPLETE)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])

@@ -1,14 +1,14 @@
-"""Keys of other libraries, so that old and new code exclude each other while a roll-out lasts.
+"""Keys of other libraries, so that old and new code exclude each other during a migration.
 
-Each function gives the key that the other library would lock for the same name, as a `LockKey` to be used alone or beside
-a name: `AdvisoryLock(engine, pals_key("myapp", "billing"), "billing")`. They are for the roll-out only. New code uses
-names: these keys are shorter, without a namespace or bound to one kind of machine.
+Each function returns the key that the other library would lock for the same name, as a `LockKey` that is used alone or together
+with a name: `AdvisoryLock(engine, pals_key("myapp", "billing"), "billing")`. Use them only during the migration, and names in
+new code: these keys are shorter, have no namespace or depend on the kind of machine.
 
-pals and sqlalchemy-dlock take the byte order of the host. The keys here are those of little-endian machines, which x86 and
-ARM are; on a big-endian one, such as s390x, old code locks other keys.
+pals and sqlalchemy-dlock use the byte order of the host. The keys here are those of little-endian machines, such as x86 and
+ARM; on a big-endian machine, such as s390x, the old code locks other keys.
 
-A name is taken as the other library takes it, unchecked where that one does not check: NUL or an empty name may well be in
-use there.
+A name is used exactly as the other library uses it, and not checked if that library does not check it: NUL or an empty name may
+be in use there.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def pals_key(app_name: str, name: str) -> LockKey:
     """Return the key of `pals.Locker(app_name, ...).lock(name)`.
 
     Raises:
-        TypeError: one of them is no str.
-        ValueError: one of them holds a lone surrogate.
+        TypeError: one of them is not a str.
+        ValueError: one of them contains a lone surrogate.
     """
     text = _encode_utf8(app_name, "app_name") + b"." + _encode_utf8(name)
     return _read_little_endian(hashlib.sha1(text, usedforsecurity=False).digest())
 
 
 def dlock_key(name: str | bytes | int) -> LockKey:
-    """Return the key of `sqlalchemy_dlock.create_sadlock(connection, name)`: an int is the key itself.
+    """Return the key of `sqlalchemy_dlock.create_sadlock(connection, name)`. An int is itself the key.
 
     Raises:
-        TypeError: it is neither str, bytes nor int (a bool is none of them).
-        ValueError: an int that does not fit into 64 bits, signed, or a str with a lone surrogate.
+        TypeError: it is neither a str, bytes nor an int, or it is a bool.
+        ValueError: it is an int that does not fit into 64 bits, signed, or a str with a lone surrogate.
     """
     if isinstance(name, int):
         return LockKey.raw(name)
@@ -53,13 +53,13 @@ def dlock_key(name: str | bytes | int) -> LockKey:
 
 
 def pglock_key(name: str) -> LockKey:
-    """Return the key of `pglock.advisory(name)`; its integer ids are `LockKey.raw(id)`.
+    """Return the key of `pglock.advisory(name)`. Its integer ids are `LockKey.raw(id)`.
 
-    A function decorated without a name has the name `module.function` there.
+    A function decorated without a name has the name `module.function` in that library.
 
     Raises:
-        TypeError: it is no str.
-        ValueError: it is empty, which django-pglock refuses too, or holds a lone surrogate.
+        TypeError: it is not a str.
+        ValueError: it is empty, which django-pglock rejects too, or contains a lone surrogate.
     """
     text = _encode_utf8(name)
     if not text:
@@ -70,23 +70,23 @@ def pglock_key(name: str) -> LockKey:
 def with_advisory_lock_key(name: str) -> LockKey:
     """Return the key of `Model.with_advisory_lock(name)` in Rails: a pair, (31 bits of CRC-32, 0).
 
-    It is the key without `WITH_ADVISORY_LOCK_PREFIX`. That setting only ever gives its leading digits as second half; then
-    take `LockKey.pair(with_advisory_lock_key(name).value >> 32, digits)`. 31 bits are few: unrelated names share a key
-    about as soon as there are 50,000 of them.
+    It is the key without `WITH_ADVISORY_LOCK_PREFIX`. Only the leading digits of that setting matter, as the second half of the
+    pair; in that case use `LockKey.pair(with_advisory_lock_key(name).value >> 32, digits)`. Because 31 bits are few, unrelated
+    names are likely to share a key from about 50,000 names on.
 
     Raises:
-        TypeError: it is no str. A number as a name stands for itself there: `LockKey.pair(number, 0)`.
-        ValueError: it holds a lone surrogate.
+        TypeError: it is not a str. A number used as a name is used as it is in that library: `LockKey.pair(number, 0)`.
+        ValueError: it contains a lone surrogate.
     """
     return LockKey.pair(zlib.crc32(_encode_utf8(name)) & 0x7FFFFFFF, 0)
 
 
 def sha256_hex15_key(name: str) -> LockKey:
-    """Return the key of the hand-written `int(hashlib.sha256(name.encode()).hexdigest()[:15], 16)`.
+    """Return the key of the common expression `int(hashlib.sha256(name.encode()).hexdigest()[:15], 16)`.
 
     Raises:
-        TypeError: it is no str.
-        ValueError: it holds a lone surrogate.
+        TypeError: it is not a str.
+        ValueError: it contains a lone surrogate.
     """
     return LockKey.raw(int(hashlib.sha256(_encode_utf8(name)).hexdigest()[:15], 16))
 
@@ -96,15 +96,16 @@ async def hashtext_key(connection: AsyncConnection, name: str) -> LockKey: ...
 @overload
 def hashtext_key(connection: Connection, name: str) -> LockKey: ...
 def hashtext_key(connection: Connection | AsyncConnection, name: str) -> object:
-    """Return the key of `pg_advisory_lock(hashtext(name))`, as this server computes it: one round trip.
+    """Return the key of `pg_advisory_lock(hashtext(name))`, as computed by this server: one round trip.
 
-    Only a server knows: PostgreSQL promises nothing about `hashtext` across its releases, so ask the one that the lock is
-    on and keep the answer nowhere. Outside a transaction the connection is left outside one; a running one goes on.
-    The key is that of the form with one argument; `hashtext(a), hashtext(b)` is a `LockKey.pair` of both values.
+    Only the server can compute it, because PostgreSQL does not guarantee that `hashtext` is the same in every release. Use the
+    server on which the lock is held, and do not store the result. A connection outside a transaction is left outside one; an
+    open transaction continues. The key is that of the form with one argument; `hashtext(a), hashtext(b)` is a `LockKey.pair` of
+    both values.
 
     Raises:
-        TypeError: `connection` is neither a Connection nor an AsyncConnection, or `name` is no str.
-        ValueError: `name` holds NUL, which PostgreSQL has no text for, or a lone surrogate.
+        TypeError: `connection` is neither a Connection nor an AsyncConnection, or `name` is not a str.
+        ValueError: `name` contains NUL, which PostgreSQL cannot store in text, or a lone surrogate.
     """
     if b"\0" in _encode_utf8(name):
         raise ValueError(f"name must not contain NUL: {name!r}")
@@ -112,7 +113,7 @@ def hashtext_key(connection: Connection | AsyncConnection, name: str) -> object:
         return _ask_hashtext(connection, name)
     if hasattr(connection, "sync_connection"):
         return connection.run_sync(_ask_hashtext, name)
-    raise TypeError(f"a Connection or AsyncConnection is needed, not {type(connection).__name__}")
+    raise TypeError(f"expected a Connection or AsyncConnection, not {type(connection).__name__}")
 
 
 def _ask_hashtext(connection: Connection, name: str) -> LockKey:
@@ -132,7 +133,7 @@ def _encode_utf8(value: object, what: str = "name", wanted: str = "a str") -> by
     try:
         return value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{what} must be valid Unicode, it holds a lone surrogate: {value!r}") from None
+        raise ValueError(f"{what} must be valid Unicode, but contains a lone surrogate: {value!r}") from None
 
 
 def _read_little_endian(digest: bytes) -> LockKey:

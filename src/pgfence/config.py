@@ -1,4 +1,4 @@
-"""What an application may set once, kept with its engine. Nothing here is needed for the defaults."""
+"""Settings that an application makes once for each engine. The defaults need none of this."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PoolerSetting: TypeAlias = Literal["auto", "direct", "session", "transaction"]
 _ATTRIBUTE = "_pgfence_config"
 
 LONGEST_PREFIX = 40
-"""Names in PostgreSQL have 63 bytes at most, and the longest of ours needs what is left."""
+"""PostgreSQL names have at most 63 bytes, and pgfence's longest name needs the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +54,29 @@ def configure(
     pooler: PoolerSetting = "auto",
     on_event: Callable[[Event], object] | None = None,
 ) -> None:
-    """Set what pgfence should know about an engine, once, before its first use.
+    """Set how pgfence uses an engine. Call it once for each engine, before the first use.
 
-    A second call with the same values does nothing, so that every part of an application may repeat it. The settings hold
-    for this engine and its `execution_options()` copies, in this process; another process has to configure its own.
+    A second call with the same values does nothing, so every part of an application may repeat it. The settings apply to this
+    engine and its `execution_options()` copies, in this process; every other process configures its own.
 
     Args:
-        engine: the engine that locks are asked for with.
-        namespace: goes into every key made from a name, so that two applications in one database never meet. A ready
-            LockKey has its own and is not moved by it.
-        schema: of the tables, for the primitives that need some; None leaves it to the search path.
-        prefix: of the tables' names.
-        default_timeout: seconds that a wait lasts when a call says `timeout=None`; `math.inf` for ever.
-        lock_engine: where session locks are taken instead, e.g. a direct URL beside a pooled one; or a function that
-            returns it.
-        max_lock_connections: how many connections session locks of this process may use at a time. Whoever comes later
-            waits its turn within its timeout.
-        pooler: what stands in between. "auto" refuses session locks when a pooler shows; "session" is your word that it
-            gives each client a server session of its own; "transaction" refuses them at once, unless there is a
-            `lock_engine`, whose own `pooler` setting applies then.
+        engine: the engine on which locks are requested.
+        namespace: included in every key computed from a name, so that two applications in one database do not share locks. Does
+            not apply to `LockKey` objects, which carry their own namespace.
+        schema: the schema of pgfence's tables, for the primitives that need them. None uses the search path.
+        prefix: the prefix of the tables' names.
+        default_timeout: seconds that a call with `timeout=None` waits; `math.inf` waits indefinitely.
+        lock_engine: the engine on which session locks are acquired instead, for example with a direct URL if `engine` uses a
+            pooler; or a function that returns it.
+        max_lock_connections: the maximum number of connections that session locks of this process use at a time. Further
+            requests wait for one within their timeout.
+        pooler: what is between client and server. "auto" rejects session locks if a pooler is detected; "session" asserts that
+            the pooler gives each client a dedicated server session; "transaction" rejects session locks, unless there is a
+            `lock_engine`, whose own `pooler` setting then applies.
         on_event: called with every `Event`.
 
     Raises:
-        ValueError: a value is out of range; the engine was configured with other values; or it is in use already.
+        ValueError: a value is out of range, or the engine was already configured with other values or is already in use.
         TypeError: a value has the wrong type.
     """
     LockKey.of("any", namespace=namespace)
@@ -102,22 +102,26 @@ def configure(
     )
     home = vars(_get_dialect(engine))
     if home.setdefault(_ATTRIBUTE, new) != new:
-        raise ValueError("this engine already has other settings: configure it once, before its first use")
+        raise ValueError(
+            "this engine already has other settings: call configure() once, before the first use of the engine"
+        )
 
 
 def expect_place(schema: str | None, prefix: str) -> None:
-    """Raise if our tables could not be found there by these names.
+    """Raise if pgfence's tables could not be found by this schema and prefix.
 
     Raises:
-        ValueError: the schema is empty, the prefix too long, or one of them holds NUL.
-        TypeError: one has the wrong type.
+        ValueError: the schema is empty, the prefix is too long, or one of them contains NUL.
+        TypeError: one of them has the wrong type.
     """
     _expect(prefix, str, "prefix")
     _expect(schema, (str, type(None)), "schema")
     if schema == "":
-        raise ValueError("schema must not be empty: None leaves it to the search path")
+        raise ValueError("schema must not be empty: pass None to use the search path")
     if len(prefix.encode()) > LONGEST_PREFIX:
-        raise ValueError(f"prefix must not be longer than {LONGEST_PREFIX} bytes: the server would cut our names short")
+        raise ValueError(
+            f"prefix must not be longer than {LONGEST_PREFIX} bytes, because PostgreSQL would truncate the names of the tables"
+        )
     if "\0" in prefix + (schema or ""):
         raise ValueError("schema and prefix must not contain NUL")
 
@@ -127,7 +131,7 @@ class HasDialect(Protocol):
 
     @property
     def dialect(self) -> Dialect:
-        """What SQLAlchemy knows of the server and its driver."""
+        """The dialect, which holds what SQLAlchemy knows of the server and its driver."""
         ...
 
 
@@ -135,11 +139,11 @@ def config_of(thing: HasDialect, *, pin: bool = False) -> Config:
     """Return the settings for an Engine, AsyncEngine, Connection or AsyncConnection.
 
     Args:
-        thing: where to look.
-        pin: from now on something lives by them, so that other values come too late.
+        thing: one of these.
+        pin: whether to fix the settings, because something depends on them from now on and later changes would be ignored.
     """
-    # On the dialect: the copies that execution_options() makes of an engine, its Connections and Sessions all share it, and the
-    # settings are collected with the engine.
+    # Stored on the dialect, which an engine shares with its execution_options() copies, Connections and Sessions. The settings
+    # are garbage-collected with the engine.
     home = vars(_get_dialect(thing))
     config: Config = home.setdefault(_ATTRIBUTE, DEFAULT) if pin else home.get(_ATTRIBUTE, DEFAULT)
     return config
@@ -154,5 +158,5 @@ def _get_dialect(thing: HasDialect) -> Dialect:
     try:
         dialect: Dialect = thing.dialect
     except AttributeError:
-        raise TypeError(f"an Engine or AsyncEngine is needed, not {type(thing).__name__}") from None
+        raise TypeError(f"expected an Engine or AsyncEngine, not {type(thing).__name__}") from None
     return dialect

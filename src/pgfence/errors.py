@@ -1,12 +1,12 @@
-"""Every error of pgfence, in one tree.
+"""All exceptions of pgfence; `PgfenceError` is their base class.
 
-Each error can be pickled, keeps its data as attributes and says in its message what to do.
-A caller decides by class or attribute, never by text:
+Each exception can be pickled and has its data as attributes; its message says what to do. Handle exceptions by class or
+attribute, never by their text:
 
-- `retryable`: the same call may succeed later without a change by the caller;
-- `retry_after`: seconds, or None where nothing is better than the caller's own back-off;
-- `http_status`: what a web edge should answer;
-- `sqlstate`: set when PostgreSQL itself refused.
+- `retryable`: whether the same call may succeed later without a change by the caller;
+- `retry_after`: seconds to wait before a retry, or None if the caller's own backoff is as good;
+- `http_status`: the status with which a web application should respond;
+- `sqlstate`: the SQLSTATE, if PostgreSQL itself rejected the statement.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _restore(cls: type[PgfenceError], args: tuple[object, ...], state: dict[str,
 
 
 class PgfenceError(DontWrapMixin, Exception):
-    """Root of every error that pgfence raises on purpose. SQLAlchemy puts none of them into a StatementError."""
+    """Base class of the exceptions that pgfence raises on purpose. SQLAlchemy does not wrap them in a StatementError."""
 
     http_status: int = 500
     retryable: bool = False
@@ -48,12 +48,13 @@ class PgfenceError(DontWrapMixin, Exception):
 
 
 class LockTimeoutError(PgfenceError, TimeoutError):
-    """The lock was not free within the timeout. Nothing is held, the caller's transaction is usable.
+    """The lock did not become free within the timeout. Nothing is held, and the caller's transaction is usable.
 
-    From a fence: another transaction is still inside the gate, and the one that tried to enter is aborted.
+    If it comes from a fence, another transaction is still inside the gate, and PostgreSQL has aborted the transaction that
+    tried to enter.
 
-    `holders` is what was last seen and may be empty; `held_here` names the session locks that the
-    same task or thread already held while it waited.
+    `holders` are the holders that were last seen, and may be empty; `held_here` are the names of the session locks that the same
+    task or thread already held while it waited.
     """
 
     http_status = 423
@@ -81,7 +82,7 @@ class LockTimeoutError(PgfenceError, TimeoutError):
 class WaitCancelledError(PgfenceError):
     """The event of `cancel_waits()` ended a wait. Nothing is held.
 
-    `names` is what was waited for.
+    `names` are the names that were waited for.
     """
 
     http_status = 503
@@ -92,7 +93,7 @@ class WaitCancelledError(PgfenceError):
 
 
 class LockLostError(PgfenceError):
-    """The lock was lost before it was released: work done since then was not protected."""
+    """The lock was lost before it was released. Work done since then was not protected."""
 
     http_status = 503
     retryable = True
@@ -107,7 +108,7 @@ class LockLostError(PgfenceError):
 
 
 class LockNotHeldError(PgfenceError):
-    """Released twice, `current()` outside a hold, or a handle used in a forked child."""
+    """Nothing is held: it was already released, `current()` was called outside a hold, or this is a forked child."""
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -115,7 +116,7 @@ class LockNotHeldError(PgfenceError):
 
 
 class SelfDeadlockError(PgfenceError):
-    """The wait could never end: this task or thread, or a cycle inside this process, holds the lock."""
+    """The wait would never end, because this task or thread holds the lock, or because of a deadlock within this process."""
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -123,14 +124,14 @@ class SelfDeadlockError(PgfenceError):
 
 
 class DeadlockError(PgfenceError):
-    """PostgreSQL found a deadlock (SQLSTATE 40P01) and has aborted the transaction: roll back and try again."""
+    """PostgreSQL detected a deadlock (SQLSTATE 40P01) and has aborted the transaction: roll back and retry."""
 
     http_status = 409
     retryable = True
 
 
 class PoolerError(PgfenceError):
-    """A connection pooler is in between, and session locks cannot work behind it as it is configured."""
+    """There is a connection pooler between client and server, and session locks do not work through it as configured."""
 
     def __init__(self, message: str, *, mode: PoolerMode = "unknown") -> None:
         super().__init__(message)
@@ -138,9 +139,9 @@ class PoolerError(PgfenceError):
 
 
 class StandbyError(PgfenceError):
-    """The server is a standby, or takes no writes: a lock acquired there excludes no other process.
+    """The server is a standby, or accepts no writes: a lock acquired there excludes no other process.
 
-    It is `retryable`, because a cluster that switches over soon has a primary again. If the URL leads to a standby, correct it.
+    It is `retryable`, because a cluster that fails over has a primary again soon. If the URL leads to a standby, correct it.
     """
 
     http_status = 503
@@ -148,19 +149,19 @@ class StandbyError(PgfenceError):
 
 
 class UnsupportedServerError(PgfenceError):
-    """Not a PostgreSQL that pgfence can trust: another dialect or driver, too old, or a look-alike."""
+    """The server is not one that pgfence supports: another dialect or driver, too old, or not PostgreSQL."""
 
 
 class UnreachableError(PgfenceError):
-    """The server cannot be reached. That is never taken for "free" or for "busy".
+    """The server cannot be reached. This never means that a lock is free, nor that it is held.
 
     Not `retryable`, and 500 instead of 503, if the server rejected the password, the user or the database, or if the host does
-    not exist. A wait then ends at once, and no `unreachable=` applies: the configuration must be corrected.
+    not exist. A wait then ends at once, and `unreachable=` does not apply: correct the configuration.
     """
 
     http_status = 503
     _held_until: float | None = None
-    """Until when a known holder may continue without a server, on the clock of this process."""
+    """The time until which a known holder may continue without a server, on the clock of this process."""
 
     def __init__(self, message: str, *, sqlstate: str | None = None, retryable: bool = True) -> None:
         super().__init__(message, sqlstate=sqlstate)
@@ -170,11 +171,11 @@ class UnreachableError(PgfenceError):
 
 
 class TransactionStateError(PgfenceError):
-    """The caller's transaction is in a state in which the lock or fence would not protect it."""
+    """The state of the caller's transaction is one in which the lock or fence would not protect it."""
 
 
 class CapacityError(PgfenceError):
-    """The server's lock table is nearly full: more locks would keep everybody from logging in."""
+    """The server's lock table is nearly full; if it fills up, no client can log in any more."""
 
     http_status = 503
     retryable = True
@@ -186,9 +187,9 @@ class CapacityError(PgfenceError):
 
 
 class SchemaError(PgfenceError):
-    """pgfence's tables or functions are missing, too old, not as they were made, or not open to this role.
+    """pgfence's tables or functions are missing, too old or altered, or this role may not use them.
 
-    `command` repairs it: a `pgfence install`, an ALTER TABLE or a GRANT; empty where another role has to do it.
+    `command` fixes it: a `pgfence install`, an ALTER TABLE or a GRANT. It is empty if another role has to do it.
     """
 
     def __init__(
@@ -201,10 +202,10 @@ class SchemaError(PgfenceError):
 
 
 class StaleFencingTokenError(PgfenceError):
-    """PostgreSQL refused a write (SQLSTATE PF001): another token counts for the resource by now. Nothing of it is committed.
+    """PostgreSQL rejected a write (SQLSTATE PF001) because another token is valid for the resource. Nothing of it is committed.
 
-    `token` below `newest`: a newer holder has taken over. Above: this connection leads to a server that does not know the
-    newest tokens, such as a former primary or a restored one; or the token was never issued for this resource.
+    If `token` is below `newest`, a newer holder has taken over. If it is above, this connection leads to a server that does not
+    have the newest tokens, such as a former primary or a restored one, or the token was never issued for this resource.
     """
 
     http_status = 409
@@ -217,7 +218,7 @@ class StaleFencingTokenError(PgfenceError):
 
 
 class FenceRequiredError(PgfenceError):
-    """A guarded table or class was written to by a transaction that entered no gate (SQLSTATE PF002 where PostgreSQL refused)."""
+    """A fenced table or class was written to by a transaction that entered no gate (SQLSTATE PF002 if PostgreSQL rejected it)."""
 
     def __init__(self, message: str, *, resource: str | None = None, sqlstate: str | None = None) -> None:
         super().__init__(message, sqlstate=sqlstate)
@@ -225,13 +226,13 @@ class FenceRequiredError(PgfenceError):
 
 
 class VersionConflict(NamedTuple):
-    """One row that is not at the version it was read at.
+    """One row that is not at the version at which it was read.
 
     Attributes:
         model: the mapped class.
-        pk: the primary key, a tuple also where it is one column.
+        pk: the primary key, a tuple even if it is one column.
         expected: the version that the caller read.
-        found: the version that the row has; None: the row is gone.
+        found: the current version; None if the row was deleted.
     """
 
     model: type[Any]
@@ -241,10 +242,10 @@ class VersionConflict(NamedTuple):
 
 
 class VersionConflictError(PgfenceError):
-    """Another transaction has written the rows since they were read; nothing of this flush is committed.
+    """Another transaction has written the rows since they were read. Nothing of this flush is committed.
 
-    From a flush the unit of work may be done again from its first read, as `run_transaction` does: `retryable`, 409. Where
-    the version came from a client (`load_for_version`), the client has to look at the row again: not `retryable`, 412.
+    After a flush the unit of work can be repeated from its first read, as `run_transaction` does: `retryable`, 409. If the
+    version came from a client (`load_for_version`), the client must look at the row again: not `retryable`, 412.
     """
 
     def __init__(
@@ -257,26 +258,26 @@ class VersionConflictError(PgfenceError):
 
 
 class VersionRequiredError(PgfenceError):
-    """A change of a versioned row names no version.
+    """A change of a versioned row has no version.
 
-    A request without If-Match (428), a merge() of an object that has none, or a statement that would leave the versions of
-    its rows as they are.
+    This is a request without If-Match (428), a merge() of an object that has none, or a statement that would leave the versions
+    of its rows unchanged.
     """
 
     http_status = 428
 
 
 class CommitOutcomeUnknownError(PgfenceError):
-    """The connection died during COMMIT: the transaction may be committed, or not.
+    """The connection was lost during COMMIT, so the transaction may or may not be committed.
 
-    Look for its effect before you retry; an idempotency key makes the retry harmless.
+    Check for its effects before you retry; an idempotency key makes the retry harmless.
     """
 
     http_status = 503
 
 
 class IdempotencyKeyReusedError(PgfenceError):
-    """The key belongs to a request with another payload, done or in progress. The transaction is usable."""
+    """The key belongs to a request with another payload, finished or in progress. The transaction is usable."""
 
     http_status = 422
 
@@ -287,15 +288,15 @@ class IdempotencyKeyReusedError(PgfenceError):
 
 
 class IdempotencyInProgressError(PgfenceError):
-    """Another caller holds the key and did not finish within the timeout. The caller's transaction is usable.
+    """Another caller has the key and did not finish within the timeout. The caller's transaction is usable.
 
     `retry_after` is the time until the key is free, if that is known: the attempt that has it ended with an error, or no longer
     renews its claim. While it runs, it is 1 second.
 
-    `ended_with` names the error that the attempt ended with, such as "TimeoutError"; it is None while the attempt runs.
+    `ended_with` is the name of the error with which the attempt ended, such as "TimeoutError"; it is None while the attempt runs.
 
-    With SQLSTATE 40001 the other one has committed, and this transaction reads from a snapshot that is older than that:
-    only a new transaction can see the result.
+    With SQLSTATE 40001 the other transaction has committed, but this one's snapshot is older than that commit: only a new
+    transaction can see the result.
     """
 
     http_status = 409
@@ -324,11 +325,11 @@ class AttemptLostError(PgfenceError):
     """This attempt has been superseded; its result was not stored.
 
     Its claim has expired and `newest` has taken over, or an operator has freed the key. What it has done outside the database
-    remains; the derived keys let the provider recognise it. `retry_after` is set then: the same call returns the result of the
+    remains; the derived keys let the provider recognize it. `retry_after` is set then: the same call returns the result of the
     newest attempt, or runs another one.
 
-    With `takeover=False` it is also raised by calls that come after an attempt whose outcome is not known, until the key is
-    freed. `retry_after` is None then, because waiting does not help.
+    With `takeover=False` it is also raised by calls after an attempt whose outcome is unknown, until the key is freed.
+    `retry_after` is None then, because waiting does not help.
     """
 
     http_status = 409
@@ -345,7 +346,7 @@ class AttemptLostError(PgfenceError):
 
 
 class IdempotencyMisuseError(PgfenceError):
-    """A block forgot what it owes its key, or a result cannot be stored or read. Roll the transaction back.
+    """A block did not do what its key requires, or a result cannot be stored or read. Roll the transaction back.
 
-    From COMMIT, with SQLSTATE PF004: work under a key was begun and not finished; nothing of the transaction is committed.
+    From COMMIT, with SQLSTATE PF004: work under a key was begun and not finished, and nothing of the transaction is committed.
     """

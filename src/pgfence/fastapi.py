@@ -1,7 +1,7 @@
 """FastAPI dependencies that belong to the endpoint's transaction, and responses for the errors of pgfence.
 
-`session=` is the application's own dependency. Every part of a request must depend on it with `scope="function"`: without that, a
-dependency with `yield` commits after the client has the response; with it, FastAPI creates one session for all parts.
+`session=` is the application's own dependency. Every part of a request must depend on it with `scope="function"`: otherwise a
+dependency with `yield` commits after the client has the response. With it, FastAPI creates one session for all parts.
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ def install_error_handlers(app: FastAPI) -> None:
     """Turn each error of pgfence into a problem response (RFC 9457), and describe these in the OpenAPI document.
 
     The response is `application/problem+json`, with the `http_status` of the error, a `code` for programs and a `detail` for
-    people; the reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error
-    that is `retryable`. Such a response is not stored by an `IdempotencyMiddleware`. The message of the error, which may name
-    keys and holders, goes to the log `pgfence.fastapi`: from status 500 on as an error, with its traceback. In a WebSocket the
-    error propagates. An application that is mounted in this one needs its own handlers.
+    people; the reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is
+    `retryable`. Such a response is not stored by an `IdempotencyMiddleware`. The message of the error, which may name keys and
+    holders, is only logged, to `pgfence.fastapi`: from status 500 on as an error, with its traceback. In a WebSocket the error
+    propagates. An application that is mounted in this one needs its own handlers.
 
-    The OpenAPI document has these problems at the operations that use `idempotency_key`, `Idempotent` or `Locked`, that an
-    `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also has the header of the middleware.
+    The OpenAPI document lists these problems for the operations that use `idempotency_key`, `Idempotent` or `Locked`, that an
+    `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also contains the header of the
+    middleware.
     """
     app.add_exception_handler(PgfenceError, _answer)  # type: ignore[arg-type]
     app.add_exception_handler(_Refused, _refuse)  # type: ignore[arg-type]
-    # Newer versions of FastAPI put what the inclusion of a router adds beside the route.
+    # Newer versions of FastAPI store the additions of an included router beside the route.
     openapi.describe(app, getattr(routing, "iter_route_contexts", iter), _problems_of)
 
 
@@ -80,7 +81,7 @@ def _problems_of(dependency: object) -> tuple[Problem, ...]:
 
 
 class _Refused(HTTPException):
-    """A request that does not get to its endpoint. Without `install_error_handlers` FastAPI sends it, without a code."""
+    """A request that does not reach its endpoint. Without `install_error_handlers` FastAPI responds to it, without a code."""
 
     def __init__(self, problem: Problem, detail: str | None = None) -> None:
         super().__init__(problem.status, detail or problem.detail, {"content-type": MEDIA_TYPE})
@@ -116,12 +117,12 @@ async def _check_key(request: Request) -> str:
 
 
 async def idempotency_key(request: Request, **_: object) -> str:
-    """Return the key of a request, as a dependency: `Depends(idempotency_key)`. With its quotes and without it is the same.
+    """Return the key of a request, as a dependency: `Depends(idempotency_key)`. Quotes around the key make no difference.
 
     In the OpenAPI document the header is required.
 
     Raises:
-        HTTPException: 400: the request has no header `Idempotency-Key`, or two, or it is malformed or too long.
+        HTTPException: 400, if the header `Idempotency-Key` is missing, repeated, malformed or too long.
     """
     return await _check_key(request)
 
@@ -134,39 +135,40 @@ async def _as_documented(
     raise NotImplementedError
 
 
-# FastAPI reads this. The header is required in its document, and looked at first: FastAPI itself would answer 422 without it.
+# FastAPI reads this signature. The header is required in its document, and checked first: FastAPI would respond with 422 to a missing one.
 idempotency_key.__signature__ = inspect.signature(_as_documented)  # type: ignore[attr-defined]
 
 
 class Locked:
-    """A transaction lock that is held when the endpoint begins, and ends with its transaction; see `TransactionLock`.
+    """Acquire a transaction lock before the endpoint begins; it is held until the endpoint's transaction ends. A dependency.
 
-    `Depends(Locked("account:{account_id}", session=get_session), scope="function")`, in the decorator or as a parameter. Those of
-    the decorator run first, in their order: what authenticates stands in front. A timeout is 423, an impossible value 422.
-    Not for a WebSocket.
+    `Depends(Locked("account:{account_id}", session=get_session), scope="function")`, in the decorator or as a parameter. Those in
+    the decorator run first, in their order, so put authentication before them. A timeout results in 423, an unusable value in
+    422. It cannot be used for a WebSocket. See `TransactionLock` for its guarantees.
 
     Args:
-        names: a field in braces is a parameter of the path, as it is declared: as an `int`, 007 locks `account:7`. A `float` or
-            `Decimal` may be written in several ways, which are several locks.
-        session: the dependency that gives the endpoint its Session or AsyncSession.
+        names: names in which a field in braces is a path parameter, converted as declared: with `int`, 007 locks `account:7`. A
+            `float` or `Decimal` can be written in several ways, which are several locks.
+        session: the dependency that provides the endpoint's Session or AsyncSession.
         timeout: seconds to wait; None is the configured default.
 
     Raises:
-        ValueError: there is no name, or a field is not just the name of a parameter.
-        TypeError: from a request: no parameter declares a field; the endpoint is a generator; or a dependency asks for the session without
-            `scope="function"`, with `use_cache=False`, or under other scopes of `Security` where that makes two of it.
-        PgfenceError: from a request, as `TransactionLock.acquire`.
+        ValueError: no name was given, or a field is not just the name of a parameter.
+        TypeError: for a request, if no parameter declares a field; the endpoint is a generator; or a dependency requests the
+            session without `scope="function"`, with `use_cache=False`, or under other scopes of `Security`, so that there would
+            be two sessions.
+        PgfenceError: for a request, as for `TransactionLock.acquire`.
     """
 
     def __init__(self, *names: str, session: Callable[..., Any], timeout: Seconds | None = None) -> None:
         self._fields = {field for name in names for _, field, _, _ in Formatter().parse(name) if field is not None}
         if not names or not all(map(str.isidentifier, self._fields)):
-            raise ValueError(f"a lock needs a name, and a field is the name of a parameter of the path: {names}")
+            raise ValueError(f"Locked needs a name, and a field in it must be the name of a path parameter: {names}")
         self._names, self._session, self._timeout = names, session, timeout
         self.__signature__ = build_signature(request=Request, session=Depends(session, scope="function"))
 
     async def __call__(self, *, request: Request, session: Any) -> None:
-        """Take the lock; FastAPI calls this."""
+        """Acquire the lock; FastAPI calls this."""
         root = check_root(request.scope, self._session)
         values = {field: _parse_value(root, field, request.path_params) for field in self._fields}
         names = [name.format(**values) for name in self._names]
@@ -184,7 +186,7 @@ class Locked:
 
 
 class IdempotentCall(Generic[T]):
-    """The key of a request, in the endpoint's transaction."""
+    """The idempotency key of a request, in the endpoint's transaction."""
 
     def __init__(self, once: Idem[T] | AsyncIdem[T], response: Response) -> None:
         once._used = True  # an endpoint may return 404 without calling `run`
@@ -198,20 +200,20 @@ class IdempotentCall(Generic[T]):
     def run(self, fn: Callable[[], Any], /) -> Any:
         """Do the work, or return its first result and set the header `Idempotent-Replayed: true`.
 
-        Status and headers are not stored; set them outside of `fn`. If the endpoint returns its own Response, copy the header from
+        Status and headers are not stored; set them outside `fn`. If the endpoint returns its own Response, copy the header from
         FastAPI's `response` parameter: `JSONResponse(value, headers=dict(response.headers))`.
 
         Args:
-            fn: does the work in the session's transaction. On an AsyncSession it is a coroutine function; await the result.
+            fn: does the work in the session's transaction. With an AsyncSession it is a coroutine function; await the result.
 
         Raises:
-            TypeError: called on an event loop with a Session: waiting there would block the commit of the request that has the key.
-            PgfenceError: as `idempotent`.
+            TypeError: called on an event loop with a Session, where waiting would block the commit of the request that has the key.
+            PgfenceError: as for `idempotent`.
         """
         if isinstance(self._once, AsyncIdem):
             return self._run_async(self._once, fn)
         if is_on_loop():
-            raise TypeError("run() on a Session stops the event loop: an async endpoint needs an AsyncSession")
+            raise TypeError("run() with a Session would block the event loop: an async endpoint needs an AsyncSession")
         return self._mark_replayed(self._once.run(fn))
 
     async def _run_async(self, once: AsyncIdem[T], fn: Callable[[], Awaitable[T]]) -> T:
@@ -224,9 +226,10 @@ class IdempotentCall(Generic[T]):
 
 
 class Idempotent(Generic[T]):
-    """The `Idempotency-Key` of a request whose effect is in its transaction; see `idempotent`.
+    """Handle the `Idempotency-Key` of a request whose effect is in its transaction; see `idempotent`. A dependency.
 
-    `Depends(Idempotent(session=get_session, principal=user_id, result=PayOut), scope="function")` gives an `IdempotentCall[PayOut]`.
+    `Depends(Idempotent(session=get_session, principal=user_id, result=PayOut), scope="function")` provides an
+    `IdempotentCall[PayOut]`.
 
     Guarantees: a request without exactly one usable key, or without a principal, gets 400. A key belongs to one principal, method
     and path. With another query or body it gets 422: JSON and forms are compared by content, other bodies byte for byte.
@@ -234,9 +237,9 @@ class Idempotent(Generic[T]):
     Limitations: nothing happens unless the endpoint calls `run`.
 
     Args:
-        session: the dependency that gives the endpoint its Session or AsyncSession.
+        session: the dependency that provides the endpoint's Session or AsyncSession.
         principal: a dependency that returns who sent the request: unique among all that share the tables, and never a constant.
-        result: the type of the result. A TypeError if it cannot be stored.
+        result: the type of the result. Raises TypeError if it cannot be stored.
     """
 
     def __init__(self, *, session: Callable[..., Any], principal: Callable[..., str], result: type[T]) -> None:
@@ -248,7 +251,7 @@ class Idempotent(Generic[T]):
     async def __call__(
         self, *, request: Request, response: Response, session: Any, principal: str, key: str
     ) -> IdempotentCall[T]:
-        """Return the key of the request; FastAPI calls this. The database is asked by `run`."""
+        """Return the key of the request; FastAPI calls this. The database is accessed only by `run`."""
         check_root(request.scope, self._session)
         payload = await read_payload(request, Request)
         try:

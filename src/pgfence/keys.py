@@ -1,11 +1,11 @@
-"""Names become 64-bit keys here, the same in every process, on every platform, for ever.
+"""Lock names and their 64-bit keys, which are the same in every process, on every platform and in every release.
 
-The value is the first 8 bytes, big-endian and signed, of SHA-256 over UTF-8(namespace + U+001F + name). There is no salt
-and no byte order of the host, so a lock taken by one release, language or machine is the lock of every other. The text is
-taken as it is: nothing is normalised, stripped or folded, so "é" composed and decomposed are two names.
+The key is the first 8 bytes, big-endian and signed, of SHA-256 over UTF-8(namespace + U+001F + name). There is no salt, and the
+byte order of the host does not matter, so every release, language and machine computes the same key. The text is used as it is:
+it is not normalized, stripped or case-folded, so "é" composed and decomposed are two names.
 
-PostgreSQL has two spaces of advisory keys that never meet: one bigint, and pairs of int4. Names live in the first.
-`LockKey.raw` and `LockKey.pair` give the keys of other programs.
+PostgreSQL has two separate spaces of advisory lock keys: one bigint, and pairs of int4. Names use the first.
+`LockKey.raw` and `LockKey.pair` return the keys of other programs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEPARATOR = "\x1f"
 def _check_text(value: object, what: str) -> str:
     if not isinstance(value, str):
         several = isinstance(value, (tuple, list, set, frozenset))
-        way = "give several one by one, as in *names" if several else "use str() where that is what you mean"
+        way = "pass several names one by one, as in *names" if several else "use str() if that is what you mean"
         raise TypeError(f"{what} must be a str, not {type(value).__name__}: {way}")
     for bad, called in (("\x00", "NUL"), (SEPARATOR, "U+001F")):
         if bad in value:
@@ -36,8 +36,8 @@ def _check_text(value: object, what: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError(f"{what} must be valid Unicode, it holds a lone surrogate: {value!r}") from None
-    # A str enum or other subclass may format itself differently on each Python: only its plain text counts.
+        raise ValueError(f"{what} must be valid Unicode, but contains a lone surrogate: {value!r}") from None
+    # A subclass such as a str enum may format itself differently in each Python version, so only its plain text is used.
     return str.__str__(value)
 
 
@@ -52,12 +52,12 @@ def _check_integer(value: object, bits: int, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} must be an int, not {type(value).__name__}")
     if not -(1 << bits - 1) <= value < 1 << bits - 1:
-        raise ValueError(f"{what} must fit into a signed {bits}-bit integer, {value} does not")
+        raise ValueError(f"{what} must fit into a signed {bits}-bit integer, but is {value}")
     return int.__int__(value)
 
 
 class KeyFamily(Protocol):
-    """One definition of a key in the code: call it with the part that varies."""
+    """A function that returns the keys of one family: call it with the part that varies."""
 
     def __call__(self, ident: str | int, /) -> LockKey:
         """Return the key of one id."""
@@ -68,8 +68,8 @@ class KeyFamily(Protocol):
 class LockKey:
     """A key of PostgreSQL's advisory locks. Frozen, hashable, ordered by space and value.
 
-    Two keys are equal when PostgreSQL would take them for one lock, whatever their names.
-    Make one with `of`, `raw`, `pair` or a `family`.
+    Two keys are equal if PostgreSQL considers them the same lock, whatever their names.
+    Create one with `of`, `raw`, `pair` or a `family`.
     """
 
     __slots__ = ("_hashed", "_name", "_space", "_value")
@@ -85,7 +85,7 @@ class LockKey:
     @classmethod
     def _make(cls, value: int, space: Literal["bigint", "pair"], name: str | None, hashed: str | None) -> LockKey:
         key = object.__new__(cls)
-        # Written out: a lock of a thousand names makes a thousand keys.
+        # Written out for speed: a lock of a thousand names creates a thousand keys.
         fill = object.__setattr__
         fill(key, "_value", value)
         fill(key, "_space", space)
@@ -97,11 +97,11 @@ class LockKey:
     def of(cls, name: str, *, namespace: str = "") -> LockKey:
         """Return the key of a name.
 
-        The configured namespace is not added: a ready key is taken as it is everywhere.
+        The configured namespace is not added: a LockKey is used as it is everywhere.
 
         Raises:
-            TypeError: the name or the namespace is no str.
-            ValueError: the name is empty, or one of them holds NUL, U+001F or a lone surrogate.
+            TypeError: the name or the namespace is not a str.
+            ValueError: the name is empty, or one of them contains NUL, U+001F or a lone surrogate.
         """
         return _key_of(_check_name(name), _check_text(namespace, "a namespace"))
 
@@ -110,7 +110,7 @@ class LockKey:
         """Return the key that other programs write as one bigint.
 
         Raises:
-            TypeError: it is no int (a bool is none).
+            TypeError: it is not an int, or it is a bool.
             ValueError: it does not fit into 64 bits, signed.
         """
         return cls._make(_check_integer(value, 64, "a raw key"), "bigint", None, None)
@@ -120,7 +120,7 @@ class LockKey:
         """Return the key that other programs write as two int4, in the space of pairs.
 
         Raises:
-            TypeError: one is no int (a bool is none).
+            TypeError: one is not an int, or is a bool.
             ValueError: one does not fit into 32 bits, signed.
         """
         high, low = _check_integer(classid, 32, "classid"), _check_integer(objid, 32, "objid")
@@ -128,12 +128,12 @@ class LockKey:
 
     @classmethod
     def family(cls, name: str, *, namespace: str = "") -> KeyFamily:
-        """Return a function from an id to the key `LockKey.of(f"{name}:{id}", namespace=namespace)`.
+        """Return a function that maps an id to the key `LockKey.of(f"{name}:{id}", namespace=namespace)`.
 
-        The ids 42 and "42" are one key. A colon in an id is text like any other: keep families apart by their names.
+        The ids 42 and "42" have the same key. A colon in an id has no special meaning, so choose names that keep families apart.
 
         Raises:
-            TypeError, ValueError: as `of`, here for the name; the function raises them for the id.
+            TypeError, ValueError: as for `of`, here for the name; the function raises them for the id.
         """
         cls.of(name, namespace=namespace)
         stem = _check_text(name, "a lock name") + ":"
@@ -160,7 +160,7 @@ class LockKey:
 
     @property
     def name(self) -> str | None:
-        """The name it was made of, if it was."""
+        """The name from which the key was computed; None if it was created from numbers."""
         return self._name
 
     @property
@@ -168,7 +168,7 @@ class LockKey:
         """The same key as a SQL expression that the server computes from the name. For a pair it is the 64-bit value."""
         if self._hashed is None:
             return cast(literal(self._value, BigInteger), BigInteger)
-        # Here, since it brings the dialect of every driver along: more than half of what importing pgfence would cost.
+        # Imported here, because it loads every driver's dialect: more than half of the time of importing pgfence.
         from sqlalchemy.dialects.postgresql import BIT
 
         pg = func.pg_catalog
@@ -189,10 +189,10 @@ class LockKey:
         return self._value >> 32, low - (1 << 32) if low >> 31 else low
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("a LockKey cannot be changed")
+        raise AttributeError("a LockKey is immutable")
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError("a LockKey cannot be changed")
+        raise AttributeError("a LockKey is immutable")
 
     def __reduce__(self) -> tuple[object, ...]:
         return LockKey._make, (self._value, self._space, self._name, self._hashed)
@@ -215,7 +215,7 @@ class LockKey:
 
 
 def _hash_names(names: Sequence[str], namespace: str) -> list[LockKey]:
-    """Return the keys of names that were checked."""
+    """Return the keys of names that were already checked."""
     hashed = [namespace + SEPARATOR + name for name in names]
     values = struct.unpack(f">{len(names)}q", b"".join([hashlib.sha256(text.encode()).digest()[:8] for text in hashed]))
     return [LockKey._make(value, "bigint", name, text) for value, name, text in zip(values, names, hashed, strict=True)]
@@ -229,11 +229,11 @@ def _key_of(name: str, namespace: str) -> LockKey:
 Name: TypeAlias = str | LockKey
 
 _FEW = 100
-"""More names in one lock would push those of other locks out of the cache, and are checked at once."""
+"""Locks with more names bypass the cache, which they would fill, and check all of their names at once."""
 
 
 def check_names(names: Sequence[Name], namespace: str = "") -> None:
-    """Raise what `resolve` would raise for these names. They are not hashed: which namespace counts may not be known yet.
+    """Raise what `resolve` would raise for these names, without hashing them: the namespace may not be known yet.
 
     Raises:
         ValueError: no name was given, or one is not usable.
@@ -249,12 +249,12 @@ def check_names(names: Sequence[Name], namespace: str = "") -> None:
 
 
 def list_labels(names: Iterable[Name]) -> tuple[str, ...]:
-    """Return what messages call them, each once."""
+    """Return the labels of names for messages, without duplicates."""
     return tuple(dict.fromkeys([name if isinstance(name, str) else name.label for name in names]))
 
 
 def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
-    """Return the keys of names: sorted, each once. Everybody who locks several asks for them in this one order.
+    """Return the keys of names, sorted and without duplicates. Every lock of several names acquires them in this order.
 
     Raises:
         ValueError: no name was given, or one is not usable.
@@ -269,14 +269,14 @@ def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
         keys = [name if isinstance(name, LockKey) else LockKey.of(name, namespace=namespace) for name in names]
     if len(keys) == 1:
         return (keys[0],)
-    # Sorted as numbers: to compare two keys costs more than to hash a name.
+    # Sorted as numbers, because comparing two keys takes longer than hashing a name.
     bigints = {key._value: key for key in reversed(keys) if key._space == "bigint"}
     pairs = {key._value: key for key in reversed(keys) if key._space == "pair"}
     return tuple([one[value] for one in (bigints, pairs) for value in sorted(one)])
 
 
 def _find_plain(names: Sequence[Name]) -> list[str]:
-    """Return the names if all are texts that `LockKey.of` accepts, which one look at the whole tells; else an empty list."""
+    """Return the names if all are str that `LockKey.of` accepts, checked at once by their concatenation; else an empty list."""
     texts = [name for name in names if type(name) is str]
     whole = SEPARATOR.join(texts)
     if len(texts) < len(names) or not all(texts) or whole.count(SEPARATOR) >= len(texts) or "\x00" in whole:
@@ -292,11 +292,11 @@ LONGEST_STORED = 255
 
 
 def qualify_name(name: object, namespace: str, what: str = "a name") -> str:
-    """Return the text under which a name stands in a table: the name itself, or namespace + U+001F + name.
+    """Return the text under which a name is stored in a table: the name itself, or namespace + U+001F + name.
 
     Raises:
-        TypeError: it is no str (a ready LockKey has no text).
-        ValueError: it is empty, longer than 255 characters with its namespace, or holds NUL, U+001F or a lone surrogate.
+        TypeError: it is not a str (a LockKey has no text).
+        ValueError: it is empty, longer than 255 characters with its namespace, or contains NUL, U+001F or a lone surrogate.
     """
     text = _check_text(name, what)
     if not text:
@@ -304,10 +304,12 @@ def qualify_name(name: object, namespace: str, what: str = "a name") -> str:
     namespace = _check_text(namespace, "a namespace")
     whole = namespace + SEPARATOR + text if namespace else text
     if len(whole) > LONGEST_STORED:
-        raise ValueError(f"{what} must not be longer than {LONGEST_STORED} characters with its namespace: {len(whole)}")
+        raise ValueError(
+            f"{what} must not be longer than {LONGEST_STORED} characters with its namespace, but has {len(whole)}"
+        )
     return whole
 
 
 def unqualify_name(text: str) -> str:
-    """Return what messages call a stored name."""
+    """Return a stored name as it is shown in messages."""
     return text.replace(SEPARATOR, ":")

@@ -1,4 +1,4 @@
-"""What operators do, as functions: `evict`, `purge`, `stuck_keys`, `free_key`."""
+"""Functions for operators: `evict`, `purge`, `stuck_keys` and `free_key`."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ def evict(
 ) -> object:
     """End the holder of a lease or a session lock, fence it off, and record that, all in one transaction.
 
-    The token goes up in the name's row and in its gate, the lease ends, and a row with reason and actor is written to the
-    audit. Writers of the old token that are inside the gate are waited for, at most 2 s; after that no write of the old
-    token can commit. A lease's handle is lost with the reason "evicted": in this process, for the same engine, when this
-    function returns; in other processes within moments by a notification of the server, and where none comes through (a
-    pooler, or a lease that was taken within the last two seconds) at the latest at the next renewal. Sessions that hold an
-    advisory lock of that name are ended: their holders are notified at once, the reason is "killed". A name whose lease was
-    released already still gets a higher token, so that a late writer is rejected.
+    The token in the name's row and in its gate is incremented, the lease ends, and a row with reason and actor is written to the
+    audit table. Writers with the old token that are inside the gate are waited for, at most 2 s; after that no write with the
+    old token can commit. A lease's handle is lost with the reason "evicted": in this process, for the same engine, when this
+    function returns; in other processes within moments by a notification from the server, or at the next renewal if the
+    notification does not arrive (through a pooler, or for a lease acquired within the last two seconds). Sessions that hold an
+    advisory lock with that name are terminated: their holders are notified at once, with the reason "killed". A name whose lease
+    was already released still gets a higher token, so that a late writer is rejected.
 
     Limitations: the holder may still be running. Only transactions that enter the gate of this name are fenced.
 
     Args:
-        engine: an Engine, or an AsyncEngine: then await it.
-        name: in the configured namespace.
-        reason: for the audit; not empty.
-        actor: who did it, for the audit; None is this process's user and host.
-        dry_run: only look who would be evicted.
+        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
+        name: the name, in the configured namespace.
+        reason: for the audit table; not empty.
+        actor: who did it, for the audit table; None is this process's user and host.
+        dry_run: whether to return only who would be evicted.
 
     Returns:
-        Who was evicted, or would be.
+        The holders that were evicted, or would be.
 
     Raises:
         ValueError: the name, the reason or the actor cannot be used.
         TypeError: one of them is not a str, or the engine is not an engine.
-        LockTimeoutError: a transaction that writes under the old token is still open; `holders` has the candidates. Nothing
-            was done.
+        LockTimeoutError: a transaction that writes with the old token is still open; `holders` has the candidates. Nothing was
+            done.
         SchemaError: the tables are missing, or this role may not do it. Nothing was done.
-        StandbyError: this server takes no writes. Nothing was done.
-        UnreachableError: the server did not answer. If the connection was lost on the way, look before you retry.
+        StandbyError: the server accepts no writes. Nothing was done.
+        UnreachableError: the server did not respond. If the connection was lost partway, check before you retry.
     """
     request = build_eviction_request(engine, name, reason=reason, actor=actor)
     work = statements.look if dry_run else statements.evict
@@ -83,24 +83,25 @@ def stuck_keys(engine: Engine, *, older_than: Seconds = 0, prefix: str = "") -> 
 def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix: str = "") -> object:
     """Return the idempotency keys whose effect was begun and not finished, the oldest first.
 
-    Those are keys of effect mode whose attempt is running or was lost. A key that was freed after a known failure is not
-    listed, and neither is one in a caller's transaction, which no other session sees before it has a result.
+    These are keys of `IdempotentEffect` and of the middlewares whose attempt is running or was lost. A key that was freed after a
+    known failure is not listed, and neither is one in a caller's transaction, which other sessions cannot see before it has a
+    result.
 
-    Guarantees: no lock is taken, and nothing that is stored under a key leaves the server: no result, no payload, of its steps
-    only the names. The table is read from end to end.
+    `prefix` applies to scopes: the same filter is `--scope` on the command line, where `--prefix` is that of the tables.
 
-    `prefix` is about scopes: the same filter is `--scope` on the command line, where `--prefix` is that of the tables.
+    Guarantees: no lock is taken, and nothing that is stored under a key leaves the server: no result, no payload, and only the
+    names of its steps. The table is read from end to end.
 
     Args:
-        engine: an Engine, or an AsyncEngine: then await it. A standby will do.
-        older_than: seconds since the key was claimed for the first time, at least.
-        prefix: how the scope begins, without the configured namespace.
+        engine: an Engine; or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.
+        older_than: the minimum number of seconds since the key was first claimed.
+        prefix: the beginning of the scope, without the configured namespace.
 
     Raises:
         ValueError: older_than is negative, or the prefix cannot be used.
-        TypeError: one of them is of another type.
+        TypeError: one of them has another type.
         SchemaError: the tables are missing or older than version 2, or this role may not read them.
-        UnreachableError: the server did not answer.
+        UnreachableError: the server did not respond.
     """
     query = build_stuck_key_query(engine, older_than=older_than, prefix=prefix)
     return perform(engine, lambda connection, wanted: list(map(to_stuck_key, keys.look(connection, wanted))), query)
@@ -113,23 +114,23 @@ def free_key(
 @overload
 def free_key(engine: Engine, scope: str, key: str, *, reason: str, actor: str | None = None) -> StuckKey | None: ...
 def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None = None) -> object:
-    """Let the next caller of an idempotency key begin at once, though an attempt was lost or is running, and record that.
+    """Free an idempotency key whose attempt was lost or is running, so that the next caller begins at once, and record that.
 
-    In one transaction the claim of the attempt ends and a row with reason and actor is written to the audit. The next caller
-    is the next attempt, with the steps that are done so far. An attempt that is still running gets AttemptLostError at its
-    next renewal or step; what it stores after this is rejected.
+    In one transaction the claim of the attempt ends and a row with reason and actor is written to the audit table. The next
+    caller runs the next attempt, with the steps that are done so far. An attempt that is still running gets AttemptLostError at
+    its next renewal or step; what it stores after this is rejected.
 
     The scope comes first, as in `pgfence keys free`; in the other order they are an unknown key, and the result is None.
 
-    Limitations: the attempt may still be running, and may have had effects outside the database. Look there first: the next
+    Limitations: the attempt may still be running, and may have had effects outside the database. Check those first: the next
     caller repeats the step that was not finished, under the same derived key.
 
     Args:
-        engine: an Engine, or an AsyncEngine: then await it.
-        scope: of the key, without the configured namespace.
+        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
+        scope: the scope of the key, without the configured namespace.
         key: the key.
-        reason: for the audit; not empty.
-        actor: who did it, for the audit; None is this process's user and host.
+        reason: for the audit table; not empty.
+        actor: who did it, for the audit table; None is this process's user and host.
 
     Returns:
         The key as it was found; None if it is unknown, finished or free, and nothing was done.
@@ -139,8 +140,8 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
         TypeError: one of them is not a str.
         LockTimeoutError: a transaction that is about to store the result is open. Nothing was done.
         SchemaError: the tables are missing or older than version 2, or this role may not do it. Nothing was done.
-        StandbyError: this server takes no writes. Nothing was done.
-        UnreachableError: the server did not answer. If the connection was lost on the way, look before you retry.
+        StandbyError: the server accepts no writes. Nothing was done.
+        UnreachableError: the server did not respond. If the connection was lost partway, check before you retry.
     """
     request = build_free_key_request(engine, scope, key, reason=reason, actor=actor)
 
@@ -158,26 +159,27 @@ def purge(engine: Engine, *, batch: int = 1000) -> int: ...
 def purge(engine: Engine | AsyncEngine, *, batch: int = 1000) -> object:
     """Delete expired idempotency keys in small transactions, and return how many were deleted.
 
-    An expired key is new to the next caller, purged or not; purging keeps the table small. All namespaces of the table are
-    purged.
+    An expired key is new to the next caller, whether it was purged or not; purging keeps the table small. The keys of all
+    namespaces in the table are purged.
 
-    Guarantees: a key that has not expired stays, and so does one whose attempt is running. No other transaction waits for the
+    Guarantees: a key that has not expired is kept, and so is one whose attempt is running. No other transaction waits for the
     purge longer than one batch takes. Any number of processes may purge at the same time.
 
     Limitations: keys that expire during the purge, or that another transaction has locked, are left to the next purge.
     Autovacuum makes the space available for reuse; the table's files do not shrink.
 
     Args:
-        engine: an Engine, or an AsyncEngine: then await it.
-        batch: keys in one transaction, from 1 to 100,000.
+        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
+        batch: the number of keys in one transaction, from 1 to 100,000.
 
     Raises:
         ValueError: batch is out of range.
         TypeError: it is not an int, or the engine is not an engine.
-        SchemaError: the tables are missing or older than version 2, or this role may not do it: SELECT, UPDATE and DELETE.
-        StandbyError: this server takes no writes.
-        UnreachableError: the server did not answer, or the connection was lost. What was purged before stays deleted.
-        sqlalchemy.exc.DBAPIError: the server ended a statement, by the role's `lock_timeout` for one; likewise.
+        SchemaError: the tables are missing or older than version 2, or this role lacks SELECT, UPDATE or DELETE.
+        StandbyError: the server accepts no writes.
+        UnreachableError: the server did not respond, or the connection was lost. Keys that were already purged stay deleted.
+        sqlalchemy.exc.DBAPIError: the server ended a statement, for example by the role's `lock_timeout`. Keys that were already
+            purged stay deleted.
     """
     check_int(batch, "batch", LARGEST_BATCH)
     return purge_all(engine, batch)

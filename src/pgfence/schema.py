@@ -1,7 +1,7 @@
-"""Create and drop pgfence's tables and server functions, or print them as a script.
+"""Create and drop pgfence's tables and server functions, or return the script that creates them.
 
-Schema and prefix are those of `configure()`, with the engine's `schema_translate_map` on top. Without a schema, pgfence uses
-the one where the search path finds an installation, or else the first one of the search path.
+Schema and prefix are those of `configure()`, to which the engine's `schema_translate_map` is applied. Without a schema, pgfence
+uses the one in which the search path finds an installation, or else the first one of the search path.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ __all__ = [
 def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfence_") -> Sequence[Table]:
     """Add pgfence's tables to a MetaData and return them, for migrations that compare it with the database.
 
-    A second call adds nothing. `metadata.create_all()` creates these tables without the functions and the version, so it is
-    not enough. `create_all` of this module creates the rest.
+    A second call adds nothing. `metadata.create_all()` alone is not sufficient, because it creates these tables without the
+    functions and the version. Use `create_all` of this module.
 
     Args:
         metadata: the MetaData to which they are added.
-        schema: of the tables; None takes the one of the MetaData.
-        prefix: of their names.
+        schema: the schema of the tables; None uses that of the MetaData.
+        prefix: the prefix of their names.
 
     Raises:
-        ValueError: the schema is empty or the prefix too long.
+        ValueError: the schema is empty or the prefix is too long.
     """
     expect_place(schema, prefix)
     return columns.define(metadata, TableNames(schema, prefix))
 
 
 def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
-    """Return the script that creates tables and functions in one transaction; running it again changes nothing.
+    """Return a script that creates tables and functions in one transaction. Running it again changes nothing.
 
     Without a schema both are created in the first schema of the search path, and the functions find the tables by the
-    caller's search path: every writer needs the same one.
+    caller's search path, so every writer needs the same one.
 
     Args:
-        schema: created if it is missing.
-        prefix: of the names.
+        schema: the schema of the tables; created if it is missing.
+        prefix: the prefix of the names.
 
     Raises:
-        ValueError: the schema is empty or the prefix too long.
+        ValueError: the schema is empty or the prefix is too long.
     """
     expect_place(schema, prefix)
     return texts.build_script(TableNames(schema, prefix))
@@ -77,20 +77,20 @@ def create_all(engine: AsyncEngine | AsyncConnection) -> Coroutine[Any, Any, Non
 @overload
 def create_all(engine: Engine | Connection) -> None: ...
 def create_all(engine: AnyEngine) -> object:
-    """Create tables and functions that do not exist yet.
+    """Create the tables and functions that do not exist yet.
 
     A second call changes nothing and needs no CREATE privilege; several processes may call it at the same time. On a
     Connection it is part of the caller's transaction. Existing tables that differ are not altered.
 
     Args:
-        engine: an Engine or Connection, or an async one: then await it.
+        engine: an Engine or Connection; or an async one, in which case the result must be awaited.
 
     Raises:
-        SchemaError: this role may not create them, or an existing table is not as pgfence creates it.
+        SchemaError: this role may not create them, or an existing table differs from what pgfence creates.
         TransactionStateError: the Connection is in autocommit.
         StandbyError: the server accepts no writes.
         UnreachableError: the server did not respond.
-        UnsupportedServerError: it is not PostgreSQL, older than 14, or the driver is unknown.
+        UnsupportedServerError: the server is not PostgreSQL or older than 14, or the driver is unknown.
     """
     return perform(engine, texts.create)
 
@@ -100,16 +100,16 @@ def drop_all(engine: AsyncEngine | AsyncConnection) -> Coroutine[Any, Any, None]
 @overload
 def drop_all(engine: Engine | Connection) -> None: ...
 def drop_all(engine: AnyEngine) -> object:
-    """Drop tables and functions with all their data. It is not an error if they do not exist.
+    """Drop the tables and functions with all their data. It is not an error if they do not exist.
 
-    Tokens start at 1 again after that, so all writers that hold older ones must have ended. Idempotency keys and finished
+    Tokens start at 1 again afterwards, so all writers that hold older ones must have ended. Idempotency keys and finished
     slots are lost, so their work may run again. The schema itself is not dropped.
 
     Args:
-        engine: an Engine or Connection, or an async one: then await it.
+        engine: an Engine or Connection; or an async one, in which case the result must be awaited.
 
     Raises:
-        SchemaError: this role does not own them, or a table is still fenced: `drop_fence` first.
+        SchemaError: this role does not own them, or a table is still fenced: call `drop_fence` first.
         TransactionStateError: the Connection is in autocommit.
     """
     return perform(engine, drop_unless_fenced)
@@ -124,24 +124,26 @@ def add_fence(engine: Engine | Connection, table: str | Table | type[object], *,
 def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
     """Make PostgreSQL reject every write to a table in a transaction that has not entered the gate of its resource.
 
-    The same call again changes nothing; a call with another resource replaces the fence. Not covered: a superuser who disables
-    triggers, the apply process of a logical replication, and tables that inherit from this one by INHERITS, each of which
-    needs a separate fence. Partitions are covered; a new one is open to TRUNCATE until this is called again.
+    Calling it again changes nothing; calling it with another resource replaces the fence.
+
+    Limitations: a superuser who disables triggers, the apply process of a logical replication, and tables that inherit from this
+    one by INHERITS are not covered; the latter need a separate fence each. Partitions are covered; a new partition can be
+    truncated until this is called again.
 
     The table and its partitions (in a repeated call only those that lack something) are locked in SHARE ROW EXCLUSIVE mode:
     this waits for transactions that have written there, and new writers wait for it, up to the session's `lock_timeout`; by
-    default there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, only when a resource for the whole
+    default there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, only if a resource for the whole
     table replaces one for each row.
 
     Args:
-        engine: an Engine or Connection, or an async one: then await it. Only the owner of the table may do it.
-        table: a name (or schema.name), a Table, or a mapped class: of one with joined inheritance, the table of its own.
-        resource: the name that is fenced; in the configured namespace, as the name of a lease. With columns in braces
-            ("close:{book}") each row has its own, and TRUNCATE is always rejected. They may be text, integer, uuid, date
-            or enum columns; a row with NULL in one of them is rejected.
+        engine: an Engine or Connection; or an async one, in which case the result must be awaited. The role must own the table.
+        table: a name (or schema.name), a Table, or a mapped class; with joined inheritance, the class's own table.
+        resource: the name that is fenced, in the configured namespace, like the name of a lease. With columns in braces
+            ("close:{book}") each row has its own resource, and TRUNCATE is always rejected. The columns may be text, integer,
+            uuid, date or enum; a row with NULL in one of them is rejected.
 
     Raises:
-        ValueError: there is no such table or column, or the resource cannot be used.
+        ValueError: the table or a column does not exist, or the resource cannot be used.
         TypeError: the table or the resource has the wrong type.
         SchemaError: pgfence's functions are missing, or this role may not create a trigger.
         TransactionStateError: the Connection is in autocommit.
@@ -164,11 +166,11 @@ def drop_fence(engine: AnyEngine, table: object) -> object:
     there, and new readers and writers wait for it, up to the session's `lock_timeout`; by default there is no limit.
 
     Args:
-        engine: an Engine or Connection, or an async one: then await it.
+        engine: an Engine or Connection; or an async one, in which case the result must be awaited.
         table: as in `add_fence`.
 
     Raises:
-        ValueError: there is no such table.
+        ValueError: the table does not exist.
         TypeError: the table has the wrong type.
         SchemaError: this role does not own the table.
         TransactionStateError: the Connection is in autocommit.
@@ -184,27 +186,29 @@ def add_version_trigger(
 @overload
 def add_version_trigger(engine: Engine | Connection, table: str | Table | type[object]) -> None: ...
 def add_version_trigger(engine: AnyEngine, table: object) -> object:
-    """Add the trigger that counts the version of each row of a table: for `__version_mode__ = "server"`.
+    """Add the trigger that increments the version of each row of a table, for `__version_mode__ = "server"`.
 
-    Every UPDATE of a row adds 1, including upserts, plain SQL and other programs; what a statement assigns to the column is
-    ignored. The same call again changes nothing. It needs none of pgfence's tables, only a function that it creates in the
-    same schema. Not covered: a superuser who disables triggers, the apply process of a logical replication, and tables that
-    inherit from this one by INHERITS, each of which needs a separate trigger. Partitions are covered.
+    Every UPDATE of a row adds 1, including upserts, plain SQL and other programs; a value that a statement assigns to the column
+    is ignored. Calling it again changes nothing. It needs none of pgfence's tables, only a function that it creates in the same
+    schema.
+
+    Limitations: a superuser who disables triggers, the apply process of a logical replication, and tables that inherit from this
+    one by INHERITS are not covered; the latter need a separate trigger each. Partitions are covered.
 
     Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode: this waits for transactions
     that have written there, and new writers wait for it, up to the session's `lock_timeout`; by default there is no limit.
-    The mode is ACCESS EXCLUSIVE, which also blocks readers, when it replaces a trigger for another column or a disabled one.
+    The mode is ACCESS EXCLUSIVE, which also blocks readers, if it replaces a trigger for another column or a disabled one.
 
     Args:
-        engine: an Engine or Connection, or an async one: then await it. Creating the trigger needs TRIGGER on the table, and
-            CREATE on the schema of pgfence's tables, or on the first one of the search path.
-        table: a name (or schema.name), a Table, or a mapped class. With joined inheritance the class at the base, whose table
-            has the version: an UPDATE of another table alone does not count. By its name or as a Table without the mixin, it
+        engine: an Engine or Connection; or an async one, in which case the result must be awaited. Creating the trigger needs
+            TRIGGER on the table, and CREATE on the schema of pgfence's tables, or on the first one of the search path.
+        table: a name (or schema.name), a Table, or a mapped class. With joined inheritance pass the base class, whose table has
+            the version: an UPDATE of another table alone does not count. If it is a name, or a Table without the mixin, the table
             must have a column `version`.
 
     Raises:
-        ValueError: there is no such table or column; the column holds no integers; or a trigger there has the same name and
-            is not pgfence's.
+        ValueError: the table or the column does not exist; the column is not an integer; or a trigger there has the same name
+            and is not pgfence's.
         TypeError: the table has the wrong type.
         SchemaError: the column is nullable, and `command` fills it; or this role may not create the function or trigger.
         TransactionStateError: the Connection is in autocommit.
@@ -220,18 +224,18 @@ def drop_version_trigger(
 @overload
 def drop_version_trigger(engine: Engine | Connection, table: str | Table | type[object]) -> None: ...
 def drop_version_trigger(engine: AnyEngine, table: object) -> object:
-    """Drop the trigger of a table: after this transaction versions are not counted. It is not an error if there is none.
+    """Drop the trigger of a table. After this transaction versions are not incremented. It is not an error if there is none.
 
-    The function stays, because other tables may use it. The table and its partitions are locked in ACCESS EXCLUSIVE mode:
+    The function remains, because other tables may use it. The table and its partitions are locked in ACCESS EXCLUSIVE mode:
     this waits for transactions that have read or written there, and new readers and writers wait for it, up to the session's
     `lock_timeout`; by default there is no limit.
 
     Args:
-        engine: an Engine or Connection, or an async one: then await it.
+        engine: an Engine or Connection; or an async one, in which case the result must be awaited.
         table: as in `add_version_trigger`.
 
     Raises:
-        ValueError: there is no such table; or a trigger there has the same name and is not pgfence's.
+        ValueError: the table does not exist; or a trigger there has the same name and is not pgfence's.
         TypeError: the table has the wrong type.
         SchemaError: this role does not own the table.
         TransactionStateError: the Connection is in autocommit.
@@ -246,7 +250,7 @@ def _table_of(given: object) -> Table | None:
 
 
 def _find_version_column(table: object) -> str:
-    """Return the name of the column that the mixin made, else the usual one."""
+    """Return the name of the column that the mixin created, or else "version"."""
     found = _table_of(table)
     columns = () if found is None else found.columns
     return next((column.name for column in columns if "pgfence_version" in column.info), "version")
@@ -258,5 +262,5 @@ def _resolve_target(engine: AnyEngine, table: object) -> fences.Target:
         return fences.Target(name, translate_schema(engine, before or None))
     found = _table_of(table)
     if found is None:
-        raise TypeError(f"a table is its name, a Table or a mapped class, not {table!r}")
+        raise TypeError(f"the table must be a name, a Table or a mapped class, not {table!r}")
     return fences.Target(found.name, translate_schema(engine, found.schema))

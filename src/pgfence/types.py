@@ -1,4 +1,4 @@
-"""Values that describe who holds what: frozen, without behaviour."""
+"""Values that describe locks and their holders."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ OnLoss: TypeAlias = Literal["cancel", "flag"]
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Somebody who holds a lock, as the server sees it.
+    """A holder of a lock, as the server reports it.
 
     Attributes:
-        name: the readable name, where it is known.
-        key: the key it stands for.
-        kind: advisory, session lock (an advisory lock with a token), transaction, lease, slot, ...
-        mode: exclusive or shared.
-        owner: the identity its holder gave, where the kind has one.
+        name: the readable name, if known.
+        key: the key of the lock.
+        kind: "advisory", "session lock" (an advisory lock with a token), "transaction", "lease", "slot", ...
+        mode: "exclusive" or "shared".
+        owner: the identity that the holder gave, if its kind has one.
         host: address of the client; None on a unix socket.
-        pid: process id of the client, where the kind records it.
+        pid: process id of the client, if its kind records it.
         backend_pid: process id of its server process; None for a prepared transaction.
-        application_name: what the client calls itself.
-        purpose: what it said it is for.
-        token: fencing token, where the kind has one.
-        since: when the state of its session last changed (of a transaction: when that began).
-        expires_at: when it expires by the server's clock, where the kind does.
+        application_name: the `application_name` of the client.
+        purpose: the purpose that the holder gave.
+        token: the fencing token, if its kind has one.
+        since: when the state of its session last changed (for a transaction, when it began).
+        expires_at: when it expires by the server's clock, if its kind expires.
     """
 
     name: str | None
@@ -61,10 +61,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What `configure(on_event=...)` is told; every kind of event has these fields.
+    """An event that is passed to `configure(on_event=...)`. Every kind of event has these fields.
 
-    `event` is one of "acquired", "released", "lost" and "timeout". A key in the caller's transaction tells of "acquired" and
-    "timeout" alone: it ends with the transaction.
+    `event` is one of "acquired", "released", "lost" and "timeout". A key in the caller's transaction has only the events
+    "acquired" and "timeout", because it ends with the transaction.
     """
 
     event: str
@@ -79,13 +79,13 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 
 
 class LeaseRef(TypedDict):
-    """A lease that was handed over, as plain JSON for a queue. Whoever has it may adopt the lease."""
+    """A lease that was handed over, as plain JSON for a queue. Any process that has it can adopt the lease, once."""
 
     name: str
     lease_id: str
     token: int
 
 
-# A pickled error keeps its holders, and must be read by a release in which this module has another name.
+# The module is set because a pickled error contains its holders, and a later release may have renamed this module.
 for _public in (Holder, Event, LeaseRef):
     _public.__module__ = "pgfence"

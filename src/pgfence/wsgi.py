@@ -1,4 +1,4 @@
-"""The header `Idempotency-Key`, as middleware of WSGI: for Flask, Django and others."""
+"""The `Idempotency-Key` header as WSGI middleware, for Flask, Django and others."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class IdempotencyMiddleware:
     def _begin(
         self, request: HttpRequest, environ: WSGIEnvironment, start_response: StartResponse
     ) -> _WsgiExchange | Reply | None:
-        """Claim the key of a request, or return what was recorded under it; None: another one of ours, outside, has it."""
+        """Claim the key of a request, or return what was recorded under it; None if an outer middleware has claimed it."""
         rules = self._rules
         key, owner = rules.read_key(request), rules.find_principal(request, environ)
         if RequestMarker.is_marked(environ, request):
@@ -146,7 +146,7 @@ class _WsgiExchange(Exchange):
             try:
                 _close(parts)
             except Exception as failure:
-                attach(error, failure, "while the response was closed")
+                attach(error, failure, "while the response was being closed")
             raise
 
     def start_response(
@@ -177,7 +177,7 @@ class _WsgiExchange(Exchange):
             self._chunks.clear()
         try:
             self._write(data)
-        except OSError:  # how a server says that the client has gone away
+        except OSError:  # raised by servers when the client has disconnected
             self._gone = True
             raise
 
@@ -196,7 +196,7 @@ class _WsgiExchange(Exchange):
         return self._server(*self._begun)
 
     def _start_streaming(self, rest: Iterator[bytes]) -> Iterator[bytes]:
-        """Send what there is and what comes. What completes an announced length is held back until it is recorded."""
+        """Send what there is and what follows. The part that completes an announced length is held back until it is recorded."""
         held: list[bytes] = []
         try:
             if self._write is None:
@@ -242,15 +242,15 @@ class _WsgiExchange(Exchange):
         self._end_stopped(None)
 
     def _end_stopped(self, error: BaseException | None) -> None:
-        """End the attempt of an application that has stopped, unless it has ended."""
-        # The application has responded; only the client has stopped it from sending all of it.
+        """End the attempt of an application that has stopped, unless it has already ended."""
+        # The application has responded; only the client has kept it from sending all of it.
         answered = self._started is not None and isinstance(error, Exception | None)
         if self._gone and answered and not self._marker.ended:
             self._record(None)
         self._end_failed(error)
 
     def _end_failed(self, error: BaseException | None) -> None:
-        """End the attempt without a record, unless it has ended."""
+        """End the attempt without a record, unless it has already ended."""
         if self._marker.ended:
             return
         begun = self._started
@@ -262,7 +262,7 @@ class _WsgiExchange(Exchange):
 
 
 class _ResponseBody:
-    """What the server sends, and then closes."""
+    """The response body that the server sends and then closes."""
 
     def __init__(self, exchange: _WsgiExchange, chunks: Iterator[bytes], parts: Iterable[bytes]) -> None:
         self._exchange = exchange
@@ -304,7 +304,7 @@ def _parse_request(environ: WSGIEnvironment) -> HttpRequest:
 
 
 def _decode_text(raw: str) -> str:
-    """Return what the bytes say that an environment has as Latin-1."""
+    """Return the text of bytes that an environment contains as Latin-1."""
     return raw.encode("latin-1").decode("utf-8", "surrogateescape")
 
 
@@ -312,7 +312,7 @@ def _read_body(environ: WSGIEnvironment, request: HttpRequest, rules: Rules) -> 
     """Return the body of a request.
 
     Raises:
-        Refusal: it is too long, or where it ends is unknown, or the client has gone away before that.
+        ProblemResponse: it is too long, its end is unknown, or the client has disconnected before its end.
     """
     left = request.length
     if left is None:

@@ -101,7 +101,7 @@ async def test_release_says_that_it_is_done(world: World, name: str, admin: psyc
 async def test_a_slot_is_not_handed_over(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """`hand_over` raises, because the adopter could not finish the slot; it stays held, and its release marks it as done."""
     slot = await world.call(once(world, name).acquire)
-    with pytest.raises(TypeError, match="take a Lease"):
+    with pytest.raises(TypeError, match="use a Lease"):
         await world.call(slot.hand_over)
     assert slot.state == "held"
     await world.call(slot.release)

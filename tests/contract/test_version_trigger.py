@@ -131,7 +131,7 @@ def test_a_table_that_cannot_count_is_rejected(engine: Any, admin: psycopg.Conne
     for add in (schema.add_version_trigger, schema.drop_version_trigger):
         with pytest.raises(ValueError, match="does not exist"):
             add(engine, "nowhere")
-        with pytest.raises(TypeError, match="a table is its name"):
+        with pytest.raises(TypeError, match="must be a name, a Table"):
             add(engine, 7)  # type: ignore[call-overload]
     admin.execute(f"ALTER TABLE {table} RENAME version TO revision".encode())
     with pytest.raises(ValueError, match="has no column 'version'"):

@@ -564,7 +564,7 @@ async def test_an_answer_that_could_not_be_recorded_is_sent(
     site.behind(engine=engine)
     with caplog.at_level(logging.ERROR, "pgfence.http"):
         assert (await site.ask()).status == 201
-    assert "POST /pay: the response is not stored" in caplog.text
+    assert "POST /pay: the response could not be stored" in caplog.text
 
 
 async def test_an_engine_of_the_other_half_is_refused(site: Site) -> None:

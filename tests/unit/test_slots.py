@@ -327,7 +327,7 @@ def test_a_slot_done_under_another_schedule_is_done() -> None:
         ({"cron": "0 0 2 * * *"}, ValueError, "6 fields, not five"),
         ({"cron": "0 2 * *"}, ValueError, "4 fields, not five"),
         ({"cron": ""}, ValueError, "0 fields, not five"),
-        ({"cron": "@reboot"}, ValueError, "a reboot belongs to one host"),
+        ({"cron": "@reboot"}, ValueError, "a reboot concerns one host"),
         ({"cron": "@fortnightly"}, ValueError, "@hourly, @daily"),
         ({"cron": "@daily 5"}, ValueError, "@hourly, @daily"),
         ({"cron": 5}, TypeError, "cron must be a str"),

@@ -1,1 +1,1 @@
-"""Rules of HTTP, without a framework or a server."""
+"""The rules of HTTP, independent of any framework or server."""

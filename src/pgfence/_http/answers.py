@@ -1,4 +1,4 @@
-"""Responses that the application does not make: problems (RFC 9457) and replays."""
+"""Responses that pgfence creates instead of the application: problems (RFC 9457) and replays."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class ProblemResponse(Exception):
 
 
 UNRECORDABLE = NOT_RECORDED.reply()
-"""Stored in the place of a response that cannot be stored."""
+"""Stored instead of a response that cannot be stored."""
 
 
 def build_refusal(error: PgfenceError, request: str) -> Reply:
-    """Return the response for an error of pgfence. Its message may contain what the client must not see: it goes to the log.
+    """Return the response for an error of pgfence. Its message may contain what the client must not see, so it is only logged.
 
     Args:
-        error: in the claim, or at its end.
+        error: raised by the claim, or at its end.
         request: for the log.
     """
     status = error.http_status
@@ -47,12 +47,12 @@ def find_claim_problem(error: Exception, request: str) -> ProblemResponse | None
     """Return the response for an error of the database server during a claim, such as a full disk; None for other errors.
 
     Args:
-        error: in the claim.
+        error: raised by the claim.
         request: for the log.
     """
     if isinstance(error, PgfenceError) or sqlstate_of(error) is None:
         return None
-    log.error("%s: the key is not claimed", request, exc_info=error)
+    log.error("%s: the idempotency key could not be claimed", request, exc_info=error)
     return ProblemResponse(NOT_CLAIMED)
 
 
@@ -65,7 +65,7 @@ def build_replay(stored: StoredResult) -> Reply:
     """Return a stored response, marked as a replay.
 
     Raises:
-        IdempotencyMisuseError: something else is recorded.
+        IdempotencyMisuseError: something other than a response is stored.
     """
     if stored.reply is None:
         raise IdempotencyMisuseError("the key of a request was used for something that is not an HTTP response")

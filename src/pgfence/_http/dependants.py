@@ -1,4 +1,4 @@
-"""What FastAPI knows of the dependencies of an endpoint, which it solves for each request."""
+"""What FastAPI knows about the dependencies of an endpoint, which it resolves for each request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
-    """Return the dependant of a request, all parts of which get one session.
+    """Return the dependant of a request, and check that all of its parts get one session.
 
-    FastAPI creates a session for each scope in which a dependency asks for it, one more for each use without its cache, and,
-    mostly where the session depends on the user, one for each set of scopes of `Security`.
+    FastAPI creates a session for each scope in which a dependency requests it, one more for each use without its cache, and,
+    mostly if the session depends on the user, one for each set of scopes of `Security`.
 
     Raises:
         TypeError: a part would get another session, or the endpoint is a generator, which FastAPI runs after the session has ended.
@@ -28,20 +28,20 @@ def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
     root = _find_root(scope)
     if _is_generator(root.call):
         raise TypeError(
-            f"{scope['path']} is a generator: its session would end before it begins. Let it return what it makes"
+            f"{scope['path']} is a generator, and its session would end before it begins. Return the result instead"
         )
     asked = [one for one in walk_parts(root) if one.call == session]
     for one in asked:
         if one.scope != "function" or not one.use_cache:
             how = 'without scope="function"' if one.scope != "function" else "with use_cache=False"
-            raise TypeError(f"{scope['path']} asks for its session {how} too: it would get two")
+            raise TypeError(f"{scope['path']} also requests its session {how}, so it would get two")
     if len({_cache_key_of(one) for one in asked}) > 1:
-        raise TypeError(f"{scope['path']} asks for its session under Security(scopes=...) too: it would get two")
+        raise TypeError(f"{scope['path']} also requests its session under Security(scopes=...), so it would get two")
     return root
 
 
 def _cache_key_of(one: Dependant) -> object:
-    """Return what FastAPI finds the result of a dependency by; newer versions have a function for it, and no attribute."""
+    """Return the key by which FastAPI caches a dependency's result; newer versions have a function for it, not an attribute."""
     find = getattr(sys.modules[type(one).__module__], "_get_cache_key", None)
     return getattr(one, "cache_key", None) if find is None else find(dependant=one)
 
@@ -54,21 +54,21 @@ def _is_generator(endpoint: Callable[..., object] | None) -> bool:
 
 def _find_root(scope: Environ) -> Dependant:
     route = scope["route"]
-    # Older versions of FastAPI write what the inclusion of a router adds into the route; newer ones put it beside it.
+    # Older versions of FastAPI write the additions of an included router into the route, newer ones store them beside it.
     included = scope.get("fastapi", {}).get("effective_route_context")
     found: Dependant = (included if getattr(included, "original_route", None) is route else route).dependant
     return found
 
 
 def walk_parts(root: Dependant) -> Iterator[Dependant]:
-    """Yield a dependant, and all that it depends on."""
+    """Yield a dependant and everything that it depends on."""
     yield root
     for one in root.dependencies:
         yield from walk_parts(one)
 
 
 def find_parameter(root: Dependant, field: str) -> ModelField:
-    """Return what checks a parameter of the path.
+    """Return the field that validates a parameter of the path.
 
     Raises:
         TypeError: no parameter has this name.
@@ -77,11 +77,11 @@ def find_parameter(root: Dependant, field: str) -> ModelField:
         for one in part.path_params:
             if one.alias == field:
                 return one
-    raise TypeError(f"{{{field}}} is no parameter of the path that the endpoint, or a dependency of it, declares")
+    raise TypeError(f"{{{field}}} is not a path parameter that the endpoint or one of its dependencies declares")
 
 
 def build_signature(**wanted: object) -> inspect.Signature:
-    """Return what FastAPI reads a dependency's parameters from: classes, and what a dependency gives."""
+    """Return the signature from which FastAPI reads a dependency's parameters: classes, and values of dependencies."""
     one = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
     return inspect.Signature(
         [

@@ -1,4 +1,4 @@
-"""What an endpoint's dependency knows of a request: whose key it is, what makes it the same request, and when to try again."""
+"""What a dependency of an endpoint determines about a request: its principal and payload, and how to wait for its key."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 PIECE = 2**20
-"""Bytes of a file that are in memory at a time."""
+"""The number of bytes of a file that are in memory at a time."""
 
 READABLE = 160
-"""Characters up to which a scope is stored as it is, and not as a digest."""
+"""The number of characters up to which a scope is stored as text, not as a digest."""
 
 
 def build_scope(method: str, path: str, principal: object) -> str:
     """Return the scope of a key.
 
     Raises:
-        ValueError: there is no principal.
-        TypeError: it is no str.
+        ValueError: the principal is missing.
+        TypeError: the principal is not a str.
     """
     if principal is None or principal == "":
         raise ValueError("an idempotency key belongs to a principal, and this request has none")
@@ -50,7 +50,7 @@ def is_on_loop() -> bool:
 
 
 async def wait_in_thread(wait: Callable[[], object]) -> None:
-    """Wait in a separate thread. A cancelled task ends only when the wait has ended, because its session is in use until then."""
+    """Wait in a separate thread. A cancelled task ends only after the wait, because its session is in use until then."""
     errors: list[Exception] = []
 
     def waits() -> None:
@@ -59,8 +59,8 @@ async def wait_in_thread(wait: Callable[[], object]) -> None:
         except Exception as error:
             errors.append(error)
 
-    # A separate limiter: waiters that take the endpoints' threads would keep the request that holds the lock from running. In a
-    # group, because a lone `run_sync` abandons its thread when asyncio cancels the task.
+    # A separate limiter: waiters that occupy the endpoints' threads would keep the request that holds the lock from running. In
+    # a group, because a lone `run_sync` abandons its thread when asyncio cancels the task.
     async with create_task_group() as group:
         group.start_soon(partial(to_thread.run_sync, waits, limiter=CapacityLimiter(1)))
     if errors:
@@ -68,11 +68,11 @@ async def wait_in_thread(wait: Callable[[], object]) -> None:
 
 
 async def read_payload(request: Request, reader: type[Request]) -> list[object]:
-    """Return the query and the body of a request: JSON and forms as what they say, other bodies as they are.
+    """Return the query and the body of a request: JSON and forms by content, other bodies as bytes.
 
     Args:
-        request: the Request of Starlette that the endpoint gets, or may have; it can be read afterwards as before.
-        reader: makes another one, of its scope and what receives.
+        request: the Starlette Request that the endpoint gets, or may get; it can be read again afterwards.
+        reader: creates another one from its scope and a receive function.
 
     Raises:
         RuntimeError: the body was read as a stream and not kept.
@@ -82,12 +82,12 @@ async def read_payload(request: Request, reader: type[Request]) -> list[object]:
     try:
         raw = body = await request.body()
     except RuntimeError:
-        if kind not in FORMS:  # to Starlette it is an empty form then, whatever was sent
+        if kind not in FORMS:  # Starlette returns an empty form then, whatever was sent
             raise
-        # The framework has read it as a form, and keeps that.
+        # The framework has already read it as a form, and keeps that.
         body = await _read_form(await request.form())
     else:
-        # What cannot be read stays as it is: whether it is wrong, and how large it may be, is the endpoint's to say.
+        # A body that cannot be parsed is kept as bytes: whether it is wrong or too large is for the endpoint to decide.
         if kind in FORMS:
             with suppress(Exception):
                 async with reader(request.scope, partial(_receive, raw)).form() as form:
@@ -95,7 +95,7 @@ async def read_payload(request: Request, reader: type[Request]) -> list[object]:
         elif "json" in kind:
             with suppress(ValueError, RecursionError):
                 body = json.loads(raw)
-    # Not of `request.url`, which is made of the header `Host` too: that may hide the query.
+    # `request.url` is not used, because it is also built from the `Host` header, which may hide the query.
     return [request.scope["query_string"].decode("latin-1"), body]
 
 
@@ -110,7 +110,7 @@ async def _read_form(form: FormData) -> list[tuple[str, object]]:
 async def _read_field(value: UploadFile | str) -> object:
     if isinstance(value, str):
         return value
-    await value.seek(0)  # an earlier reader may have left it at its end
+    await value.seek(0)  # an earlier reader may have left it at the end
     digest = sha256()
     while piece := await value.read(PIECE):
         digest.update(piece)

@@ -1,4 +1,4 @@
-"""One request whose key is claimed, from the claim to its end: what both middlewares do with it."""
+"""One request whose key is claimed, from the claim to its end, for both middlewares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pgfence.lease._engines import EngineFinder
 
 _HANDLED = "pgfence.idempotency"
-"""Where an environment has the marker of the middleware that handles its request."""
+"""The key of an environment under which the middleware that handles its request stores its marker."""
 
 
 class RequestMarker:
@@ -29,7 +29,7 @@ class RequestMarker:
         self._keys = request.keys
         self.ended = False
         self.skips_recording = False
-        """Whether the response is not recorded, though it looks like one that is."""
+        """Whether the response is not recorded even if its status is one that is recorded."""
 
     def mark(self, environ: Environ) -> None:
         """Put the marker into an environment."""
@@ -37,7 +37,7 @@ class RequestMarker:
 
     @staticmethod
     def skip_recording(environ: Environ) -> None:
-        """Keep a response from being stored: the stored one would be replayed after an operator has fixed the cause."""
+        """Keep a response from being stored: otherwise it would be replayed after an operator has fixed the cause."""
         found = environ.get(_HANDLED)
         if isinstance(found, RequestMarker):
             found.skips_recording = True
@@ -46,7 +46,7 @@ class RequestMarker:
     def is_marked(environ: Environ, request: HttpRequest) -> bool:
         """Return whether an outer middleware has claimed the keys of this request."""
         found = environ.get(_HANDLED)
-        # A second call with the scope of a finished request, a retry for example, is not inside.
+        # A second call with the scope of a finished request, a retry for example, is not inside it.
         return isinstance(found, RequestMarker) and not found.ended and found._keys == request.keys
 
 
@@ -54,7 +54,7 @@ async def claim_key(engine: EngineFinder, wanted: EffectKey, request: HttpReques
     """Claim the key of a request, or return what was recorded under it.
 
     Raises:
-        PgfenceError: it is not to be had.
+        PgfenceError: the key is not available.
         ProblemResponse: the server has rejected the claim.
     """
     try:
@@ -86,12 +86,12 @@ class Exchange:
         except AttemptLostError as error:
             return answers.build_refusal(error, str(self._request))
         except Exception:
-            # The work is done: its response is sent although no later request can get it.
-            answers.log.exception("%s: the response is not stored", self._request)
+            # The work is done, so its response is sent even though no later request can get it.
+            answers.log.exception("%s: the response could not be stored", self._request)
         return None
 
     async def fail(self, how: str) -> None:
-        """End the attempt without a record, unless it has ended."""
+        """End the attempt without a record, unless it has already ended."""
         if self._marker.ended:
             return
         self._marker.ended = True
@@ -102,10 +102,10 @@ class Exchange:
         try:
             await self._running.free()
         except Exception:
-            answers.log.exception("%s: the key is not free", self._request)
+            answers.log.exception("%s: the key could not be freed", self._request)
 
     def interrupt(self, how: str) -> None:
-        """End the attempt after an interrupt or a cancel, which must not be kept waiting."""
+        """End the attempt after an interrupt or a cancellation, which must not wait for the server."""
         self._marker.ended = True
         self._running.let_lapse(how)
         answers.log_lapse(self._request, self._running.describe_lapse(how))

@@ -1,4 +1,4 @@
-"""The OpenAPI document of a FastAPI application, with the problems of pgfence and the header of its middleware."""
+"""Add the problems of pgfence and the header of its middleware to the OpenAPI document of a FastAPI application."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ _KEY = (
     *_list_errors("IdempotencyInProgressError", "IdempotencyKeyReusedError"),
 )
 KEY = (*_KEY, KEY_FAILED, *_list_errors("AttemptLostError"), OUTCOME_UNKNOWN, *_DATABASE)
-"""Of an operation that gets its key as a text."""
+"""For operations that get their key as a str."""
 ONCE = (*_KEY, PRINCIPAL_MISSING, PAYLOAD_INVALID, *_list_errors("DeadlockError", "CapacityError"), *_DATABASE)
-"""Of an operation whose effect and key are in one transaction."""
+"""For operations whose effect and key are in one transaction."""
 LOCK = (NAME_INVALID, *_list_errors("LockTimeoutError", "DeadlockError", "CapacityError"), *_DATABASE)
-"""Of an operation that begins with a lock."""
+"""For operations that begin with a lock."""
 _VERSION = (*_list_errors("VersionConflictError", "VersionRequiredError"), PRECONDITION_FAILED)
 _MIDDLEWARE = (
     *_KEY,
@@ -99,18 +99,18 @@ def describe(
     all_of: Callable[[list[BaseRoute]], Iterable[BaseRoute]],
     problems_of: Callable[[object], Iterable[Problem]],
 ) -> None:
-    """Have the problems of pgfence described in an application's OpenAPI document.
+    """Add the problems of pgfence to an application's OpenAPI document.
 
     Args:
         app: the application.
-        all_of: returns routes, and those of included routers with what the inclusion adds.
-        problems_of: returns the problems that a dependency may end a request with.
+        all_of: returns routes, including those of included routers with what the inclusion adds.
+        problems_of: returns the problems with which a dependency may end a request.
     """
     original = app.openapi
     done: list[object] = [None]
 
     def openapi() -> Operation:
-        document = original()  # FastAPI keeps it, and makes another one when routes have been added
+        document = original()  # FastAPI caches it, and builds another one if routes have been added
         if document is not done[0]:
             for path, method, operation, dependant in _find_operations(all_of(app.routes), document):
                 problems = [one for part in walk_parts(dependant) for one in problems_of(part.call)]
@@ -142,7 +142,7 @@ def _find_version_problems(operation: Operation) -> tuple[Problem, ...]:
 
 
 def _find_middleware_problems(app: FastAPI, path: str, method: str, operation: Operation) -> Iterable[Problem]:
-    """Yield the problems of a middleware that handles an operation, whose header becomes a parameter of it."""
+    """Yield the problems of a middleware that handles an operation, and make its header a parameter of the operation."""
     for one in app.user_middleware:
         if not any(kind.__module__ == "pgfence.asgi" for kind in getattr(one.cls, "__mro__", ())):
             continue

@@ -1,4 +1,4 @@
-"""The problems (RFC 9457) that a client can get: a code for its program, a status, and a sentence for people that says what to do."""
+"""The problems (RFC 9457) that a client can get: a code for programs, a status, and a sentence for people that says what to do."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 MEDIA_TYPE = "application/problem+json"
 SHORT = 1
-"""Seconds after which to send a request again where nothing is known of a better time."""
+"""Seconds after which to retry a request if no better time is known."""
 
 _LATER = "Send this request again after the number of seconds in Retry-After."
 _INTERNAL = "The service could not handle this request because of an internal error. Its log has the cause."
 
 
-# None of them repeats the message of an error, which may name keys, holders and tables.
+# None of them contains the message of an error, which may name keys, holders and tables.
 class Problem(NamedTuple):
-    """What a client gets instead of a response of the application."""
+    """A response that the client gets instead of one from the application."""
 
     code: str
     status: int
@@ -46,7 +46,7 @@ class Problem(NamedTuple):
 
 
 def choose_phrase(status: int) -> str:
-    """Return the words that go with a status."""
+    """Return the reason phrase of a status."""
     try:
         return HTTPStatus(status).phrase
     except ValueError:
@@ -128,7 +128,7 @@ PRECONDITION_FAILED = Problem(
 )
 UNREACHABLE_REJECTED = Problem("database_login_rejected", 500, _INTERNAL)
 
-# By the name of the class: some of them are in modules that are loaded only when they are used.
+# Keyed by class name, because some of the classes are in modules that are loaded only when they are used.
 OF_ERRORS = {
     "IdempotencyInProgressError": Problem(
         "idempotency_in_progress", 409, f"A request with this Idempotency-Key is in progress. {_LATER}"
@@ -190,11 +190,11 @@ OF_ERRORS = {
     "PgfenceError": Problem("internal_error", 500, _INTERNAL),
 }
 PROBLEMS = (*OF_REQUESTS, *OF_ERRORS.values(), KEY_FAILED, OUTCOME_UNKNOWN, PRECONDITION_FAILED, UNREACHABLE_REJECTED)
-"""All of them."""
+"""All problems."""
 
 
 def problem_of(error: PgfenceError) -> Problem:
-    """Return the problem for an error; of a class that is not pgfence's own, the one of the nearest class that is."""
+    """Return the problem for an error; for a class outside pgfence, that of its nearest base class in pgfence."""
     name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in OF_ERRORS)
     if isinstance(error, IdempotencyInProgressError) and error.ended_with is not None:
         return KEY_FAILED
@@ -208,7 +208,7 @@ def problem_of(error: PgfenceError) -> Problem:
 
 
 def retry_headers(error: PgfenceError) -> dict[str, str]:
-    """Return what says when to send a request again, if that helps; a response that has it is not recorded under a key."""
+    """Return the header that says when to retry, if a retry helps; a response with it is not recorded under a key."""
     return {"retry-after": str(ceil(error.retry_after or SHORT))} if error.retryable or _describe_retry(error) else {}
 
 

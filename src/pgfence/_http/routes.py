@@ -1,4 +1,4 @@
-"""Which paths a middleware is for."""
+"""The paths that a middleware applies to."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ _FIELD = re.compile(r"\{[A-Za-z_]\w*(:\w+)?\}")
 
 
 def compile_routes(routes: Collection[str]) -> re.Pattern[str]:
-    """Return what the whole of a path has to match.
+    """Compile patterns into an expression that must match a whole path.
 
-    A pattern is a path: `/payments`. `{name}` stands for one segment or a part of it, `{name:path}` for any number of
-    segments, and a `*` at the end for anything.
+    A pattern is a path such as `/payments`. `{name}` matches one segment or a part of it, `{name:path}` any number of segments,
+    and a `*` at the end anything.
 
     Raises:
-        TypeError: it is one str, or there is something else among them.
-        ValueError: there is none, or one that could never match, or that would take long to.
+        TypeError: it is a single str, or one of the patterns is not a str.
+        ValueError: there are no patterns, or one could never match or would take too long to.
     """
     if isinstance(routes, str):
-        raise TypeError(f"routes takes several patterns: routes=[{routes!r}]")
+        raise TypeError(f"routes must be a collection of patterns: routes=[{routes!r}]")
     if not routes:
         raise ValueError("routes=[] applies to no request; None applies to all paths")
-    # Frameworks take paths for the same that differ by a slash at the end, or by a line feed, before which `$` matches too.
+    # Frameworks treat paths as equal that differ by a trailing slash, or by a line feed, before which `$` matches too.
     return re.compile(f"(?:{'|'.join(_compile_route(route) for route in routes)})/?\n?", re.DOTALL)
 
 
 def matches(routes: re.Pattern[str], path: str) -> bool:
-    """Return whether a path is on one of the routes. A framework may take several slashes for one, and none at first too."""
+    """Return whether a path matches the routes. A framework may collapse slashes, or accept a path without the first one."""
     return any(routes.fullmatch(read) for read in (path, _SLASHES.sub("/", f"/{path}")))
 
 
 def _compile_route(route: str) -> str:
     if not isinstance(route, str):
-        raise TypeError(f"a route is a str, not {type(route).__name__}")
+        raise TypeError(f"a route must be a str, not {type(route).__name__}")
     stem = _SLASHES.sub("/", route.removesuffix("*"))
     if not route.endswith("*"):
         stem = stem.removesuffix("/")
@@ -48,8 +48,8 @@ def _compile_route(route: str) -> str:
     literal = _FIELD.sub("", stem)
     if not route.startswith("/") or any(character in literal for character in "{}<>*?"):
         raise ValueError(
-            f"{route!r} is no route: it is a path from its first slash on, with {{name}} for a segment, and * only at the end"
+            f"{route!r} is not a route: it must be a path that begins with a slash, with {{name}} for a segment, and * only at the end"
         )
     if stem.count(":path}") > 1 or any(len(_FIELD.findall(segment)) > 1 for segment in stem.split("/")):
-        raise ValueError(f"{route!r} is no route: it may have one field in each segment, and one {{name:path}}")
+        raise ValueError(f"{route!r} is not a route: it may have one field in each segment, and one {{name:path}}")
     return pattern + re.escape(stem[at:]) + (".*" if route.endswith("*") else "")

@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 OnFailure: TypeAlias = Literal["free", "lapse"]
 Environ: TypeAlias = "MutableMapping[str, Any]"
-"""A scope of ASGI, or an environment of WSGI."""
+"""The scope of an ASGI request, or the environment of a WSGI request."""
 Principal: TypeAlias = "Callable[[Any], str | None]"
 
-WHY = "a key is claimed by a commit of its own before the request is handled"
+WHY = "a key is claimed in a separate transaction before the request is handled"
 MEBIBYTE = 1_048_576
 SHOWN = 60
-"""Characters of a path that an operator sees in a scope."""
+"""The number of characters of a path that an operator sees in a scope."""
 
 _SAFE = ("GET", "HEAD", "OPTIONS", "TRACE", "CONNECT")
-# Unauthorized, timed out, too early, too many: nothing was done, and the same request may succeed.
+# Unauthorized, timed out, too early, too many: nothing was done, and the same request may succeed later.
 _AGAIN = (401, 408, 425, 429)
-# A row can hold a line feed, but no server sends one: a stored response with one could never be replayed.
+# A row can contain a line feed, but no server sends one: a stored response with one could never be replayed.
 _STORABLE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
-# Headers of the connection (RFC 9110, 7.6.1), the server's name and clock, and cookies: a cookie may be a session, and a replay
-# may go to another client that knows the key.
+# Headers of the connection (RFC 9110, 7.6.1), the server's name and clock, and cookies: a cookie may identify a session, and a
+# replay may go to another client that knows the key.
 _DROPPED = frozenset(
     (
         "connection",
@@ -60,13 +60,13 @@ _DROPPED = frozenset(
 )
 _DIGITS = 19
 _QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"')
-# Visible ASCII without what makes a list, a parameter or a quotation of it: servers join repeated headers by a comma.
+# Visible ASCII without the characters of lists, parameters and quoting: servers join repeated headers with a comma.
 _BARE = re.compile(r"[!#-+\--:<-\[\]-~]+")
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
 class UnusableKeyError(ValueError):
-    """A request has no key that could be used.
+    """The request has no usable key.
 
     Attributes:
         problem: what is wrong; the message is for the client.
@@ -78,13 +78,13 @@ class UnusableKeyError(ValueError):
 
 
 def parse_key(values: Sequence[str]) -> str:
-    """Return the key that the headers of a request give: `"k1"` with its quotes and `k1` without are the same.
+    """Return the key from the headers of a request: `"k1"` with quotes and `k1` without them are the same key.
 
     Args:
         values: of each header of that name.
 
     Raises:
-        UnusableKeyError: there is none or more than one, or it is not a key.
+        UnusableKeyError: the key is missing, repeated or malformed.
     """
     if len(values) != 1:
         raise UnusableKeyError(KEY_REPEATED if values else KEY_MISSING)
@@ -105,13 +105,13 @@ class HttpRequest(NamedTuple):
     """What is known of a request before its body is read.
 
     Attributes:
-        method: as it was sent.
-        root: of the application.
+        method: as sent.
+        root: the application's root path.
         path: below the root, as the application sees it.
-        query: as it was sent.
-        content_type: as it was sent, or empty.
-        keys: the values of the headers `Idempotency-Key`.
-        credentials: the headers `Authorization` and then `Cookie` that are not empty, with their names; of Cookie only one.
+        query: as sent.
+        content_type: as sent, or empty.
+        keys: the values of the `Idempotency-Key` headers.
+        credentials: the non-empty headers `Authorization` and then `Cookie`, with their names; the Cookie headers as one.
         length: of the body, if it was announced.
     """
 
@@ -130,7 +130,7 @@ class HttpRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The arguments of a middleware, checked."""
+    """The checked options of a middleware."""
 
     principal: Principal | None
     methods: frozenset[str]
@@ -154,10 +154,10 @@ class Rules:
         keep: Seconds,
         on_failure: OnFailure,
     ) -> Rules:
-        """Return the rules.
+        """Return the rules for the options of a middleware.
 
         Raises:
-            TypeError, ValueError: an argument is unusable.
+            TypeError, ValueError: an option is unusable.
         """
         if principal is not None and not callable(principal):
             raise TypeError(f"principal must be a function of the request, not {principal!r}")
@@ -185,11 +185,11 @@ class Rules:
 
     def is_handled_method(self, method: str) -> bool:
         """Return whether requests with this method have keys."""
-        # Methods are case-sensitive, but not for all frameworks.
+        # Methods are case-sensitive by the standard, but not in all frameworks.
         return method.upper() in self.methods
 
     def applies_to(self, request: HttpRequest) -> bool:
-        """Return whether a request has, or needs, a key. On named routes every request needs one."""
+        """Return whether a request has, or needs, a key. With routes, every request that matches them needs one."""
         if not self.is_handled_method(request.method):
             return False
         return bool(request.keys) if self.routes is None else matches(self.routes, request.path)
@@ -198,8 +198,8 @@ class Rules:
         """Return who sent a request.
 
         Args:
-            request: it.
-            raw: what `principal` takes.
+            request: the request.
+            raw: the argument of `principal`.
 
         Raises:
             ProblemResponse: the request has no principal.
@@ -235,31 +235,31 @@ class Rules:
         """Raise if a body is longer than allowed.
 
         Raises:
-            ProblemResponse: it is.
+            ProblemResponse: the body is too long.
         """
         if length > self.max_body:
             detail = f"With an Idempotency-Key the body must not be longer than {self.max_body} bytes."
             raise ProblemResponse(BODY_TOO_LARGE, detail)
 
     def build_effect_key(self, request: HttpRequest, owner: str, key: str, body: bytes) -> EffectKey:
-        """Return the key of a request with everything that identifies the request."""
+        """Return the key of a request together with everything that identifies the request."""
         method, path = request.method.encode(), _encode(request.root + request.path)
         scope = f"{request.method} {quote(path)[:SHOWN]} {_compute_digest(owner.encode('utf-8', 'surrogatepass'), method, path)}"
         same = sha256(_join_framed(method, path, request.query, request.content_type, body))
         return EffectKey(scope, key, same.digest(), self.ttl, self.keep)
 
     def is_streaming(self, headers: Sequence[tuple[str, str]]) -> bool:
-        """Return whether the headers of a response say that it is sent as it is produced, and not stored."""
+        """Return whether the headers of a response indicate that it is sent as it is produced, and not stored."""
         kind = _find_header(headers, "content-type").strip().lower()
         return (find_length(headers) or 0) > self.max_body or kind.startswith("text/event-stream")
 
     def build_record(self, status: int, headers: Sequence[tuple[str, str]], body: bytes | None) -> Reply | None:
-        """Return what is stored of a response; None if the request has failed or should be sent again.
+        """Return what is stored of a response; None if the request failed or should be sent again.
 
         Args:
             status: of the response.
             headers: of the response.
-            body: None if it was sent as it was produced.
+            body: of the response; None if it was sent as it was produced.
         """
         again = status in _AGAIN or (status >= 400 and any(name.lower() == "retry-after" for name, _ in headers))
         if again or status >= self.record_below:
@@ -279,7 +279,7 @@ def _find_header(headers: Sequence[tuple[str, str]], name: str) -> str:
 
 
 def parse_length(value: str) -> int | None:
-    """Return the value of a header `Content-Length`; None if it is not a number."""
+    """Return the value of a `Content-Length` header; None if it is not a number."""
     if not (value.isascii() and value.isdecimal()):
         return None
     return int(value) if len(value) < _DIGITS else sys.maxsize
@@ -287,15 +287,15 @@ def parse_length(value: str) -> int | None:
 
 def _check_methods(methods: Collection[str]) -> frozenset[str]:
     if isinstance(methods, str):
-        raise TypeError(f"methods takes several of them: methods=[{methods!r}]")
+        raise TypeError(f"methods must be a collection of methods: methods=[{methods!r}]")
     found = frozenset(str(method).upper() for method in methods)
     if not found:
         raise ValueError("methods=[] applies to no request")
     for method in found:
         if not _TOKEN.fullmatch(method):
-            raise ValueError(f"{method!r} is no method of HTTP")
+            raise ValueError(f"{method!r} is not an HTTP method")
         if method in _SAFE:
-            raise ValueError(f"{method} changes nothing: it may be sent again without a key")
+            raise ValueError(f"{method} changes nothing, so such requests can be sent again without a key")
     return found
 
 
@@ -304,7 +304,7 @@ def _encode(text: str) -> bytes:
 
 
 def _join_framed(*parts: bytes) -> bytes:
-    """Join parts so that different parts never give the same bytes."""
+    """Join parts so that different parts never result in the same bytes."""
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
@@ -313,7 +313,7 @@ def _compute_digest(*parts: bytes) -> str:
 
 
 def select_headers(headers: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return the headers that a replay has: all but those of the connection, `Set-Cookie`, `Date` and `Server`."""
+    """Return the headers of a replay: all but those of the connection, `Set-Cookie`, `Date` and `Server`."""
     named = {
         name.strip().lower() for header, value in headers if header.lower() == "connection" for name in value.split(",")
     }

@@ -1,4 +1,4 @@
-"""Once, for tasks."""
+"""`AsyncOnce`, for asyncio."""
 
 from __future__ import annotations
 
@@ -24,45 +24,46 @@ P = ParamSpec("P")
 
 
 class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSlot]):
-    """Work that is done once in each slot of time, by whichever process comes first; see `Once`.
+    """Run work once in each slot of time, in whichever process requests it first: the async twin of `Once`.
 
     ::
 
         @AsyncOnce(engine, "digest", cron="0 7 * * *", tz="Europe/Vienna").wrap()
         async def send_digest() -> int: ...
 
-    Arguments and errors are those of the sync twin, with an AsyncEngine. A run whose slot is lost is cancelled.
+    Guarantees, limitations, arguments and errors are those of `Once`, with an AsyncEngine. A run whose slot is lost is cancelled.
     """
 
     _engines = ASYNC_ENGINES
     _handle = AsyncSlot
 
     async def try_acquire(self) -> AsyncSlot | None:
-        """Ask for the slot that counts, without waiting. Two round trips.
+        """Request the current slot, without waiting. Two round trips.
 
-        Returns None if the slot is done, or if it is running, also in this same task.
+        Returns None if the slot is done, or if it is running, even in this same task.
 
         Raises:
-            PgfenceError: as `acquire`.
+            PgfenceError: as for `acquire`.
         """
         return await self._try()
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncSlot:
-        """Ask for the slot that counts, and wait while another process runs it: that attempt may fail.
+        """Request the current slot, and wait while another process runs it, because that attempt may fail.
 
         Args:
-            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait. A wait lasts
-                through an outage of the server, up to its timeout; with None only once the server has responded that the slot
+            timeout: seconds. None is the configured default, `math.inf` waits indefinitely, 0 does not wait. A wait continues
+                through a server outage until its timeout; with None only if the server had already responded that the slot
                 is held.
 
         Raises:
-            SlotOverError: the slot is done or was missed; raised at once. `retry_after` is the seconds to the next slot.
-            SlotClockError: a `SlotOverError`; the slot that is done has not begun by the server's clock.
-            SlotZoneError: the server, or the host that ran this slot, has other rules for `tz` than this host.
-            LockTimeoutError: another process held it until the timeout; names the holder.
-            UnreachableError: the server cannot be reached; a grant whose response was lost is given back in the background.
-            SchemaError: the tables are missing, too old, or not open to this role.
-            StandbyError, UnsupportedServerError: nothing can be written on this server.
+            SlotOverError: the slot is done or was missed; raised immediately. `retry_after` is the seconds to the next slot.
+            SlotClockError: a `SlotOverError`; by the server's clock, the slot that is done has not begun.
+            SlotZoneError: the server, or the host that ran the last slot, has other rules for `tz` than this host.
+            LockTimeoutError: another process held the slot until the timeout. The message and `holders` name the holder.
+            UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
+                background.
+            SchemaError: the tables are missing or too old, or this role may not use them.
+            StandbyError, UnsupportedServerError: no slot can be written on this server.
         """
         return await self._acquire(timeout)
 
@@ -89,11 +90,11 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
     def wrap(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *, timeout: Seconds | None = None, busy: Busy = "skip", unreachable: Unreachable = "raise"
     ) -> object:
-        """Return a decorator: the function runs once in each slot, and calls beyond that return None.
+        """Return a decorator whose functions run once in each slot; further calls return None.
 
-        With `catch_up="all"` it runs once for each slot that is due, and the last result is returned;
-        `pgfence.current(AsyncSlot).slot` says which it is at. Otherwise as the `wrap` of a lock, but that `busy="skip"` is the
-        default.
+        With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned;
+        `pgfence.current(AsyncSlot).slot` is the slot that is being run. Otherwise this is like `wrap` of a lock, except that
+        `busy="skip"` is the default.
         """
         once = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]
         if self._catch_up != "all":
@@ -121,10 +122,10 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         return decorate
 
     async def holders(self) -> list[Holder]:
-        """Return who runs a slot of this name at this moment, as the server sees it. Looking never takes a lock.
+        """Return who is running a slot of this name, as the server reports it. Takes no lock.
 
         Raises:
-            UnreachableError: there is no server.
+            UnreachableError: the server cannot be reached.
             SchemaError: the tables are missing.
         """
         return await self._find_holders()

@@ -1,4 +1,4 @@
-"""What is asked of the server for a slot: which one counts, and then for that one. No I/O, as for every lease."""
+"""The requests to the server for a slot: which slot is current, and then that slot. No I/O, as for every lease."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pgfence.once._slots import CatchUp, Schedule
 
 MOVES = 10
-"""How often another slot may count by the time that one is asked for; slots shorter than a round trip never stand still."""
+"""How often the current slot may change before it is requested; slots shorter than a round trip always change."""
 
 
 _WHY = {"done": "is done", "missed": 'was missed, and catch_up="none" does not run it late'}
@@ -51,7 +51,7 @@ class SlotOverError(LockTimeoutError):
     """The slot is done or was missed: no process holds it, and waiting does not help.
 
     Attributes:
-        slot: its beginning.
+        slot: the beginning of the slot.
     """
 
     def __init__(self, message: str, *, slot: datetime, names: Sequence[str] = ()) -> None:
@@ -62,14 +62,14 @@ class SlotOverError(LockTimeoutError):
 class SlotClockError(SlotOverError):
     """A slot is done that, by the server's clock, has not begun: the clock was ahead when it ran, or is behind now.
 
-    No later slot runs before that one has begun, so a person has to look at it. Also logged at WARNING, because
+    No later slot runs before that one has begun, so an operator must check it. Also logged at WARNING, because
     `try_acquire()` returns None and `wrap()` skips the call.
 
     Attributes:
         slot: the beginning of the slot that is done.
-        now: the server's clock.
-        ahead: how long the slot is ahead of it.
-        repair: the SQL statement that lets the job run again, for the case that the clock is right now.
+        now: the time by the server's clock.
+        ahead: how long the slot is ahead of that time.
+        repair: the SQL statement that lets the job run again, if the clock is correct now.
     """
 
     retryable = False
@@ -85,11 +85,11 @@ class SlotClockError(SlotOverError):
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRequest(AcquireRequest):
-    """The slot that is due.
+    """A request for the slot that is due.
 
     Attributes:
         schedule: the slots, or the only one.
-        catch_up: what becomes of slots that nobody ran.
+        catch_up: how slots that were not run are handled.
     """
 
     schedule: Schedule | datetime
@@ -166,7 +166,7 @@ class SlotRequest(AcquireRequest):
         error = SlotClockError(
             f"the slot {found.slot.isoformat()} of {format_names(self.names)} is done, but by the server's clock"
             f" ({now.isoformat()}) it begins only in {distance}: the clock was ahead when the slot ran, or is behind now."
-            " Nothing runs under this name until then. If the server's clock is right now, this statement lets it run"
+            " Nothing runs under this name until then. If the server's clock is correct now, this statement lets it run"
             f" again: {statement}",
             slot=found.slot,
             now=now,

@@ -1,4 +1,4 @@
-"""What the one who runs a slot has in hand."""
+"""Handles of slots that are being run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from datetime import datetime
 
 _NOT_HANDED_ON = (
-    "a slot is finished by the process that runs it and cannot be handed over: do the work here, or take a Lease for it and"
+    "a slot is finished by the process that runs it and cannot be handed over: do the work here, or use a Lease for it and"
     " hand that over"
 )
 
 
 class _Slotted(_Leased):
-    """What both twins of a slot share."""
+    """What the sync and async slots share."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class _Slotted(_Leased):
 
     @property
     def resumed(self) -> bool:
-        """Whether an earlier attempt at this slot was not finished. No I/O."""
+        """Whether an earlier attempt at this slot did not finish. No I/O."""
         return self._grant.attempt > 1
 
     async def _release(self) -> None:
@@ -42,25 +42,27 @@ class _Slotted(_Leased):
 
 
 class Slot(_Slotted, HeldLease):
-    """A slot that is being run, by this process alone.
+    """A slot that this process alone is running.
 
-    Left without an exception, or released, it is done and never runs again. Left by an exception it is free for another
-    attempt at once; abandoned or lost, when its TTL is over. Limitations: a run that died may have left something behind.
+    If its block ends without an exception, or it is released, the slot is done and never runs again. If the block raises,
+    another attempt may begin at once; after a crash or a loss, when the TTL has passed.
+
+    Limitations: a run that died may have left partial work behind.
     """
 
     __slots__ = ()
 
     def release(self) -> None:
-        """Say that the slot is done.
+        """Mark the slot as done, and release it.
 
         Raises:
-            LockLostError: it had been lost: the slot is not done, another one may try.
-            LockNotHeldError: it was released before, or this is a forked child.
+            LockLostError: the slot was lost before: it is not done, and another attempt may run.
+            LockNotHeldError: it was already released, or this is a forked child.
         """
         super().release()
 
     def hand_over(self) -> NoReturn:
-        """Raise: a process that adopted the lease could not mark the slot as done, and it would run again.
+        """Raise: a process that adopted the slot could not mark it as done, and it would run again.
 
         Raises:
             TypeError: always.
@@ -69,16 +71,16 @@ class Slot(_Slotted, HeldLease):
 
 
 class AsyncSlot(_Slotted, AsyncHeldLease):
-    """A slot that is being run, by this process alone; see `Slot`."""
+    """A slot that this process alone is running; see `Slot`."""
 
     __slots__ = ()
 
     async def release(self) -> None:
-        """Say that the slot is done; errors are those of the sync twin."""
+        """Mark the slot as done, and release it; errors are those of `Slot.release`."""
         await super().release()
 
     async def hand_over(self) -> NoReturn:
-        """Raise: a process that adopted the lease could not mark the slot as done, and it would run again.
+        """Raise: a process that adopted the slot could not mark it as done, and it would run again.
 
         Raises:
             TypeError: always.

@@ -1,4 +1,4 @@
-"""What both twins of a Once know: the arguments, read once."""
+"""Options of a Once, checked once for the sync and async classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHAT = "the name of a Once"
 
 
 def list_rounds(results: list[R], once: W, further: W) -> Iterator[W]:
-    """Yield what guards each call where all slots are caught up: calls go on until one adds no result, for no slot is due."""
+    """Yield a guard for each call while slots are caught up: calls continue until one adds no result, as no slot is due then."""
     yield once
     before = 0
     while len(results) > before:
@@ -36,7 +36,7 @@ def list_rounds(results: list[R], once: W, further: W) -> Iterator[W]:
 
 
 class OnceOptions(LeaseOptions[EngineSourceT, HandleT]):
-    """The arguments of a Once and what is done with them, for both twins."""
+    """The options of a Once and its acquisition, for the sync and async classes."""
 
     @overload
     def __init__(
@@ -117,7 +117,7 @@ class OnceOptions(LeaseOptions[EngineSourceT, HandleT]):
         )
 
     def _get_row_name(self) -> str:
-        """Return what names its rows: slots that the caller names may run in any order and beside each other."""
+        """Return the name of its rows. Slots given by `at=` may run in any order and at the same time, so each has its own."""
         return f"{self._name}@{self._schedule.isoformat()}" if isinstance(self._schedule, datetime) else self._name
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What the caller says of the slots, read once and refused with the way out."""
+"""Parse the schedule that the caller gives, and reject what cannot be used."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _FIELDS = "Its five fields are minute, hour, day of the month, month, day of the
 def schedule_of(
     every: timedelta | None, cron: str | None, at: datetime | str | None, tz: str, catch_up: CatchUp
 ) -> Schedule | datetime:
-    """Return the slots, or the one slot that the caller names.
+    """Return the slots, or the one slot that the caller gives.
 
     Raises:
-        TypeError: not exactly one of the three is given, or one is of another type.
+        TypeError: not exactly one of the three is given, or one has another type.
         ValueError: one of them, the zone or `catch_up` cannot be used.
     """
     if sum(given is not None for given in (every, cron, at)) != 1:
-        raise TypeError("Once needs one of every=, cron= and at=: how often, when, or which slot this is")
+        raise TypeError("Once needs exactly one of every=, cron= and at=: how often, when, or which slot this is")
     check_choice("catch_up", catch_up, ("none", "last", "all"))
     if at is not None:
         return _parse_instant(at)
@@ -62,7 +62,7 @@ def _parse_cron(cron: object, zone: tzinfo) -> Cron:
 
 @functools.lru_cache(maxsize=128)
 def _check_schedule(line: str, zone: tzinfo) -> Cron:
-    # Here, for importing pgfence pays for nothing that few need.
+    # Imported here, so that importing pgfence does not load what few programs need.
     from cronsim import CronSim, CronSimError
 
     fields = _parse_fields(line)
@@ -73,7 +73,7 @@ def _check_schedule(line: str, zone: tzinfo) -> Cron:
             f"cron={line!r} is not a crontab line: {str(error)[:1].lower()}{str(error)[1:]}. {_FIELDS}"
         ) from None
     except StopIteration:
-        raise ValueError(f"cron={line!r} names no day that comes within the next 50 years") from None
+        raise ValueError(f"cron={line!r} matches no day within the next 50 years") from None
     return Cron(fields, zone)
 
 
@@ -87,11 +87,13 @@ def _parse_fields(line: str) -> str:
     word = words[0].lower() if words else ""
     if word.startswith("@"):
         if word == "@reboot":
-            raise ValueError(f"cron={line!r} is not a time: a reboot belongs to one host, and a slot to all of them")
+            raise ValueError(
+                f"cron={line!r} is not a time: a reboot concerns one host, and a slot concerns all of them"
+            )
         if len(words) > 1 or word not in _NICKNAMES:
-            raise ValueError(f"cron={line!r} is not a nickname that crontabs have: {', '.join(_NICKNAMES)}")
+            raise ValueError(f"cron={line!r} is not a known nickname, which are: {', '.join(_NICKNAMES)}")
         return _NICKNAMES[word]
-    # cronsim takes six fields too, with the seconds first: the hour of such a line would be read as its minute by a crontab.
+    # cronsim also accepts six fields, with the seconds first: a crontab would read the hour of such a line as its minute.
     if len(words) != 5:
         raise ValueError(f"cron={line!r} is not a crontab line: it has {len(words)} fields, not five. {_FIELDS}")
     return " ".join(words)
@@ -101,8 +103,8 @@ def zone_of(tz: object) -> tzinfo:
     """Return a time zone by its name in the zone database.
 
     Raises:
-        TypeError: it is no str.
-        ValueError: there is no such zone on this host.
+        TypeError: it is not a str.
+        ValueError: this host has no such zone.
     """
     if not isinstance(tz, str):
         raise TypeError(f"tz must be the name of a time zone, not {type(tz).__name__}: tz='Europe/Vienna'")
@@ -114,8 +116,8 @@ def zone_of(tz: object) -> tzinfo:
         return ZoneInfo(tz)
     except (KeyError, ValueError, OSError):
         raise ValueError(
-            f"tz={tz!r} is no time zone that this host knows: write it as 'Europe/Vienna'. Where the host has no zone"
-            " database at all: pip install tzdata"
+            f"tz={tz!r} is not a time zone that this host knows: write it like 'Europe/Vienna'. If the host has no zone"
+            " database, run: pip install tzdata"
         ) from None
 
 
@@ -125,11 +127,13 @@ def _parse_instant(at: object) -> datetime:
             found = datetime.fromisoformat(at)
         except ValueError:
             raise ValueError(
-                f"at={at!r} is no date or time in ISO 8601: '2026-04-30', '2026-04-30T07:00+02:00'"
+                f"at={at!r} is not a date or time in ISO 8601, such as '2026-04-30' or '2026-04-30T07:00+02:00'"
             ) from None
         return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
     if not isinstance(at, datetime):
-        raise TypeError(f"at must be a datetime with a time zone or its text in ISO 8601, not {type(at).__name__}")
+        raise TypeError(f"at must be a datetime with a time zone, or a str in ISO 8601, not {type(at).__name__}")
     if at.tzinfo is None:
-        raise ValueError(f"at={at} has no time zone, so it is another instant on each host: datetime(..., tzinfo=UTC)")
+        raise ValueError(
+            f"at={at} has no time zone, so each host could read it differently: use datetime(..., tzinfo=UTC)"
+        )
     return at.astimezone(UTC)

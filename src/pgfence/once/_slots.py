@@ -1,7 +1,7 @@
-"""Which slot is due: pure rules over the server's clock, that every host must come to the same answer by.
+"""Determine which slot is due: pure rules over the server's clock, with the same result on every host.
 
-A slot is an instant. The slot that counts at a moment is the newest one that has begun; it lasts until the next begins.
-What was done is known by one instant for each name, the newest slot that was finished: that one and all before it are over.
+A slot is an instant. The current slot is the newest one that has begun; it lasts until the next begins. What has been done is
+recorded as one instant for each name, the newest slot that was finished: that one and all earlier ones are over.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 CatchUp: TypeAlias = Literal["none", "last", "all"]
 
 PUNCTUAL = timedelta(seconds=60)
-"""How long after its beginning a slot may still be begun where nothing is caught up: what a crontab can tell apart."""
+"""How long after its beginning a slot may still be begun if nothing is caught up: the resolution of a crontab."""
 
 SHORTEST = timedelta(milliseconds=1)
 _DAY = timedelta(days=1)
 _MOMENT = timedelta(microseconds=1)
 _FAR = datetime.max.replace(tzinfo=UTC)
-_ORIGIN = date(2001, 1, 1)  # a Monday, so that weeks begin where people expect it
+_ORIGIN = date(2001, 1, 1)  # a Monday, so that weeks begin on Monday
 
 
 class Schedule(Protocol):
@@ -31,7 +31,7 @@ class Schedule(Protocol):
 
     @property
     def zone(self) -> tzinfo:
-        """The zone by whose clocks they begin."""
+        """The time zone in which they begin."""
         ...
 
     def current(self, now: datetime) -> datetime:
@@ -45,10 +45,10 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """A slot every so often.
+    """A slot at a fixed interval.
 
-    Whole days are days of the calendar there, from midnight to midnight, be they of 23 or 25 hours. Everything else has the
-    same length of real time always, counted from one fixed midnight there.
+    Whole days are calendar days in the zone, from midnight to midnight, even if they have 23 or 25 hours. Every other interval
+    always has the same length of real time, counted from one fixed midnight in the zone.
     """
 
     step: timedelta
@@ -66,7 +66,7 @@ class Every:
         if self.step % _DAY:
             return current + self.step
         days = (current.astimezone(self.zone).date() - _ORIGIN).days
-        while True:  # once; again where a calendar has left out a whole day
+        while True:  # runs once, and again only if a calendar has left out a whole day
             days += self.step.days
             if (later := self._find_midnight(days)) > slot:
                 return later
@@ -77,10 +77,10 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Cron:
-    """A slot whenever a crontab's line would start its command, with that daemon's rules for summer time.
+    """A slot whenever cron would start the command of a crontab line, with cron's rules for daylight saving time.
 
-    A time that the clocks leave out begins when they have jumped; one that they show twice begins once, at the first. Lines
-    with a star for minute or hour go by real time instead.
+    A time that the clocks skip begins right after the change; one that they show twice begins once, at the first. Lines with a
+    star for minute or hour follow real time instead.
     """
 
     line: str
@@ -90,8 +90,8 @@ class Cron:
         from cronsim import CronSim
 
         now = now.astimezone(UTC)
-        # Backwards it is blind to what the clocks show twice: from there it goes forward again. A moment later, because
-        # backwards it begins before the instant that it is given, and forward it may step over that one.
+        # Backwards, cronsim does not see what the clocks show twice, so the search goes forward again from there. It starts a
+        # microsecond later, because backwards cronsim excludes the given instant, and forward it may step over it.
         start = next(CronSim(self.line, (now + _MOMENT).astimezone(self.zone), reverse=True))
         current = start.astimezone(UTC)
         for slot in self._from(start):
@@ -102,7 +102,7 @@ class Cron:
 
     def after(self, slot: datetime) -> datetime:
         later = next(later for later in self._from(slot.astimezone(self.zone)) if later > slot)
-        # Forward it may step over a slot where the clocks are set by half an hour.
+        # Forward, cronsim may step over a slot if the clocks change by half an hour.
         while (between := self.current(later - _MOMENT)) > slot:
             later = between
         return later
@@ -110,7 +110,7 @@ class Cron:
     def _from(self, start: datetime) -> Iterator[datetime]:
         from cronsim import CronSim
 
-        # It names a midnight that the clocks leave out, also for a line whose hours do not have what comes instead.
+        # cronsim yields a midnight that the clocks skip, also for a line whose hours do not match the time that replaces it.
         slots = ((slot, slot.astimezone(UTC)) for slot in CronSim(self.line, start))
         return (instant for slot, instant in slots if instant.astimezone(slot.tzinfo) == slot)
 
@@ -121,8 +121,8 @@ class Due:
 
     Attributes:
         slot: its beginning.
-        until: from when on another one counts instead; before its beginning it does not count either. None: the clock plays no
-            part.
+        until: the time from which another slot is current; before its beginning it is not current either. None if the clock is
+            not considered.
     """
 
     slot: datetime
@@ -131,12 +131,12 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Nothing to run now.
+    """Nothing may be run now.
 
     Attributes:
-        slot: the one that counts.
-        why: that it does not run.
-        following: when there will be something again; None: never.
+        slot: the current slot.
+        why: the reason.
+        following: when the next slot begins; None if there is none.
     """
 
     slot: datetime
@@ -146,7 +146,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A slot was finished that has not begun at this moment: the clock was set back since, and a person has to decide.
+    """A finished slot that has not begun at this moment: the clock was set back since, and an operator must decide.
 
     Attributes:
         slot: its beginning.
@@ -161,16 +161,16 @@ def due(
     """Return what may be run at `now`.
 
     Args:
-        schedule: the slots; an instant is the only slot there is, whatever the clock says.
-        catch_up: what becomes of slots that nobody ran: "last" runs the newest, however late; "all" every one in its order,
-            from the first that was ever tried; "none" none, so that a slot must be begun within its first minute.
+        schedule: the slots; a datetime is the only slot, whatever the clock says.
+        catch_up: how slots that were not run are handled: "last" runs the newest, however late; "all" runs each in order, from
+            the first that was ever tried; "none" runs none of them, so a slot must be begun within its first minute.
         now: by the server's clock.
         done: the newest slot that was finished.
-        tried: the newest slot that was begun. If the clock was ahead then, it prevents nothing.
+        tried: the newest slot that was begun. If the clock was ahead then, it is ignored.
     """
     if isinstance(schedule, datetime):
         return Due(schedule, None) if done is None or done < schedule else Over(schedule, "done", None)
-    # Two times of one zone are compared by what its clocks show, and those show an hour twice.
+    # Two datetimes of the same zone are compared by local time, which occurs twice when the clocks are set back.
     now, done, tried = now.astimezone(UTC), done and done.astimezone(UTC), tried and tried.astimezone(UTC)
     if done is not None and done > now:
         return Ahead(done)

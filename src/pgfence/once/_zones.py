@@ -1,4 +1,4 @@
-"""The zone rules of a host, compared with an authority: the server's, or what the row stores where the server has no such zone."""
+"""Compare this host's time zone rules with the server's, or with those in the row if the server does not know the zone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ADVICE = "Or use UTC for this job on all hosts"
 
 
 class SlotZoneError(PgfenceError):
-    """This host does not agree with the server, or with the host that ran the last slot, on a time zone. Nothing runs here.
+    """This host and the server, or the host that ran the last slot, disagree on a time zone. Nothing runs on this host.
 
     Attributes:
         names: of the job.
         zone: the name of the time zone.
-        at: when they differ.
-        here: how far local time is ahead of UTC then, as this host computes it.
-        there: the same by the server, or by the host that ran the last slot where the server does not know the zone.
+        at: the time at which they disagree.
+        here: how far local time is ahead of UTC at that time, by this host's rules.
+        there: the same by the server's rules, or those of the host that ran the last slot if the server has no such zone.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class SlotZoneError(PgfenceError):
 
 
 def get_zone_name(schedule: Schedule | datetime) -> str | None:
-    """Return the name of the zone of which the server's rules count; None in UTC, and for a slot that the caller names."""
+    """Return the name of the zone whose rules on the server apply; None in UTC, and for a slot that the caller gives."""
     return None if isinstance(schedule, datetime) else getattr(schedule.zone, "key", None)
 
 
 def get_utc_offset(schedule: Schedule | datetime, at: datetime) -> int:
-    """Return how many seconds local time is ahead of UTC then, as this host computes it."""
+    """Return by how many seconds local time is ahead of UTC at a time, by this host's rules."""
     assert not isinstance(schedule, datetime)
     offset = at.astimezone(schedule.zone).utcoffset()
     assert offset is not None
@@ -59,7 +59,7 @@ def get_utc_offset(schedule: Schedule | datetime, at: datetime) -> int:
 
 
 def convert_to_zone_rules(schedule: Schedule | datetime, done: datetime, offset: int) -> datetime:
-    """Return when this host's clocks show what those of the host showed that ran a slot, `offset` seconds ahead of UTC."""
+    """Return when this host's clocks show what those of the host that ran a slot showed, `offset` seconds ahead of UTC."""
     assert not isinstance(schedule, datetime)
     local = (done.astimezone(UTC) + timedelta(seconds=offset)).replace(tzinfo=schedule.zone)
     return local.astimezone(UTC)
@@ -68,7 +68,7 @@ def convert_to_zone_rules(schedule: Schedule | datetime, done: datetime, offset:
 def find_other_host(
     names: tuple[str, ...], schedule: Schedule | datetime, done: datetime | None, offset: int | None
 ) -> SlotZoneError | None:
-    """Return what to raise if another host ran the last slot by other rules for a zone; None where both agree."""
+    """Return the error if another host ran the last slot by other rules for a zone; None if both agree."""
     if done is None or offset is None or offset == (here := get_utc_offset(schedule, done)):
         return None
     return _error(
@@ -78,16 +78,16 @@ def find_other_host(
         here,
         offset,
         "the host that ran the last slot",
-        "Slots of one local time run once, whichever host comes first. Update the older time zone data: on either host, the"
-        " tzdata package of the system (`pip install -U tzdata` where it has none). The server does not know this zone;"
-        " if it did, its rules would count",
+        "A slot that occurs at one local time runs once, on the first host that requests it. Update the older time zone data: on"
+        " either host, the tzdata package of the system (`pip install -U tzdata` if it has none). The server does not know this"
+        " zone; if it did, its rules would apply",
     )
 
 
 def build_disagreement_error(
     names: tuple[str, ...], schedule: Schedule | datetime, at: datetime, here: int, there: int
 ) -> SlotZoneError:
-    """Return what to raise where the server has other rules for a zone."""
+    """Return the error for a server that has other rules for a zone."""
     return _error(
         names,
         schedule,
@@ -96,7 +96,7 @@ def build_disagreement_error(
         there,
         "the server",
         "Nothing was run, because this host would run other slots than hosts that agree with the server. Update the older"
-        " time zone data: this host's tzdata package (`pip install -U tzdata` where the system has none), or that of"
+        " time zone data: this host's tzdata package (`pip install -U tzdata` if the system has none), or that of"
         " PostgreSQL or its system",
     )
 
@@ -112,7 +112,7 @@ def _error(
 ) -> SlotZoneError:
     zone, at = get_zone_name(schedule) or "", at.astimezone(UTC)
     return SlotZoneError(
-        f"this host and {other} differ on the time zone {zone!r} for {format_names(names)}: at {at.isoformat()} local time is"
+        f"this host and {other} disagree on the time zone {zone!r} for {format_names(names)}: at {at.isoformat()} local time is"
         f" {_format_moment(here)} by this host's rules and {_format_moment(there)} by those of {other}. {advice}. {_ADVICE}",
         zone=zone,
         at=at,
