@@ -294,7 +294,7 @@ def setup(plugin: Plugin) -> None:
     try:
         _register(plugin)
     except Exception:  # noqa: BLE001
-        _log.warning("pgfence's operations are not there: they could not be registered", exc_info=True)
+        _log.warning("pgfence's operations could not be registered", exc_info=True)
 
 
 def _register(plugin: Plugin) -> None:
@@ -351,11 +351,10 @@ def _concerns_us(table: Any) -> bool:
 
 
 class _Module(ModuleType):
-    """This module, for Alembic before 1.20.1: it iterates over what an entry point loads, and dies of what it cannot."""
+    """This module, which Alembic 1.18.0 to 1.20.0 iterates over before it calls `setup` of each module that it gets."""
 
     def __iter__(self) -> Iterator[ModuleType]:
-        _log.warning("pgfence's operations are not there: they need Alembic 1.20.1 or newer")
-        return iter(())
+        return iter((self,))
 
 
 sys.modules[__name__].__class__ = _Module
