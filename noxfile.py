@@ -38,7 +38,7 @@ nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.error_on_missing_interpreters = True
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["lint", "typing", "docs", "package"]
+nox.options.sessions = ["lint", "typing", "docs", "plain", "package"]
 
 
 def group(name: str) -> list[str]:
@@ -132,10 +132,17 @@ def sqlalchemy_next(session: nox.Session, source: str) -> None:
 
 @nox.session
 def no_greenlet(session: nox.Session) -> None:
-    """Run the sync API without greenlet, as after a plain `pip install pgfence`."""
+    """Run the sync API without greenlet."""
     session.install("-e", ".[embedded]")
     session.run("python", "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('greenlet') is not None)")
     session.run("python", "-W", "error", "tests/support/sync_half.py")
+
+
+@nox.session
+def plain(session: nox.Session) -> None:
+    """Install the package without extras: check what it brings, import it, and run the command."""
+    session.install(".")
+    session.run("python", "-W", "error", "tests/support/plain_install.py")
 
 
 @nox.session

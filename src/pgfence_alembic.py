@@ -1,7 +1,7 @@
-"""What Alembic loads of pgfence in every command: the directives of `op`, and a comparison that env.py may ask for.
+"""Alembic's plugin: the directives of `op`, and a comparison for autogenerate that env.py can select.
 
-Entry points are loaded while `alembic` is half imported, in programs that may never use pgfence. So this module stands beside
-the package, imports nothing of it or of Alembic until something is used, and whatever goes wrong is logged and not raised.
+Alembic loads entry points while it is only half imported, also in programs that never use pgfence. This module is therefore
+outside of the package, imports nothing of pgfence or Alembic until something is used, and logs errors instead of raising them.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ __all__ = ["Directives", "setup"]
 _log = logging.getLogger("pgfence.migrations")
 
 _UNASKED = "alembic.autogenerate.pgfence"
-"""Within the pattern that Alembic takes where env.py names no plugins."""
+"""Matches the pattern that Alembic uses if env.py lists no plugins."""
 
 
 class Directives:
-    """What stands in a migration as `op.<name>(...)`."""
+    """The operations `op.<name>(...)` of a migration."""
 
     @classmethod
     def create_pgfence(
         cls, operations: Operations, *, schema: str | None = None, prefix: str = "pgfence_", version: int | None = None
     ) -> None:
-        """Make pgfence's tables and functions, where they are not there yet; part of the transaction of the migration.
+        """Create pgfence's tables and functions if they do not exist, in the transaction of the migration.
 
         Args:
             operations: `op` itself.
-            schema: made if it is missing; None takes the one where the search path finds an installation, which is then
-                left as it is, and otherwise the first one of the search path.
-            prefix: of the names of tables and functions.
-            version: of tables and functions, so that the migration does the same with a later release; None: the newest.
+            schema: the schema, created if it is missing. None: the schema in which the search path finds an installation, which
+                is then left as it is, or else the first one on the search path.
+            prefix: prefix of the names of tables and functions.
+            version: version of tables and functions, so that the migration does the same with a later release; None: the newest.
 
         Raises:
-            ValueError: this release knows no such version, the schema is empty or the prefix too long.
-            SchemaError: this role may not make them, or what is there is not as pgfence made it.
+            ValueError: this release does not know the version, the schema is empty or the prefix too long.
+            SchemaError: this role may not create them, or existing ones differ from what pgfence creates.
         """
         ours = _operations()
         operations.invoke(ours.CreatePgfence(schema, prefix, ours.VERSION if version is None else version))
 
     @classmethod
     def drop_pgfence(cls, operations: Operations, *, schema: str | None = None, prefix: str = "pgfence_") -> None:
-        """Drop pgfence's tables and functions with all that is in them; what is not there is no error.
+        """Drop pgfence's tables and functions with all their rows. Missing ones are not an error.
 
-        Tokens start again at 1 after that, and idempotency keys and finished slots are forgotten.
+        If they are created again, tokens start at 1, and idempotency keys and finished slots are forgotten.
 
         Args:
             operations: `op` itself.
-            schema: where they are; None takes the first one of the search path.
-            prefix: of their names.
+            schema: their schema; None: the first one on the search path.
+            prefix: prefix of their names.
 
         Raises:
-            SchemaError: a table is still fenced, a lease or a key is held, this role does not own them, or without a schema
-                the search path finds them in another than its first one.
+            SchemaError: a table is still fenced, a lease or a key is held, this role does not own them, or, without `schema`,
+                the search path finds them in a schema other than its first one.
         """
         operations.invoke(_operations().DropPgfence(schema, prefix))
 
@@ -72,20 +72,20 @@ class Directives:
     def upgrade_pgfence(
         cls, operations: Operations, from_: int, to: int, *, schema: str | None = None, prefix: str = "pgfence_"
     ) -> None:
-        """Bring pgfence's tables and functions from one version to another, in either direction.
+        """Upgrade or downgrade pgfence's tables and functions from one version to another.
 
-        On the way down what the newer version has added is dropped with all that is in it.
+        A downgrade drops what the newer version has added, with all its rows.
 
         Args:
             operations: `op` itself.
-            from_: the version they have.
-            to: the version they shall have.
-            schema: where they are.
-            prefix: of their names.
+            from_: the version before the migration.
+            to: the version after the migration.
+            schema: their schema.
+            prefix: prefix of their names.
 
         Raises:
             ValueError: this release does not know one of the versions.
-            SchemaError: there are none, or what would be dropped is in use: an attempt is at work under a key.
+            SchemaError: the tables are missing, or a key that would be dropped has a running attempt.
         """
         operations.invoke(_operations().UpgradePgfence(from_, to, schema, prefix))
 
@@ -101,29 +101,29 @@ class Directives:
         pgfence_schema: str | None = None,
         prefix: str = "pgfence_",
     ) -> None:
-        """Let a table refuse every write of a transaction that has not entered the gate of its resource.
+        """Make a table reject every write of a transaction that has not entered the gate of its resource.
 
-        As `pgfence.schema.add_fence`, with what `configure` says written out. A fence of another resource is replaced. The
-        fence that a partition had by itself becomes one with that of its parent, and goes with it.
+        Like `pgfence.schema.add_fence`, with the settings of `configure` as arguments. A fence of another resource is replaced.
+        The separate fence of a partition is merged with that of its parent, and is dropped with it.
 
-        The table and its partitions, called again only those that lack something, are locked in SHARE ROW EXCLUSIVE mode:
-        this waits for the transactions that have written there, and who writes waits behind it, as long as the session's
-        `lock_timeout` lets it (`DDL_WAIT` in pgfence's templates). In ACCESS EXCLUSIVE mode, which readers feel too, where a
-        resource for the whole table takes the place of one for each row, and in a script (`--sql`) where a fence is there.
+        The table and its partitions, on a second call only those that lack something, are locked in SHARE ROW EXCLUSIVE mode:
+        the lock waits for the transactions that have written there, and new writers wait behind it, for at most the session's
+        `lock_timeout` (`DDL_WAIT` in pgfence's templates). The mode is ACCESS EXCLUSIVE, which also blocks readers, if a resource
+        for the whole table replaces one for each row, and in a script (`--sql`) if a fence exists.
 
         Args:
             operations: `op` itself.
-            table: its name.
-            resource: what is fenced; with columns in braces ("close:{book}") each row has its own.
-            namespace: what programs that write there give to `configure`.
-            schema: of the table.
-            pgfence_schema: of pgfence's functions.
-            prefix: of their names.
+            table: name of the table.
+            resource: the fenced resource; with columns in braces ("close:{book}") each row has its own.
+            namespace: the namespace that the programs which write there pass to `configure`.
+            schema: schema of the table.
+            pgfence_schema: schema of pgfence's functions.
+            prefix: prefix of their names.
 
         Raises:
-            ValueError: there is no such table or column, the resource cannot be used, a table of partitions and one of
-                these would have different ones, or the table has a trigger of somebody else's with the fence's name.
-            SchemaError: pgfence's functions are missing, or this role may not make a trigger.
+            ValueError: the table or a column does not exist, the resource cannot be used, a partitioned table and one of its
+                partitions would have different resources, or the table has another trigger with the fence's name.
+            SchemaError: pgfence's functions are missing, or this role may not create a trigger.
         """
         made = _operations().AddFence(
             table, resource=resource, namespace=namespace, schema=schema, pgfence_schema=pgfence_schema, prefix=prefix
@@ -140,21 +140,21 @@ class Directives:
         pgfence_schema: str | None = None,
         prefix: str = "pgfence_",
     ) -> None:
-        """Take the fence off a table; none there is no error, and a partition keeps the one of its parent.
+        """Drop the fence of a table. A missing fence is not an error; a partition keeps the fence of its parent.
 
-        The table and its partitions are locked in ACCESS EXCLUSIVE mode: this waits for the transactions that have read or
-        written there, and who reads or writes waits behind it, as long as the session's `lock_timeout` lets it (`DDL_WAIT` in
+        The table and its partitions are locked in ACCESS EXCLUSIVE mode: the lock waits for the transactions that have read or
+        written there, and new readers and writers wait behind it, for at most the session's `lock_timeout` (`DDL_WAIT` in
         pgfence's templates).
 
         Args:
             operations: `op` itself.
-            table: its name.
-            schema: of the table.
-            pgfence_schema: of pgfence's functions.
-            prefix: of their names.
+            table: name of the table.
+            schema: schema of the table.
+            pgfence_schema: schema of pgfence's functions.
+            prefix: prefix of their names.
 
         Raises:
-            ValueError: there is no such table, or its trigger of that name is somebody else's.
+            ValueError: the table does not exist, or its trigger of that name is not a fence of pgfence.
             SchemaError: this role does not own the table.
         """
         made = _operations().DropFence(table, schema=schema, pgfence_schema=pgfence_schema, prefix=prefix)
@@ -171,29 +171,29 @@ class Directives:
         pgfence_schema: str | None = None,
         prefix: str = "pgfence_",
     ) -> None:
-        """Let the server count the version of each row of a table, whoever updates it.
+        """Make the server increment the version of each row on every UPDATE, whichever program sends it.
 
-        As `pgfence.schema.add_version_trigger`, with what `configure` says written out. None of pgfence's tables is needed.
-        Partitions are covered. Tables that inherit from this one by INHERITS are not: each wants a trigger of its own, or an
-        UPDATE of their rows, also by this table's name, counts nothing.
+        Like `pgfence.schema.add_version_trigger`, with the settings of `configure` as arguments. pgfence's tables are not needed.
+        Partitions are covered. Tables that inherit from this one with INHERITS are not: each needs a separate trigger, otherwise
+        an UPDATE of its rows, also through this table, does not change their version.
 
-        Unless the trigger is there, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode: this waits for the
-        transactions that have written there, and who writes waits behind it, as long as the session's `lock_timeout` lets it
-        (`DDL_WAIT` in pgfence's templates). In ACCESS EXCLUSIVE mode, which readers feel too, where it takes the place of one
-        of another column or of one switched off.
+        Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode: the lock waits for the
+        transactions that have written there, and new writers wait behind it, for at most the session's `lock_timeout`
+        (`DDL_WAIT` in pgfence's templates). The mode is ACCESS EXCLUSIVE, which also blocks readers, if the trigger replaces one
+        for another column or a disabled one.
 
         Args:
             operations: `op` itself.
-            table: its name.
-            column: that holds the version.
-            schema: of the table.
-            pgfence_schema: where the trigger's function is made.
-            prefix: of its name.
+            table: name of the table.
+            column: name of the version column.
+            schema: schema of the table.
+            pgfence_schema: schema in which the trigger's function is created.
+            prefix: prefix of its name.
 
         Raises:
-            ValueError: there is no such table or column, the column holds no integers, or the table has a trigger of
-                somebody else's with that name.
-            SchemaError: the column takes NULL, or this role may not make function or trigger.
+            ValueError: the table or the column does not exist, the column is not an integer, or the table has another trigger
+                with that name.
+            SchemaError: the column is nullable, or this role may not create the function or the trigger.
         """
         options = {"column": column, "schema": schema, "pgfence_schema": pgfence_schema, "prefix": prefix}
         operations.invoke(_operations().AddVersionTrigger(table, **options))
@@ -209,22 +209,22 @@ class Directives:
         pgfence_schema: str | None = None,
         prefix: str = "pgfence_",
     ) -> None:
-        """Take the version trigger off a table; none there is no error. Its function stays: other tables may use it.
+        """Drop the version trigger of a table. A missing one is not an error. Its function is kept: other tables may use it.
 
-        The table and its partitions are locked in ACCESS EXCLUSIVE mode: this waits for the transactions that have read or
-        written there, and who reads or writes waits behind it, as long as the session's `lock_timeout` lets it (`DDL_WAIT` in
+        The table and its partitions are locked in ACCESS EXCLUSIVE mode: the lock waits for the transactions that have read or
+        written there, and new readers and writers wait behind it, for at most the session's `lock_timeout` (`DDL_WAIT` in
         pgfence's templates).
 
         Args:
             operations: `op` itself.
-            table: its name.
-            column: that held the version.
-            schema: of the table.
-            pgfence_schema: where the trigger's function is.
-            prefix: of its name.
+            table: name of the table.
+            column: name of the version column.
+            schema: schema of the table.
+            pgfence_schema: schema of the trigger's function.
+            prefix: prefix of its name.
 
         Raises:
-            ValueError: there is no such table, or its trigger of that name is somebody else's.
+            ValueError: the table does not exist, or its trigger of that name is not a version trigger of pgfence.
             SchemaError: this role does not own the table.
         """
         options = {"column": column, "schema": schema, "pgfence_schema": pgfence_schema, "prefix": prefix}
@@ -242,31 +242,31 @@ class Directives:
         unique: bool = False,
         **kw: Any,
     ) -> None:
-        """Build an index with CONCURRENTLY, beside running writers. It may be repeated after a build that was cut off.
+        """Create an index with CONCURRENTLY, without blocking writers. Safe to repeat after an interrupted build.
 
-        An INVALID index of that name, which a build leaves behind that failed or was killed, is dropped first. A valid one stays
-        if it is the same: an empty temporary table of the same name and columns shows how PostgreSQL describes the wanted index,
-        with method, columns, expressions, order, predicate and options, but not the tablespace. An index whose text also names
-        the schema (`shop.entry.id`), or passes the row to a function of the table's type, cannot be built there. It is the same
-        only if it is written in PostgreSQL's own words, which the error quotes.
+        An INVALID index of that name, which a failed or killed build leaves behind, is dropped first. A valid one is kept if it is
+        the same: an empty temporary table of the same name and columns shows how PostgreSQL describes the wanted index, with
+        method, columns, expressions, order, predicate and options, but not the tablespace. An index whose text also contains
+        the schema (`shop.entry.id`), or passes the row to a function of the table's type, cannot be created there. It counts as
+        the same only if it is written exactly as PostgreSQL writes it, which the error quotes.
 
-        A script (`--sql`) drops an invalid one too, and takes any other of that name for the wanted one. What the migration did
-        before is committed: CONCURRENTLY runs outside of a transaction. It waits for older transactions as long as it takes,
-        whatever `lock_timeout` says: nobody who reads or writes waits behind it. `statement_timeout` does end it.
+        A script (`--sql`) also drops an invalid index, and accepts any other one of that name as the wanted one. Earlier steps
+        of the migration are committed first, because CONCURRENTLY runs outside of a transaction. It waits for older transactions
+        without a limit, regardless of `lock_timeout`, because no reader or writer waits behind it. `statement_timeout` does end it.
 
         Args:
             operations: `op` itself.
             index_name: the name of the index.
             table_name: the name of the table.
-            columns: names, or `sqlalchemy.text` for expressions.
-            schema: of both.
-            unique: a unique index.
+            columns: column names, or `sqlalchemy.text` for expressions.
+            schema: schema of table and index.
+            unique: create a unique index.
             **kw: as for `op.create_index`, e.g. postgresql_where.
 
         Raises:
-            ValueError: something else has that name, or an index that differs or cannot be compared; or the table is one of
-                partitions, where PostgreSQL has no CONCURRENTLY.
-            TransactionStateError: the transaction is none of Alembic's, as with a Connection that is in one already.
+            ValueError: another object has that name, or an index that differs or cannot be compared; or the table is partitioned,
+                where PostgreSQL does not support CONCURRENTLY.
+            TransactionStateError: Alembic did not start the transaction, for example because the Connection was already in one.
         """
         made = _operations().CreateIndexSafely(index_name, table_name, columns, schema=schema, unique=unique, **kw)
         operations.invoke(made)
@@ -275,22 +275,22 @@ class Directives:
     def drop_index_safely(
         cls, operations: Operations, index_name: str, table_name: str | None = None, *, schema: str | None = None
     ) -> None:
-        """Drop an index with CONCURRENTLY, beside running writers; none there is no error.
+        """Drop an index with CONCURRENTLY, without blocking writers. A missing index is not an error.
 
         Args:
             operations: `op` itself.
             index_name: the name of the index.
             table_name: the name of the table.
-            schema: of the index.
+            schema: schema of the index.
 
         Raises:
-            TransactionStateError: the transaction is none of Alembic's.
+            TransactionStateError: Alembic did not start the transaction.
         """
         operations.invoke(_operations().DropIndexSafely(index_name, table_name, schema=schema))
 
 
 def setup(plugin: Plugin) -> None:
-    """Register the directives and the comparison; called by Alembic."""
+    """Register the directives and the comparison. Called by Alembic."""
     try:
         _register(plugin)
     except Exception:  # noqa: BLE001
@@ -328,17 +328,17 @@ def _remind(context: AutogenContext, ops: UpgradeOps, _schemas: set[str | None])
     from alembic.util import PriorityDispatchResult
 
     named = context.opts.get("autogenerate_plugins") or ()
-    ours = _has_ours({str(getattr(op, "table_name", "")) for op in ops.ops})
+    ours = _includes_our_tables({str(getattr(op, "table_name", "")) for op in ops.ops})
     if "pgfence" not in named and (ours or any(_concerns_us(table) for table in context.sorted_tables)):
         _log.warning(
-            "tables and triggers of pgfence are compared wrongly or not at all: add"
+            "pgfence's tables and triggers are not compared correctly: add"
             ' autogenerate_plugins=["alembic.autogenerate.*", "pgfence"] to context.configure() in env.py'
         )
     return PriorityDispatchResult.CONTINUE
 
 
-def _has_ours(tables: set[str]) -> bool:
-    """Return whether there are tables of ours: by the usual prefix, or those of a whole installation with another one."""
+def _includes_our_tables(tables: set[str]) -> bool:
+    """Return whether these include pgfence's tables: by the default prefix, or as a complete installation with another one."""
     if any(table.startswith("pgfence_") for table in tables):
         return True
     prefixes = [table.removesuffix("schema_version") for table in tables if table.endswith("schema_version")]

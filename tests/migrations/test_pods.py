@@ -264,7 +264,7 @@ def test_an_alembic_that_is_too_old_is_named(tmp_path: Path, own: str) -> None:
     (tmp_path / "migrations" / "versions" / "004.py").write_text(body, encoding="utf-8")
     lacking = project.run()
     assert lacking.code == 1
-    assert "need Alembic 1.20.1 or newer, and this is 1.17.2" in lacking.said
+    assert "need Alembic 1.18.0 or newer, and this is 1.17.2" in lacking.said
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "asyncpg"])

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgfence.migrations")
 
 TABLE = "alembic_version"
-NEEDED = (1, 20, 1)
-"""The first Alembic that loads the operations."""
+NEEDED = (1, 18, 0)
+"""The first version of Alembic that loads plugins, and with them the operations."""
 
 # By the function that a command hands to run_migrations(). Whatever is not among them may write, and is locked.
 _LOOKS = {
