@@ -209,7 +209,7 @@ async def test_the_users_error_wins_in_an_aborted_transaction(
 async def test_two_locks_on_one_connection(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """Each is given back by itself, in any order."""
+    """Each is released separately, in any order."""
     first, second = f"{name}:1", f"{name}:2"
     async with world.enter(world.engine().connect()) as connection:
         one = await world.call(lock(world, connection, first).acquire)
@@ -224,7 +224,7 @@ async def test_two_locks_on_one_connection(
 
 
 async def test_a_hold_by_raw_sql_survives(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C006: what the user locked by himself on the same connection is not given back by us."""
+    """C006: a lock that the caller took on the same connection is not released by pgfence."""
     key = LockKey.of(name)
     async with world.enter(world.engine().connect()) as connection:
         await run(world, connection, f"SELECT pg_advisory_lock('{key.value}'::bigint)")
@@ -240,7 +240,7 @@ async def test_a_hold_by_raw_sql_survives(world: World, name: str, admin: psycop
 async def test_after_a_reconnect_nothing_runs_without_the_lock(
     world: World, name: str, admin: psycopg.Connection[Any], dsn: str
 ) -> None:
-    """C044: kill, fail, roll back, go on: SQLAlchemy would use a new backend; inside the block that is refused."""
+    """C044: kill, fail, roll back, continue: SQLAlchemy would use a new backend; inside the block that is rejected."""
     async with world.enter(world.engine().connect()) as connection:
         pid = await backend(world, connection)
         with pytest.raises(LockLostError):
@@ -269,7 +269,7 @@ async def test_after_a_reconnect_nothing_runs_without_the_lock(
 async def test_guard_raises_on_a_loss_that_was_not_noticed(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C044: invalidated and reconnected by the user at once: the first statement on the other backend is refused."""
+    """C044: invalidated and reconnected at once by the caller: the first statement on the other backend is rejected."""
     async with world.enter(world.engine().connect()) as connection:
         held = await world.call(lock(world, connection, name).acquire)
         await world.call(connection.invalidate)
@@ -286,7 +286,7 @@ async def test_guard_raises_on_a_loss_that_was_not_noticed(
 async def test_closed_inside_the_block_it_leaves_nothing_on_the_pool(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C008: given back to the pool too early, the connection does not keep the lock past the block."""
+    """C008: returned to the pool too early, the connection does not keep the lock past the block."""
     engine = world.engine(pool_size=1, max_overflow=0)
     async with world.enter(engine.connect()) as connection:
         with pytest.raises(LockLostError, match="its Connection was closed"):
@@ -394,7 +394,7 @@ async def test_a_short_statement_timeout_does_not_end_a_wait(
 async def test_a_connection_in_pipeline_mode_is_rejected(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C063: where an earlier error would hide the answer, nothing is sent."""
+    """C063: nothing is sent in a mode in which an earlier error would hide the response."""
     if not world.name.startswith("psycopg") or world.name == "psycopg2":
         pytest.skip("this driver has no pipeline mode")
     async with world.enter(world.engine(isolation_level="AUTOCOMMIT").connect()) as connection:
@@ -410,7 +410,7 @@ async def test_a_connection_in_pipeline_mode_is_rejected(
 async def test_locks_are_not_handed_over_to_or_from_an_engines_lock(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A lock on a caller's connection goes through the server; contenders of both kinds stand in one line."""
+    """A lock on a caller's connection goes through the server; contenders of both kinds wait in one line."""
     engine = labelled(world, name)
     other = world.other()
     async with world.enter(engine.connect()) as connection:
@@ -485,7 +485,7 @@ async def test_a_wait_given_up_leaves_the_connection_to_its_owner(
 async def test_the_server_behind_a_callers_connection_is_judged_too(
     world: World, name: str, pgbouncer: Callable[..., str]
 ) -> None:
-    """C019: through a pooler of unknown mode it is refused, and the connection stays usable."""
+    """C019: through a pooler of unknown mode it is rejected, and the connection stays usable."""
     from pgfence.errors import PoolerError
 
     arguments = {"statement_cache_size": 0} if world.name == "asyncpg" else {}
@@ -499,7 +499,7 @@ async def test_the_server_behind_a_callers_connection_is_judged_too(
 
 
 async def test_no_further_connection_is_opened_for_it(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Taking, waiting and giving back use that one connection and no other."""
+    """Acquiring, waiting and releasing use that one connection and no other."""
     async with world.enter(labelled(world, name).connect()) as connection:
         async with world.enter(lock(world, connection, name).hold()):
             assert len(sessions(admin, name)) == 1

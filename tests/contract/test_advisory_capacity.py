@@ -45,7 +45,7 @@ async def test_the_holder_is_an_idle_session_outside_the_pool(
 
 
 async def test_an_exhausted_pool_is_no_obstacle(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C009: with the only pooled connection in use, a lock is taken, waited for and given back."""
+    """C009: with the only pooled connection in use, a lock is acquired, waited for and released."""
     engine = world.engine(pool_size=1, max_overflow=0, pool_timeout=0.1)
     async with world.enter(engine.connect()) as connection:
         await run(world, connection, "SELECT 1")
@@ -88,7 +88,7 @@ async def test_a_commit_of_the_users_session_is_no_unlock(
 async def test_every_kind_of_pool_serves(
     world: World, name: str, pool: type[Any], admin: psycopg.Connection[Any]
 ) -> None:
-    """Whatever the engine does with its own connections, ours are apart: held beside an open one of the user's."""
+    """Whatever the engine does with its own connections, lock connections are separate: held beside an open one of the caller."""
     if world.is_async and pool is QueuePool:
         pool = AsyncAdaptedQueuePool
     if world.is_async and pool in (AssertionPool, SingletonThreadPool):
@@ -123,7 +123,7 @@ async def test_a_patched_connect_is_not_used(
 
 @pytest.mark.every_driver
 async def test_connections_are_opened_as_the_engine_opens_them(world: World, name: str, dsn: str) -> None:
-    """`do_connect` and `connect` hooks run for our connections too: tokens of cloud logins live there."""
+    """`do_connect` and `connect` hooks run for lock connections too, because they provide tokens for cloud logins."""
     engine, seen = world.engine(dsn=dsn.replace("//postgres:", "//nobody_at_all:")), []
     inner = getattr(engine, "sync_engine", engine)
     user, password = dsn.split("//")[1].split("@")[0].split(":")
@@ -143,7 +143,7 @@ async def test_connections_are_opened_as_the_engine_opens_them(world: World, nam
 
 @pytest.mark.every_driver
 async def test_a_creator_is_used(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
-    """An engine with a function that opens its connections opens ours with it."""
+    """If an engine has a function that opens its connections, lock connections are opened with it."""
     made: list[int] = []
 
     def creator() -> Any:
@@ -184,7 +184,7 @@ async def test_events_of_the_engines_pool_do_not_run_for_lock_connections(world:
 
 
 async def test_a_warm_connection_is_used_again(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """One after the other, all locks are taken on one connection; side by side each has its own."""
+    """Locks held one after another use one connection; locks held at the same time have one each."""
     engine = labelled(world, name)
     pids = set()
     for number in range(5):
@@ -394,7 +394,7 @@ async def test_separate_locks_do_not_share_a_session(
 
 
 async def test_a_lock_engine_is_where_locks_live(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """configure(lock_engine=...), an engine or a function: sessions are made there, the user's engine opens none."""
+    """configure(lock_engine=...), an engine or a function: lock connections use it, the other engine opens none."""
     direct = labelled(world, name)
     for given in (direct, lambda: direct):
         engine = labelled(world, name + ":app")
@@ -440,7 +440,7 @@ def labelled_at(world: World, label: str, dsn: str) -> Any:
 async def test_handing_back_and_forth_opens_nothing_new(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Refusals, timeouts and grants in turn are made on one connection."""
+    """Rejections, timeouts and grants in turn use one connection."""
     engine = labelled(world, name)
     with elsewhere(dsn, name) as rival:
         for _ in range(3):

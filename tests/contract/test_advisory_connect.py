@@ -48,7 +48,7 @@ async def backend(world: World, connection: Any) -> int:
 async def test_the_connection_holds_the_lock(
     world: World, name: str, advisory_rows: Callable[[], list[Any]], admin: psycopg.Connection[Any]
 ) -> None:
-    """The backend that answers is the one in pg_locks, it is no connection of the pool, and it is gone afterwards."""
+    """The backend that executes statements is the one in pg_locks, is not in the pool, and is closed afterwards."""
     engine = labelled(world, name)
     async with world.enter(lock(world, engine, name).connect()) as connection:
         (row,) = advisory_rows()
@@ -94,7 +94,7 @@ async def test_a_session_works_on_it(world: World, name: str, table: str, admin:
 async def test_leaving_rolls_back_what_is_open(
     world: World, name: str, table: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C015: what was not committed inside is undone before the lock goes: the next holder cannot miss it."""
+    """C015: uncommitted work is rolled back before the lock is released: the next holder cannot miss it."""
     one = lock(world, world.engine(), name)
     async with world.enter(one.connect()) as connection:
         await run(world, connection, f"INSERT INTO {table} VALUES (1)")
@@ -122,7 +122,7 @@ async def test_an_error_of_the_database_is_the_error_that_is_seen(
 async def test_a_lost_lock_is_a_lost_connection(
     world: World, name: str, table: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C044: kill, roll back, write: refused, for ever; another holder may come; leaving says that it was lost."""
+    """C044: kill, roll back, write: always rejected; another holder may follow; leaving raises that it was lost."""
     engine = world.engine()
     with pytest.raises(LockLostError) as caught:
         async with world.enter(lock(world, engine, name).connect()) as connection:
@@ -176,7 +176,7 @@ async def test_a_loss_inside_a_transaction_undoes_it(
 
 
 async def test_the_users_exception_wins_over_the_loss(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C005: a ValueError on its way goes on, with a note that the lock was lost."""
+    """C005: a ValueError keeps propagating, with a note that the lock was lost."""
     with pytest.raises(ValueError, match="body") as caught:
         async with world.enter(lock(world, world.engine(), name).connect()) as connection:
             pid = await backend(world, connection)
@@ -234,7 +234,7 @@ async def test_invalidated_inside_the_block(world: World, name: str, admin: psyc
 
 @pytest.mark.every_driver
 async def test_an_isolation_level_of_the_users_own(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """AUTOCOMMIT or SERIALIZABLE inside: respected, and the lock is given back all the same."""
+    """AUTOCOMMIT or SERIALIZABLE inside: respected, and the lock is still released."""
     for level in ("AUTOCOMMIT", "SERIALIZABLE"):
         async with world.enter(lock(world, world.engine(), name).connect()) as connection:
             await world.call(connection.execution_options, isolation_level=level)
@@ -248,7 +248,7 @@ async def test_an_isolation_level_of_the_users_own(world: World, name: str, admi
 
 @pytest.mark.every_driver
 async def test_the_engines_isolation_level_holds_inside(world: World, name: str) -> None:
-    """An engine made with an isolation level gives it to this connection too."""
+    """If the engine has an isolation level, this connection has it too."""
     engine = world.engine(isolation_level="REPEATABLE READ")
     async with world.enter(lock(world, engine, name).connect()) as connection:
         assert await run(world, connection, "SHOW transaction_isolation") == "repeatable read"

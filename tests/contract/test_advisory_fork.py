@@ -64,7 +64,7 @@ def driver(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def forking(driver: str, script: Callable[..., Script], dsn: str, name: str) -> Callable[..., Script]:
-    """A function that runs the body of `async def main()` in a process of its own, on each driver."""
+    """A function that runs the body of `async def main()` in a separate process, on each driver."""
 
     def start(body: str, *arguments: str) -> Script:
         lines = "\n".join("    " + line for line in body.strip().splitlines())
@@ -142,7 +142,7 @@ def go_on(script: Script) -> None:
 
 
 def test_a_child_can_lock_for_itself(forking: Callable[..., Script], name: str, admin: psycopg.Connection[Any]) -> None:
-    """With connections of its own: refused what the parent holds, granted what is free, told of its own losses."""
+    """With its own connections: rejected what the parent holds, granted what is free, notified of its own losses."""
     parent = forking("""
 engine = make()
 held = await call(lock(engine, name).acquire)

@@ -116,7 +116,7 @@ async def test_first_come_first_served(world: World, name: str) -> None:
 
 
 async def test_a_try_does_not_jump_the_queue(world: World, name: str) -> None:
-    """While others of the process wait, a try is refused at once, even in the gap between two holders."""
+    """While other contenders of the process wait, a try fails at once, even in the gap between two holders."""
     engine, served, tries = world.engine(), [], []
     held = await world.call(lock(world, engine, name).acquire)
     tasks = await enqueue(world, engine, name, 3, served, timeout=20)
@@ -140,7 +140,7 @@ async def test_a_try_behind_a_local_holder_sends_no_statement(
 
 
 async def test_the_queue_skips_contenders_that_give_up(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """A timeout in the middle of the line is its own affair; those behind are served."""
+    """A timeout in the middle of the line affects only that contender; those behind it are served."""
     engine, served = world.engine(), []
     held = await world.call(lock(world, engine, name).acquire)
     (first,) = await enqueue(world, engine, name, 1, served, timeout=20)
@@ -280,7 +280,7 @@ def count_unlocks(engine: Any, unlocks: list[int], served: list[int]) -> None:
 
 
 async def test_deadlocks_inside_the_process_are_found_at_once(world: World, name: str) -> None:
-    """Rule 19: A waits for B's lock, B asks for A's: refused at once, over two engines as well; the first one is served."""
+    """Rule 19: A waits for B's lock and B requests A's: rejected at once, over two engines too; the first one is served."""
     one, two = world.engine(), world.engine()
     other = world.other()
     for theirs in (one, two):
@@ -298,7 +298,7 @@ async def test_deadlocks_inside_the_process_are_found_at_once(world: World, name
 
 
 async def test_a_deadlock_of_three_is_found(world: World, name: str) -> None:
-    """The one who closes it is refused, the others are served once it lets go."""
+    """The contender that closes the cycle is rejected, and the others are served once it releases."""
     engine = world.engine()
     places = [world, world.other(), world.other()]
     held = [await place.call(lock(world, engine, f"{name}{n}").acquire) for n, place in enumerate(places)]
@@ -316,7 +316,7 @@ async def test_a_deadlock_of_three_is_found(world: World, name: str) -> None:
 
 
 async def test_a_try_is_not_part_of_a_deadlock(world: World, name: str) -> None:
-    """What does not wait cannot deadlock: refused with None."""
+    """A call that does not wait cannot deadlock: it returns None."""
     engine, other = world.engine(), world.other()
     a = await world.call(lock(world, engine, name + "a").acquire)
     b = await other.call(lock(world, engine, name + "b").acquire)
@@ -428,7 +428,7 @@ async def test_copies_of_an_engine_share_one_queue(world: World, name: str, admi
 
 
 async def test_an_unrelated_query_is_not_kept_waiting(world: World, name: str, dsn: str) -> None:
-    """C009: twenty contenders for one lock take nothing from the user's pool: a query through it answers at once."""
+    """C009: twenty contenders for one lock use nothing of the engine's pool: a query through it returns at once."""
     engine = world.engine(pool_size=5, max_overflow=0, pool_timeout=2)
     with elsewhere(dsn, name) as away:
         tasks = [

@@ -65,7 +65,7 @@ async def test_a_free_lock_is_acquired_and_released(
 
 
 async def test_a_failed_try_returns_none_and_holds_nothing(world: World, name: str, dsn: str) -> None:
-    """C018: a try on a held lock returns None, not an object that looks true, and leaves nothing behind."""
+    """C018: a try on a held lock returns None, not an object that looks true, and holds nothing."""
     one = lock(world, world.engine(), name)
     with elsewhere(dsn, name) as holder:
         assert await world.call(one.try_acquire) is None
@@ -186,7 +186,7 @@ async def test_on_loss_accepts_two_values(world: World, name: str) -> None:
 
 
 async def test_released_twice_is_an_error(world: World, name: str) -> None:
-    """C006: the second release has nothing to give back and says so; the first one stands."""
+    """C006: the second release has nothing to release and raises; the first one is unaffected."""
     held = await world.call(lock(world, world.engine(), name).acquire)
     await world.call(held.release)
     with pytest.raises(LockNotHeldError, match="already released") as caught:
@@ -337,7 +337,7 @@ async def test_looking_matches_the_whole_key(world: World, name: str, dsn: str) 
 async def test_what_the_process_knows_costs_no_statement(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """check(), state, lost and names answer without the server: even while it is dead for us."""
+    """check(), state, lost and names need no server, even if it is unreachable."""
     seen: list[str] = []
     engine = world.engine()
     held = await world.call(lock(world, engine, name).acquire)
@@ -373,7 +373,7 @@ async def test_handles_and_locks_say_what_they_are(world: World, name: str) -> N
 async def test_a_namespace_keeps_names_apart_and_ready_keys_stay(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C026: configured or given, it moves names that are text; a ready key is taken as it is."""
+    """C026: configured or passed, it applies to names; a LockKey is used unchanged."""
     engine = world.engine()
     configure(engine, namespace="configured")
     for one, key in (
@@ -389,7 +389,7 @@ async def test_a_namespace_keeps_names_apart_and_ready_keys_stay(
 
 @pytest.mark.every_driver
 async def test_every_key_works_on_every_driver(world: World, dsn: str, admin: psycopg.Connection[Any]) -> None:
-    """C025: edges of 64 bits and pairs of both signs: taken, refused to others, waited for in both kinds of slice."""
+    """C025: edges of 64 bits and pairs of both signs: acquired, rejected to others, waited for in both kinds of slice."""
     engine = world.engine()
     for key in KEYS:
         one = lock(world, engine, key)
@@ -404,7 +404,7 @@ async def test_every_key_works_on_every_driver(world: World, dsn: str, admin: ps
 
 
 async def test_invalid_names_are_rejected_at_once(world: World) -> None:
-    """No name at all, an empty one, NUL, numbers: ValueError or TypeError before any connection."""
+    """No name at all, an empty one, NUL, numbers: ValueError or TypeError before any connection is opened."""
     engine = world.engine()
     for names, error in (((), ValueError), (("",), ValueError), (("a\x00",), ValueError), ((5,), TypeError)):
         with pytest.raises(error):
@@ -412,7 +412,7 @@ async def test_invalid_names_are_rejected_at_once(world: World) -> None:
 
 
 async def test_only_engines_and_connections_carry_a_lock(world: World, name: str) -> None:
-    """C001: a Session is refused with the three ways out, the other half's things with the right half's name."""
+    """C001: a Session is rejected with three alternatives, an object of the other kind with the right class."""
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
@@ -556,7 +556,7 @@ async def test_a_name_frees_up_for_others_at_once(world: World, name: str, admin
 async def test_contention_is_no_cause_for_alarm(
     world: World, name: str, dsn: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Normal contention is logged at INFO at most: no WARNING for a wait, a refusal, a timeout or a skip."""
+    """Normal contention is logged at INFO at most: no WARNING for a wait, a failed try, a timeout or a skip."""
     engine = labelled(world, name)
     with caplog.at_level(logging.DEBUG, "pgfence"), elsewhere(dsn, name):
         assert await world.call(lock(world, engine, name).try_acquire) is None

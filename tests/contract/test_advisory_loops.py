@@ -74,7 +74,7 @@ def test_a_loop_that_ends_with_a_lock_held_frees_it(
 
 @pytest.mark.parametrize(("driver", "no_tls"), [("psycopg", "sslmode"), ("asyncpg", "ssl")])
 def test_a_loop_that_ends_while_connecting_leaves_nothing_half_open(driver: str, no_tls: str) -> None:
-    """The server does not wait for the rest of a login until the collector comes by: the socket ends with the loop."""
+    """The socket is closed with the loop, so the server does not wait for the rest of a login."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         engine = create_async_engine(
             f"postgresql+{driver}://me@127.0.0.1:{listening.getsockname()[1]}/x?{no_tls}=disable"
@@ -149,7 +149,7 @@ def test_a_loop_that_ends_while_tasks_wait(async_engine: Any, name: str, admin: 
 async def test_a_handle_may_be_released_by_another_contender(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Passed on to a worker: it releases; the one who acquired may then lock again, and is no longer taken for a holder."""
+    """Passed on to a worker, which releases it; the contender that acquired it may then lock again."""
     one, other = lock(world, world.engine(), name), world.other()
     for _ in range(3):
         held = await world.call(one.acquire, timeout=5)
@@ -161,7 +161,7 @@ async def test_a_handle_may_be_released_by_another_contender(
 async def test_a_contender_that_ended_leaves_its_handle_to_others(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The thread or task that acquired is gone: the handle holds on, and can be released from elsewhere."""
+    """The thread or task that acquired it has ended: the handle still holds, and can be released elsewhere."""
     engine = world.engine()
     if world.is_async:
         held = await asyncio.create_task(AsyncAdvisoryLock(engine, name).acquire())

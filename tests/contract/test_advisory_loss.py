@@ -409,7 +409,7 @@ async def test_a_cancelled_statement_of_a_waiter_leaves_nothing(
 
 
 async def test_events_tell_of_a_loss(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """configure(on_event=...) hears "lost" once, and no "released" after it."""
+    """configure(on_event=...) receives "lost" once, and no "released" after it."""
     engine, seen = labelled(world, name), []
     configure(engine, on_event=lambda event: seen.append(event.event))
     held = await world.call(lock(world, engine, name).acquire)
@@ -423,7 +423,7 @@ async def test_events_tell_of_a_loss(world: World, name: str, admin: psycopg.Con
 async def test_current_shows_a_lost_handle_until_its_block_ends(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Code deep inside that asks current() and check() gets the loss, not an error that there is no lock."""
+    """Code deep inside that calls current() and check() gets the loss, not an error that no lock is held."""
     kind = world.pick(pgfence.Held, pgfence.AsyncHeld)
     async with world.enter(lock(world, labelled(world, name), name).hold(on_loss="flag")) as held:
         kill(admin, name)

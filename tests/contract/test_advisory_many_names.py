@@ -42,7 +42,7 @@ async def test_all_names_are_one_lock_on_one_session(
 async def test_the_same_key_counts_once(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """C006: a name twice, or a name and its own number, is one key: taken once, given back once, nothing left."""
+    """C006: a name twice, or a name and its own number, is one key: acquired once, released once, nothing left."""
     key = LockKey.of(name)
     one = lock(world, world.engine(), name, LockKey.raw(key.value), name, LockKey.raw(5))
     for _ in range(2):
@@ -57,7 +57,7 @@ async def test_the_same_key_counts_once(
 async def test_both_key_spaces_go_together(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """Names, raw numbers and pairs of any sign in one lock: taken by a try and by both kinds of wait."""
+    """Names, raw numbers and pairs of any sign in one lock: acquired by a try and by both kinds of wait."""
     keys = [LockKey.of(name), LockKey.raw(-(2**63)), LockKey.pair(-1, -5), LockKey.pair(2**31 - 1, -(2**31))]
     one = lock(world, world.engine(), *keys)
     async with world.enter(one.hold()):
@@ -149,7 +149,7 @@ async def test_order_of_asking_does_not_matter(world: World, name: str) -> None:
 async def test_thousands_of_names_are_one_lock(
     world: World, name: str, dsn: str, advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """2,000 names and pairs: a try, tries that are refused in the middle and leave none, a wait, a release that frees all."""
+    """2,000 names and pairs: a try, tries that fail in the middle and hold none, a wait, a release that frees all."""
     names = [f"{name}:{n}" for n in range(1_900)]
     one = lock(world, world.engine(), *names, *(LockKey.pair(-n, n) for n in range(100)))
     async with world.enter(one.hold()) as held:
@@ -190,7 +190,7 @@ async def test_overlapping_sets_share_one_queue(world: World, name: str) -> None
 
 
 async def test_a_single_name_and_a_set_exclude_each_other(world: World, name: str, dsn: str) -> None:
-    """One engine holds {A, B}; another is refused A alone, B alone and {B, C}, and gets C."""
+    """One engine holds {A, B}; another cannot acquire A alone, B alone or {B, C}, and gets C."""
     a, b, c = (f"{name}:{letter}" for letter in "abc")
     ours, theirs = world.engine(), world.engine()
     async with world.enter(lock(world, ours, a, b).hold()):
@@ -225,7 +225,7 @@ async def test_a_wait_for_many_keys_is_sliced_as_a_whole(
 async def test_a_set_of_names_is_handed_over_like_one(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The next contender for exactly the same names goes on with the same session, whatever order it wrote them in."""
+    """The next contender for exactly the same names gets the same connection, whatever order it wrote them in."""
     engine = labelled(world, name)
     a, b = f"{name}:a", f"{name}:b"
     held = await world.call(lock(world, engine, a, b).acquire)

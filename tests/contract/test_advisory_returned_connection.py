@@ -74,7 +74,7 @@ async def test_other_pools_end_the_lock_as_well(
 
 
 def test_a_dropped_lock_ends_before_its_connection_is_reused(dsn: str, name: str) -> None:
-    """Its owner gives the Connection back at the moment in which a thread of ours closes it: the pool waits for that."""
+    """The Connection is returned at the moment in which a pgfence thread closes it: the pool waits for that."""
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}", pool_size=1, max_overflow=0)
     connection = engine.connect()
     held = AdvisoryLock(connection, name).acquire()
@@ -118,7 +118,7 @@ async def test_a_pool_is_listened_to_once(world: World, name: str) -> None:
 
 @pytest.mark.twins
 async def test_a_detached_connection_stays_its_owners(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """The lock lives on through detach(), is given back there, and the end of that connection is the end of a lock."""
+    """The lock survives detach() and is released there; closing that connection ends the lock."""
     engine = world.engine(pool_size=1, max_overflow=0)
     connection = await world.call(engine.connect)
     raw = await world.call(connection.get_raw_connection) if world.is_async else connection.connection
@@ -141,7 +141,7 @@ async def test_a_detached_connection_stays_its_owners(world: World, name: str, a
 
 
 async def test_the_lock_of_an_invalidated_connection_spares_its_successor(world: World, name: str) -> None:
-    """After invalidate() the Connection goes on with another driver's connection, which the end of the lock does not close."""
+    """After invalidate() the Connection uses another driver's connection, which the end of the lock does not close."""
     async with world.enter(world.engine().connect()) as connection:
         inner = getattr(connection, "sync_connection", connection)
         held = await world.call(lock(world, connection, name).acquire)

@@ -41,7 +41,7 @@ async def test_locks_of_different_tenants_overlap_and_those_of_one_do_not(world:
 
 
 async def test_a_timeout_names_the_scope_it_waited_for(world: World, name: str) -> None:
-    """C030: whoever waits in vain reads which schema's lock it was."""
+    """C030: the error of an unsuccessful wait says which schema's lock it was."""
     engine = world.engine()
     async with world.enter(lock(world, engine, f"{name}:migrate:red").hold(timeout=5)):
         with pytest.raises(LockTimeoutError, match=f"{name}:migrate:red") as caught:

@@ -73,7 +73,7 @@ async def test_a_free_lock_costs_two_round_trips(world: World, name: str, counti
 
 @pytest.mark.every_driver
 async def test_a_busy_try_costs_one_round_trip(world: World, name: str, dsn: str, counting: CountingProxy) -> None:
-    """For one name and for several: what was taken before the refusal goes back in the same trip."""
+    """For one name and for several: keys locked before the rejection are released in the same round trip."""
     engine = world.engine(dsn=counting.dsn)
     with elsewhere(dsn, name):
         for one in (lock(world, engine, name), lock(world, engine, name, name + "2")):
@@ -276,7 +276,7 @@ async def test_a_transaction_pooler_is_found_out(
 async def test_a_session_pooler_works_when_it_is_declared(
     world: World, name: str, pgbouncer: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C019: refused as unknown at first, and used when declared: hold, wait, lend, lose; settings do not leak."""
+    """C019: rejected as unknown at first, then usable when declared: hold, wait, lend, lose; settings do not leak."""
     through = await asyncio.to_thread(pgbouncer, "session")
     with pytest.raises(PoolerError) as caught:
         await world.call(lock(world, world.engine(dsn=through), name).acquire)

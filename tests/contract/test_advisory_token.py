@@ -311,7 +311,7 @@ def blocks(admin: psycopg.Connection[Any], pid: int) -> bool:
 
 
 async def test_a_row_that_stays_locked_counts_as_busy(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Two seconds for the name's row, then a try is refused; nothing is held, and the next one succeeds."""
+    """After two seconds for the name's row a try fails; nothing is held, and the next one succeeds."""
     engine = world.engine()
     one = lock(world, engine, name, token=True)
     async with world.enter(one.hold()):
@@ -356,7 +356,7 @@ async def test_a_role_without_rights_gets_the_grant_in_the_error(
 async def test_a_read_only_session_of_the_caller_is_rejected(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
-    """On the caller's connection nothing is set: where that is read-only no token can be had, and nothing is held."""
+    """The caller's connection keeps its settings: if it is read-only, no token can be drawn, and nothing is held."""
     login = role(settings={"default_transaction_read_only": "on"})
     user = login.split("//")[1].split(":")[0]
     admin.execute(f"GRANT SELECT, INSERT, UPDATE ON pgfence_lease, pgfence_gate TO {user}")
@@ -434,7 +434,7 @@ async def test_in_a_decorator_each_call_has_its_name_and_token(world: World, nam
 async def test_a_token_belongs_to_one_name_that_is_text(
     world: World, names: tuple[Any, ...], error: type[Exception]
 ) -> None:
-    """Several names, a ready key, or a name too long for the table are refused when the lock is made."""
+    """Several names, a LockKey, or a name too long for the table are rejected in the constructor."""
     with pytest.raises(error):
         lock(world, world.engine(), *names, token=True)
 

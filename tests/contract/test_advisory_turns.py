@@ -64,7 +64,7 @@ class Waiters:
         self.overtaken = self.overtaken or (number > 0 and waits(self.admin, self.names[0], 2)())
 
     async def settle(self) -> None:
-        """Wait until each of them has begun more slices: whoever goes to the end of a queue for each is out of order by then."""
+        """Wait until each waiter has begun more slices: one that rejoins the end of a queue for each is out of order by then."""
         begun: dict[int, set[Any]] = {number: set() for number in range(len(self.tasks))}
 
         def look() -> bool:
@@ -95,7 +95,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 async def test_waiters_of_different_processes_are_served_in_order(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], stack: AsyncExitStack
 ) -> None:
-    """Whoever came first is served first, for however many slices they waited."""
+    """The first to come is served first, however many slices they wait."""
     with elsewhere(dsn, name) as holder:
         waiters = Waiters(world, stack, admin, name)
         expected = [await waiters.add() for _ in range(4)]
@@ -163,7 +163,7 @@ async def test_a_waiter_that_gives_up_leaves_no_ticket(
 async def test_a_cancelled_waiter_leaves_no_ticket(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """Its session is closed, and its ticket goes with it."""
+    """Its connection is closed, and its ticket is released with it."""
     label = f"turns-{name}"
     with elsewhere(dsn, name) as holder:
         async with background(

@@ -50,7 +50,7 @@ async def test_the_lock_is_handed_over_whenever_it_comes_free(
 async def test_a_holder_that_dies_lets_the_waiter_in(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The server frees the lock of a dead session, and whoever waits has it at once."""
+    """The server frees the lock of a dead session, and the waiter gets it at once."""
     other = world.other()
     with elsewhere(dsn, name) as holder:
         async with background(other.call(lock(world, world.engine(), name).acquire, timeout=10)) as task:
@@ -271,7 +271,7 @@ async def test_many_processes_are_served_each_in_turn(dsn: str, name: str) -> No
 
 @pytest.mark.every_driver
 async def test_a_waiter_keeps_its_name(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
-    """Whatever way a slice tells of its grant, operators see the application's own name, before, during and after."""
+    """However a slice reports its grant, operators see the application's own name, before, during and after."""
     engine, other = labelled(world, name), world.other()
     with elsewhere(dsn, name) as holder:
         async with background(other.call(lock(world, engine, name).acquire, timeout=10)) as task:

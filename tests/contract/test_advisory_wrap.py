@@ -105,7 +105,7 @@ async def test_names_come_from_the_arguments(world: World, name: str) -> None:
 
 @every_row("template", ["{missing}", "{0}", "{}", "{a", "{missing.attribute}", "{a:{missing}}"])
 async def test_a_template_that_cannot_work_fails_at_decoration(world: World, template: str) -> None:
-    """An unknown field, a number, a broken brace: ValueError where the decorator stands, and it names the arguments."""
+    """An unknown field, a number, a broken brace: a ValueError at the decorator that names the arguments."""
 
     def sync(a: int) -> None:
         """A function without **kwargs."""
@@ -162,7 +162,7 @@ async def test_the_wrapped_function_looks_like_itself(world: World, name: str) -
 
 
 async def test_functions_that_a_lock_cannot_cover_are_rejected(world: World, name: str) -> None:
-    """C014: a coroutine function in the sync half, a sync one in the async half, and generators anywhere: TypeError."""
+    """C014: a coroutine function with a sync lock, a plain one with an async lock, and generators: TypeError."""
     decorate = lock(world, world.engine(), name).wrap()
 
     def generator() -> Any:
@@ -213,7 +213,7 @@ async def test_busy_may_choose_the_exception(world: World, name: str, dsn: str) 
     """A callable gets the LockTimeoutError at once and returns, or raises, what is raised; the cause is kept."""
 
     class Conflict(Exception):
-        """What a web framework would answer with."""
+        """The HTTP response of a web framework."""
 
     def returned(error: LockTimeoutError) -> Exception:
         return Conflict(error.names, [seen.application_name for seen in error.holders])
@@ -246,7 +246,7 @@ async def test_contradicting_options_are_rejected(world: World, name: str) -> No
 
 
 def nowhere() -> str:
-    """A DSN at which nobody listens."""
+    """A DSN without a server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -283,7 +283,7 @@ async def test_without_a_server_the_author_decides(world: World, name: str, capl
 
 
 async def test_an_unreachable_server_of_the_function_itself_is_its_own_error(world: World, name: str) -> None:
-    """Only our own way to the server is excused: what the body raises goes on, and it does not run twice."""
+    """Only errors of the lock itself are handled: an error of the body propagates, and the body does not run twice."""
     ran = []
 
     def sync() -> None:
@@ -300,7 +300,7 @@ async def test_an_unreachable_server_of_the_function_itself_is_its_own_error(wor
 
 
 async def test_a_timeout_of_the_function_itself_is_its_own_error(world: World, name: str) -> None:
-    """A LockTimeoutError from a lock taken inside the body is not mistaken for our lock being busy."""
+    """A LockTimeoutError raised inside the body is not mistaken for this lock being busy."""
 
     def sync() -> None:
         raise LockTimeoutError("inner")
@@ -314,7 +314,7 @@ async def test_a_timeout_of_the_function_itself_is_its_own_error(world: World, n
 
 
 async def test_a_loss_inside_the_call_is_raised(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """An async body is cancelled, a sync one finds out by itself; both end in LockLostError."""
+    """An async body is cancelled, a sync one notices only when it ends; both end in LockLostError."""
     engine, after = labelled(world, name), []
 
     def kill() -> None:

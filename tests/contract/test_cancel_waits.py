@@ -42,7 +42,7 @@ def other() -> Iterator[ThreadPoolExecutor]:
 async def cancelled(
     other: ThreadPoolExecutor, work: Callable[[], Any], stands: Callable[[], object], name: str
 ) -> None:
-    """Let another thread wait for ever, cancel that once it `stands` there, and expect the error to name the lock."""
+    """Let another thread wait indefinitely, cancel the wait once it has begun, and expect the error to name the lock."""
     stop = threading.Event()
 
     def waits_for_ever() -> None:
@@ -95,7 +95,7 @@ async def test_a_waiter_for_a_lease_of_another_process_is_cancelled(
 
 
 async def test_a_waiter_for_a_connection_is_cancelled(engine: Engine, other: ThreadPoolExecutor, name: str) -> None:
-    """All connections for locks are in use: it leaves that queue, and the connection goes to the next one."""
+    """All lock connections are in use: it leaves that queue, and the connection passes to the next waiter."""
     configure(engine, max_lock_connections=1)
     began = threading.Event()
     with AdvisoryLock(engine, f"{name}:first").hold():

@@ -36,7 +36,7 @@ async def fail(attempt: Any) -> str:
 
 
 def age(shop: Shop, seconds: int) -> None:
-    """Let a claim be older than it is, as if nobody had renewed it for that long."""
+    """Let a claim be older than it is, as if it had not been renewed for that long."""
     older = f"interval '{seconds} s'"
     shop.set("k", f"locked_at = locked_at - {older}, locked_until = locked_until - {older}")
 
@@ -180,7 +180,7 @@ async def test_a_result_that_was_not_committed_says_when_the_key_is_free(shop: S
 
 
 async def test_an_attempt_that_was_overtaken_says_when_to_ask_for_its_result(shop: Shop) -> None:
-    """The note names the attempt that has taken over, and the error of a lost attempt has a time after which to ask again."""
+    """The note names the attempt that has taken over, and the error of a lost attempt says when to retry."""
     for ending in ("raises", "returns"):
         shop.provider.asked.clear()
         gate = Gate()
@@ -206,7 +206,7 @@ async def test_an_attempt_that_was_overtaken_says_when_to_ask_for_its_result(sho
 
 
 async def test_a_key_of_an_effect_names_its_attempt_to_transactions(shop: Shop) -> None:
-    """It does not wait for attempts: the error names the attempt, what became of it, and when a transaction can claim the key."""
+    """A transaction does not wait for attempts: the error names the attempt, its outcome, and when the key can be claimed."""
     gate = Gate()
 
     async def late(attempt: Any) -> str:

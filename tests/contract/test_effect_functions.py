@@ -1,4 +1,4 @@
-"""The SQL functions of effects agree with a model of one key, whatever the attempts do and in any order."""
+"""The SQL functions of effects agree with a model of one key, for any order of operations of the attempts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Row:
 
 
 class Key:
-    """One key; whoever ever claimed it may say anything at any time."""
+    """One key. Any attempt that ever claimed it may send anything at any time."""
 
     def __init__(self, admin: psycopg.Connection[Any], seed: int) -> None:
         self.admin = admin
@@ -57,12 +57,12 @@ class Key:
         return row[0] if row else None
 
     def mine(self) -> tuple[str, int, bool]:
-        """Return one of the last claims, and whether it is at work."""
+        """Return one of the last claims, and whether its attempt is running."""
         claim, attempt = self.chance.choice(self.claims[-3:])
         return claim, attempt, self.row is not None and (self.row.claim, self.row.status) == (claim, "in_progress")
 
     def answer(self, attempt: int, *, stands: bool) -> int | None:
-        """Return what a step or an end is told."""
+        """Return the expected result of a step or an end."""
         if stands:
             return attempt
         if self.row is None:
@@ -207,7 +207,7 @@ def test_whatever_attempts_do_the_row_follows_the_rules(admin: psycopg.Connectio
 
 
 def test_a_row_that_is_locked_delays_no_other(admin: psycopg.Connection[Any], dsn: str) -> None:
-    """A renewal of many answers "busy" for it, and renews the rest."""
+    """A renewal of many returns "busy" for it, and renews the rest."""
     claims = [str(uuid4()) for _ in range(2)]
     keys = [f"l{next(NUMBERS)}-{claim}" for claim in claims]
     for key, claim in zip(keys, claims, strict=True):

@@ -46,7 +46,7 @@ class Unreached:
 
 
 class Name(str, Enum):  # noqa: UP042  # what a program has that began before StrEnum
-    """A key that is no plain text."""
+    """A key that is not a plain str."""
 
     KEY = "va"
 
@@ -148,7 +148,7 @@ async def test_names_that_no_step_can_have_are_rejected_before_it(shop: Shop, na
 
 
 async def test_a_step_type_that_cannot_be_saved_is_rejected_before_the_step(shop: Shop) -> None:
-    """C105: with and without a result= that does not reach it; a class that a reached one inherits from is no reason."""
+    """C105: with and without a result= that does not refer to it; a base class of a reachable class does not count as one."""
 
     def charge(key: str) -> Any:
         return shop.provider.charge(key)
@@ -172,7 +172,7 @@ async def test_a_key_is_its_plain_text(shop: Shop) -> None:
 
 
 async def test_an_attempt_that_has_ended_does_nothing_more(shop: Shop) -> None:
-    """One that leaks out of its function is refused, before the work of its step."""
+    """An attempt that leaks out of its function is rejected before the work of its step."""
     leaked: list[Any] = []
 
     async def work(attempt: Any) -> str:
@@ -188,7 +188,7 @@ async def test_an_attempt_that_has_ended_does_nothing_more(shop: Shop) -> None:
 
 
 async def test_a_step_that_is_running_is_not_done_beside_itself(shop: Shop) -> None:
-    """C100: the same name in two places of one attempt, nested or at once, is refused before the second is done."""
+    """C100: the same name in two places of one attempt, nested or concurrent, is rejected before the second one runs."""
 
     async def work(attempt: Any) -> str:
         nested: list[Any] = []
@@ -275,7 +275,7 @@ async def test_an_error_beside_a_running_step_leaves_the_outcome_unknown(shop: S
 
 
 async def test_sync_and_async_functions_are_not_mixed(shop: Shop) -> None:
-    """Sync: a coroutine function is refused, nothing ran. Async: a plain function has run by then, and what it returned counts."""
+    """Sync: a coroutine function is rejected before it runs. Async: a plain function has run by then, and its result counts."""
 
     async def asynchronous(key: str) -> str:
         return shop.provider.charge(key)
@@ -329,7 +329,7 @@ async def test_the_result_and_the_applications_rows_commit_together(shop: Shop, 
 
 @pytest.mark.every_driver
 async def test_a_late_attempt_leaves_no_row(shop: Shop, payments: str) -> None:
-    """C100: it is refused inside its own transaction, whose rows roll back with it; the result is that of the newest."""
+    """C100: it is rejected inside its own transaction, whose rows roll back with it; the result is that of the newest."""
     gate = Gate()
 
     async def late(attempt: Any) -> str:
@@ -390,7 +390,7 @@ async def test_a_late_attempt_that_swallows_its_rejection_commits_nothing(shop: 
 
 @pytest.mark.every_driver
 async def test_what_is_complete_is_not_completed_again(shop: Shop, payments: str) -> None:
-    """C100: done again after a COMMIT whose answer was lost, the transaction is refused, and its rows with it."""
+    """C100: repeated after a COMMIT without a response, the transaction is rejected, and its rows with it."""
 
     async def work(attempt: Any) -> str:
         await pay(shop, attempt, payments)
@@ -527,7 +527,7 @@ async def test_the_session_may_use_another_driver_but_not_another_database(shop:
 
 @pytest.mark.every_driver
 async def test_autocommit_is_rejected(shop: Shop) -> None:
-    """The result would be stored at once, whatever becomes of the rows."""
+    """The result would be stored at once, even if the rows are rolled back."""
 
     async def work(attempt: Any) -> str:
         session = shop.session()

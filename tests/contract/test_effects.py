@@ -51,7 +51,7 @@ class Receipt:
 
 
 class Declined(Exception):
-    """An answer that is an error."""
+    """A result that is an error."""
 
     def __init__(self, amount: int) -> None:
         super().__init__(amount)
@@ -200,7 +200,7 @@ async def test_a_recorded_error_is_raised_again_without_running(shop: Shop) -> N
 
 
 async def test_an_unstorable_result_type_is_rejected_before_the_work(shop: Shop) -> None:
-    """C105: nothing was done and the key is not taken; where no annotation tells, the outcome is unknown, and it says so."""
+    """C105: nothing is done and the key stays free; without an annotation the outcome is unknown, and the error says so."""
 
     async def annotated(attempt: Any) -> Receipt:
         return Receipt(await shop.charge(attempt))
@@ -224,7 +224,7 @@ async def test_an_unstorable_result_type_is_rejected_before_the_work(shop: Shop)
 @pytest.mark.matrix
 @pytest.mark.parametrize("options", [{"record": [Exception]}, {"free": [Exception, IdempotencyMisuseError]}])
 async def test_what_was_done_and_not_saved_is_unknown_whatever_the_error(shop: Shop, options: dict[str, Any]) -> None:
-    """C101: neither recorded as an answer nor freed at once: a step that cannot be saved, a result that cannot be stored."""
+    """C101: neither recorded as a result nor freed at once: a step that cannot be saved, a result that cannot be stored."""
 
     async def in_step(attempt: Any) -> Any:
         return await shop.step(attempt, "charge", lambda key: shop)
@@ -291,7 +291,7 @@ async def test_a_result_that_a_server_in_trouble_rejects_is_stored_later(
 
 
 async def test_a_late_attempt_is_rejected_once_a_transaction_has_the_key(shop: Shop) -> None:
-    """C100: the record was over, a transaction made the key new, and its result stays."""
+    """C100: the record had expired and a transaction claimed the key as new; its result stays."""
     gate = Gate()
 
     async def late(attempt: Any) -> str:
@@ -374,7 +374,7 @@ async def test_what_a_lost_attempt_has_saved_outlives_its_claim(shop: Shop) -> N
 
 @pytest.mark.every_driver
 async def test_a_late_attempt_is_rejected_and_the_result_of_the_newest_stays(shop: Shop) -> None:
-    """C100: the one that was taken over can neither save a step nor finish, whatever it believes."""
+    """C100: an attempt that was taken over can neither save a step nor finish."""
     gate = Gate()
     refused: list[Any] = []
 
@@ -451,7 +451,7 @@ async def test_without_takeover_only_an_operator_frees_the_key(shop: Shop) -> No
 
 
 async def test_an_operator_ends_an_attempt_that_is_running(shop: Shop) -> None:
-    """C100: its late finish is refused, and the next caller runs at once."""
+    """C100: its late finish is rejected, and the next caller runs at once."""
     gate = Gate()
 
     async def slow(attempt: Any) -> str:

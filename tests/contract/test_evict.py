@@ -86,7 +86,7 @@ async def test_a_lease_is_ended_fenced_and_written_down(
 async def test_the_evicted_holder_is_rejected_and_notified(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Its token opens no gate any more, and its renewal and its release are answered "evicted"."""
+    """Its token opens no gate any more, and its renewal and its release return "evicted"."""
     token = lease(admin, name)
     await world.call(monitoring.evict, world.engine(), name, reason="hung")
     with pytest.raises(psycopg.DatabaseError) as caught:
@@ -195,7 +195,7 @@ def test_an_eviction_in_one_schema_ends_nothing_in_another(dsn: str, name: str, 
 async def test_a_dry_run_names_the_holder_and_changes_nothing(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """dry_run=True returns whom it would hit; row, gate, audit and session stay as they are. Whatever dates look like."""
+    """dry_run=True returns the holder that it would evict; row, gate, audit and session are unchanged, for any DateStyle."""
     token = lease(admin, name)
     times = admin.execute("SELECT acquired_at, expires_at FROM pgfence_lease WHERE name = %s", [name]).fetchone()
     with elsewhere(world.dsn, name, label="other-deploy") as session:
@@ -379,7 +379,7 @@ async def test_missing_tables_name_the_command(world: World, name: str) -> None:
 
 @pytest.mark.every_driver
 async def test_an_unreachable_server_is_named_in_the_error(world: World, name: str) -> None:
-    """A server that does not answer raises UnreachableError, and is never an empty result."""
+    """A server that does not respond raises UnreachableError, and is never an empty result."""
     engine = world.engine(dsn="postgresql://nobody:secret@127.0.0.1:1/nothing")
     with pytest.raises(UnreachableError) as caught:
         await world.call(monitoring.evict, engine, name, reason="hung", dry_run=True)
@@ -434,7 +434,7 @@ async def test_namespace_and_prefix_are_the_configured_ones(
 async def test_the_error_names_a_grant_that_was_made_in_the_meantime(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Answer and audit name whom the eviction hit, not whom a look just before it had seen; one line in the audit."""
+    """Result and audit name the holder that was evicted, not one seen just before; the audit has one row."""
     lease(admin, name)
     with psycopg.connect(world.dsn) as other:
         other.execute("UPDATE pgfence_lease SET token = 5, owner = 'worker-8' WHERE name = %s", [name])
@@ -465,7 +465,7 @@ async def test_the_error_names_a_grant_that_was_made_in_the_meantime(
 async def test_bad_input_is_rejected_before_any_statement(
     world: World, arguments: dict[str, Any], error: type[Exception]
 ) -> None:
-    """Names, reasons and actors that cannot be used are refused without asking the server."""
+    """Names, reasons and actors that cannot be used are rejected without a query."""
     engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/nothing")
     with pytest.raises(error):
         await world.call(monitoring.evict, engine, **{"name": "any", **arguments})

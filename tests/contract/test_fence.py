@@ -74,7 +74,7 @@ def amount(admin: psycopg.Connection[Any], ledger: str) -> int:
 
 @pytest.mark.every_driver
 async def test_only_the_newest_token_can_commit(world: World, name: str, ledger: str, admin: Any) -> None:
-    """A token that was overtaken is refused at the door, with both numbers; the same and newer ones are let in."""
+    """An overtaken token is rejected at the gate, with both numbers; the same and newer ones pass."""
     engine = world.engine()
     for token in (1, 1, 3):
         async with session(world, engine) as work:
@@ -133,7 +133,7 @@ async def test_a_newer_holder_waits_for_older_writers_and_sees_their_rows(
 
 @pytest.mark.every_driver
 async def test_a_token_above_the_leases_row_was_never_issued(world: World, name: str, admin: Any) -> None:
-    """C080: a token from another resource, or from before a restore, is refused as such."""
+    """C080: a token from another resource, or from before a restore, is rejected as such."""
     admin.execute(
         "SELECT pgfence_acquire_lease_v2(%s, gen_random_uuid()::text, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL, 'lease')",
         (name,),
@@ -148,7 +148,7 @@ async def test_a_token_above_the_leases_row_was_never_issued(world: World, name:
 
 @pytest.mark.every_driver
 async def test_several_resources_are_entered_by_one_statement_all_or_none(world: World, name: str, admin: Any) -> None:
-    """One round trip in one order; one stale token among them refuses all."""
+    """One round trip in one order; one stale token among them rejects all."""
     engine, names = world.engine(), {f"{name}:{n}": 1 for n in (3, 1, 2)}
     with statements(engine) as sent:
         async with session(world, engine) as work:
@@ -291,7 +291,7 @@ async def test_autocommit_is_rejected(world: World, name: str) -> None:
 async def test_a_waiter_with_an_old_snapshot_gets_a_serialization_failure(
     world: World, name: str, admin: Any, eventually: Any, level: str
 ) -> None:
-    """With a snapshot older than the gate PostgreSQL itself refuses with 40001, never with a stale read."""
+    """With a snapshot older than the gate PostgreSQL itself raises 40001, never a stale read."""
     engine, newer = world.engine(), world.other()
     overtake(admin, name, 1)
     async with session(world, engine) as work, session(world, world.engine(isolation_level=level), newer) as other:
@@ -376,7 +376,7 @@ async def test_in_a_read_only_transaction_the_primary_is_named(world: World, nam
 async def test_a_write_that_entered_no_gate_raises_fence_required(
     world: World, name: str, guarded: str, admin: Any
 ) -> None:
-    """PF002 reaches the caller as FenceRequiredError, whatever statement it was, Core or ORM."""
+    """PF002 reaches the caller as FenceRequiredError for every kind of statement, Core or ORM."""
     engine = world.engine()
     async with session(world, engine) as work:
         await world.call(fence, work, f"{name}:other", 1)
@@ -405,7 +405,7 @@ EVERY = {
 async def test_an_overtaken_holder_cannot_write_by_any_statement(
     world: World, name: str, guarded: str, admin: Any, kind: str
 ) -> None:
-    """The gate was left by a savepoint's rollback and a newer holder came: the token that is still claimed is refused."""
+    """A savepoint's rollback left the gate and a newer holder came: the token that is still claimed is rejected."""
     if kind == "merge" and admin.info.server_version < 150000:
         pytest.skip("MERGE is of PostgreSQL 15")
     overtake(admin, name, 2)
@@ -469,7 +469,7 @@ async def test_a_rejection_inside_a_savepoint_blocks_the_commit(
 async def test_a_rejection_blocks_the_commit_of_a_connection_too(
     world: World, name: str, ledger: str, guarded: str, admin: Any
 ) -> None:
-    """Core has the same rule, and the refusal may come from the trigger as well."""
+    """The same rule holds for Core, also if the trigger rejected the write."""
     overtake(admin, name, 2)
     async with connection(world, world.engine()) as work:
         outer = await world.call(work.begin)

@@ -36,7 +36,7 @@ def table(admin: psycopg.Connection[Any], dsn: str, name: str) -> Iterator[str]:
 
 @pytest.fixture
 def diary(admin: psycopg.Connection[Any]) -> Iterator[str]:
-    """A table that nobody guards."""
+    """A table without a fence."""
     made = f"diary_{secrets.token_hex(6)}"
     admin.execute(f"CREATE TABLE {made} (entry text)".encode())
     yield made
@@ -44,7 +44,7 @@ def diary(admin: psycopg.Connection[Any]) -> Iterator[str]:
 
 
 async def swallowed(who: Contender, work: Any, name: str, token: int) -> None:
-    """Be refused at a gate inside a savepoint, and go on as if nothing had been."""
+    """Be rejected at a gate inside a savepoint, and continue as if nothing had happened."""
     nested = await who.call(work.begin_nested)
     with pytest.raises(StaleFencingTokenError):
         await who.call(lambda: fence(work, name, token, after_reads=True))
@@ -60,7 +60,7 @@ async def swallowed(who: Contender, work: Any, name: str, token: int) -> None:
 async def test_no_later_commit_includes_the_rejected_writes(
     world: World, admin: psycopg.Connection[Any], name: str, diary: str, opened: Any
 ) -> None:
-    """The refused commit ends the server's transaction too, so that the next one on that connection starts from nothing."""
+    """The rejected commit also ends the server's transaction, so the next one on that connection starts from scratch."""
     overtake(admin, name, 2)
     async with opened(world, world.engine()) as work:
         await run(world, work, f"INSERT INTO {diary} VALUES ('stale')")
@@ -92,7 +92,7 @@ async def test_after_a_rollback_the_same_session_works_on(
 async def test_a_block_that_swallows_the_rejection_raises_it_at_its_end(
     world: World, admin: psycopg.Connection[Any], name: str, diary: str
 ) -> None:
-    """`begin()` of a session factory commits at its end, and there the refusal comes again."""
+    """`begin()` of a session factory commits at its end, and raises the rejection again."""
     overtake(admin, name, 2)
     with pytest.raises(StaleFencingTokenError, match="rejected before"):
         async with world.enter(factory(world, world.engine()).begin()) as work:
@@ -152,7 +152,7 @@ async def copy(world: World, work: Any, table: str) -> None:
 async def test_copy_past_sqlalchemy_is_fenced(
     world: World, admin: psycopg.Connection[Any], name: str, table: str
 ) -> None:
-    """COPY by the driver's own means is refused without a gate, and passes in a transaction that has entered it."""
+    """COPY through the driver is rejected without a gate, and passes in a transaction that has entered it."""
     async with connection(world, world.engine()) as work:
         await value(world, work, "SELECT 1")
         with pytest.raises(Exception, match="brought no token") as told:
@@ -190,7 +190,7 @@ async def test_a_commit_past_sqlalchemy_leaves_the_gate(
 async def test_a_cascade_from_an_unfenced_parent_is_rejected(
     world: World, admin: psycopg.Connection[Any], name: str, table: str, diary: str
 ) -> None:
-    """Rows that a foreign key deletes are written too: refused without the gate, and none of the parent's go."""
+    """Rows that a foreign key deletes are writes too: rejected without the gate, and none of the parent's is deleted."""
     admin.execute(f"ALTER TABLE {diary} ADD COLUMN id int PRIMARY KEY DEFAULT 1".encode())
     admin.execute(f"INSERT INTO {diary} VALUES ('parent', 1), ('parent', 2)".encode())
     admin.execute(
@@ -266,7 +266,7 @@ async def test_a_role_without_rights_gets_the_grant_in_the_error(world: World, r
 
 
 async def test_each_tenant_has_its_own_gates(world: World, admin: psycopg.Connection[Any], name: str) -> None:
-    """`schema_translate_map` chooses the gates as it chooses the user's tables; a prefix makes others again."""
+    """`schema_translate_map` selects the gates as it selects the application's tables; a prefix selects other ones."""
     tenant = f"tenant_{name[-12:]}"
     admin.execute(f"CREATE SCHEMA {tenant}".encode())
     engine = world.engine()

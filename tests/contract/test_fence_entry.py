@@ -30,7 +30,7 @@ def root(engine: Any) -> Any:
 
 
 async def seen_by(world: World, engine: Any, name: str) -> list[str]:
-    """Return the entries that somebody who listens to the engine sees in one fenced transaction."""
+    """Return the statements that a listener on the engine sees in one fenced transaction."""
     with statements(engine) as sent:
         async with connection(world, engine) as work:
             await world.call(fence, work, name, 1)

@@ -115,7 +115,7 @@ async def new_write(who: Contender, work: Any, overlap: Overlap, name: str, tabl
 async def test_a_stale_write_after_the_new_holders_commit_is_rejected(
     world: World, admin: psycopg.Connection[Any], name: str, table: str, overlap: Overlap, stale_write: Any
 ) -> None:
-    """C100: whatever it writes, an overtaken writer gets an error and changes nothing: same row, other row, new row."""
+    """C100: any write of an overtaken holder raises and changes nothing: same row, other row, new row."""
     engine = world.engine()
     async with session(world, engine) as new:
         await new_write(world, new, overlap, name, table)
@@ -284,7 +284,7 @@ async def test_gates_named_in_any_order_are_entered_in_one(world: World, name: s
 
 
 async def test_eight_writers_with_one_token_are_all_inside_at_once(world: World, name: str) -> None:
-    """The same token takes the gate shared: eight transactions stand in it side by side."""
+    """The same token takes the gate in shared mode: eight transactions are inside at the same time."""
     engine = world.engine(pool_size=8)
     who = [world.other() for _ in range(8)]
     async with session(world, engine) as first:

@@ -99,7 +99,7 @@ async def test_a_flush_outside_a_fence_is_rejected(world: World, kind: str, mode
 
 
 async def test_the_token_of_another_resource_does_not_count(world: World) -> None:
-    """A transaction that entered another gate is refused like one that entered none."""
+    """A transaction that entered another gate is rejected like one that entered none."""
     engine = world.engine()
     cls = await entry(world, engine)
     with pytest.raises(FenceRequiredError):
@@ -198,7 +198,7 @@ async def test_each_row_needs_the_token_of_its_own_resource(world: World, kind: 
 
 @pytest.mark.parametrize("loaded", [True, False])
 async def test_moving_a_row_needs_the_tokens_of_both_resources(world: World, loaded: bool, book: str) -> None:
-    """A row taken out of a book is a write to that book too, also when its old value was never loaded."""
+    """Moving a row out of a book writes to that book too, even if its old value was never loaded."""
     engine = world.engine()
     cls = await entry(world, engine, resource=by_book)
     one, two = book + ":1", book + ":2"
@@ -262,7 +262,7 @@ STATEMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 async def test_a_statement_of_the_class_needs_a_token_and_writes_it(
     world: World, statement: str, mode: str, resource: Any
 ) -> None:
-    """Bulk inserts, updates and deletes are refused outside a fence; inside, the rows they write carry the token."""
+    """Bulk inserts, updates and deletes are rejected outside a fence; inside, the rows they write carry the token."""
     engine = world.engine()
     cls = await entry(world, engine, mode=mode, resource=resource)
     tokens = {cls.__fence_resource__ if resource is None else "a": 0}
@@ -325,7 +325,7 @@ async def test_each_row_of_a_bulk_insert_needs_the_token_of_its_own_resource(
 
 @pytest.mark.parametrize("synchronize", ["auto", "evaluate", "fetch", False])
 async def test_a_bulk_update_keeps_objects_of_the_session_usable(world: World, synchronize: Any, book: str) -> None:
-    """Whatever the strategy of synchronisation, an object that was loaded can be changed and flushed afterwards."""
+    """With any synchronization strategy, an object that was loaded can be changed and flushed afterwards."""
     engine = world.engine()
     cls = await entry(world, engine, resource=by_book)
     await under(world, engine, {book: 3}, adding(cls, 1, 2, book=book))
@@ -388,7 +388,7 @@ async def test_a_bulk_statement_over_several_resources_needs_all_tokens(world: W
 
 
 async def test_a_bulk_statement_without_rows_needs_no_token_of_theirs(world: World, book: str) -> None:
-    """Where nothing matches, nothing is refused and nothing written."""
+    """If no row matches, nothing is rejected and nothing written."""
     engine = world.engine()
     cls = await entry(world, engine, resource=by_book)
 
@@ -489,7 +489,7 @@ async def test_legacy_bulk_methods_need_a_token_too(world: World, resource: Any,
 
 @pytest.mark.every_driver
 async def test_inserts_and_updates_of_the_table_need_a_token_too(world: World) -> None:
-    """Core statements on the Table pass behind the gate and are refused without; those of mode "row" are refused always."""
+    """Core statements on the Table pass inside the gate and are rejected outside; those of mode "row" always."""
     engine = world.engine()
     for mode in ("gate", "row"):
         cls = await entry(world, engine, mode=mode)
@@ -557,7 +557,7 @@ async def test_a_row_written_under_a_newer_token_is_rejected_to_an_older_one(wor
 
 @pytest.mark.parametrize("act", ["change", "delete", "bulk update by key"])
 async def test_writing_a_deleted_row_is_an_error_in_mode_row(world: World, act: str) -> None:
-    """A row that was deleted meanwhile is an error, because the newer holder may be the one to insert it again."""
+    """A row that was deleted in the meantime is an error, because the newer holder may insert it again."""
     engine = world.engine()
     cls = await entry(world, engine, mode="row")
     await under(world, engine, own(cls, 3), adding(cls, 1))
@@ -603,7 +603,7 @@ async def test_a_stale_writer_waits_for_the_newer_one_and_is_rejected(
 async def test_a_row_that_comes_to_match_meanwhile_is_left_alone(
     world: World, dsn: str, eventually: Callable[..., Any]
 ) -> None:
-    """A bulk update writes the rows that it has read and locked: none that a newer holder made match since."""
+    """A bulk update writes only rows that it has read and locked, none that a newer holder made match since."""
     engine = world.engine()
     cls = await entry(world, engine, mode="row")
     await under(world, engine, own(cls, 3), adding(cls, 1, 2))
@@ -636,7 +636,7 @@ LET_THROUGH: dict[str, tuple[Callable[[Session, Any], Any], Callable[[Session, A
 @pytest.mark.parametrize("case", LET_THROUGH)
 @pytest.mark.parametrize("mode", ["row", "gate"])
 async def test_mode_row_lets_through_what_no_column_can_tell(world: World, mode: str, case: str) -> None:
-    """What the docs say of mode "row": the gate refuses each of these, the column none."""
+    """The documented limits of mode "row": the gate rejects each of these writes, the column none."""
     engine = world.engine()
     cls = await entry(world, engine, mode=mode)
     await under(world, engine, own(cls, 3), adding(cls, 1, 2))

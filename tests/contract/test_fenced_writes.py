@@ -196,7 +196,7 @@ def test_a_change_that_a_later_listener_makes_in_the_flush_is_checked(engine: En
 
 @pytest.mark.parametrize("mode", ["gate", "row"])
 def test_a_deleted_row_raises_sqlalchemys_error(engine: Engine, mode: str) -> None:
-    """An UPDATE without a hook, of a row that was deleted meanwhile, raises StaleDataError as a flush does."""
+    """An UPDATE without a hook, of a row deleted in the meantime, raises StaleDataError as a flush does."""
     made = classes(engine, mode, True, versioned=False)
     with Session(engine) as session:
         fence(session, made.resource, next(_TOKENS))
@@ -209,7 +209,7 @@ def test_a_deleted_row_raises_sqlalchemys_error(engine: Engine, mode: str) -> No
 
 @pytest.fixture
 def doc(engine: Engine) -> Iterator[Any]:
-    """A class Doc, whose resource is its owner's, and its subclass Memo, whose rows belong to a resource of their own."""
+    """A class Doc, whose resource is its owner's, and its subclass Memo, whose rows belong to another resource."""
     prefix, mappers = f"w{secrets.token_hex(6)}", registry()
 
     class Base(DeclarativeBase):

@@ -24,14 +24,14 @@ KEY = 5_000_000_002
 
 @pytest.fixture
 def one(dsn: str, name: str) -> Iterator[Caller]:
-    """Somebody with a token."""
+    """A writer with a token."""
     with Caller(dsn, name) as caller:
         yield caller
 
 
 @pytest.fixture
 def other(dsn: str, name: str) -> Iterator[Caller]:
-    """Somebody with another one."""
+    """A writer with another token."""
     with Caller(dsn, name) as caller:
         yield caller
 
@@ -42,7 +42,7 @@ def waits(admin: psycopg.Connection[Any], caller: Caller) -> bool:
 
 
 def check(caller: Caller) -> str:
-    """Return the SQLSTATE with which a write to a guarded table is refused; "" if it is not."""
+    """Return the SQLSTATE with which a write to a guarded table is rejected; "" if it is not."""
     try:
         caller.one("SELECT pgfence_check_gate_v1(%s, 'accounts')", caller.name)
     except psycopg.Error as error:
@@ -51,7 +51,7 @@ def check(caller: Caller) -> str:
 
 
 def refusal(caller: Caller, token: int) -> tuple[str | None, str | None]:
-    """Return SQLSTATE and detail of an entry that is refused."""
+    """Return SQLSTATE and detail of an entry that is rejected."""
     with pytest.raises(psycopg.Error) as refused:
         caller.enter(token)
     return refused.value.sqlstate, refused.value.diag.message_detail
@@ -81,7 +81,7 @@ def test_a_token_that_is_not_the_leases_is_rejected(one: Caller) -> None:
 
 @pytest.mark.parametrize("token", [0, -1, None])
 def test_a_token_below_one_is_an_error(one: Caller, token: Any) -> None:
-    """Zero, less, or nothing: 22023, and no gate is made."""
+    """Zero, less, or nothing: 22023, and no gate is created."""
     assert refusal(one, token)[0] == "22023"
     assert one.gate is None
 
@@ -107,7 +107,7 @@ def test_writers_with_one_token_are_inside_together(one: Caller, other: Caller) 
 def test_a_new_holder_waits_for_writers_inside_and_blocks_others(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], level: str
 ) -> None:
-    """C100: it enters after the old writer's commit; the old one's next transaction is refused, committed or not yet."""
+    """C100: it enters after the old writer's commit; the old one's next transaction is rejected, committed or not yet."""
     one.enter(1)
     for caller in (one, other):
         caller.connection.execute(f"SET default_transaction_isolation = '{level}'")
@@ -139,7 +139,7 @@ def test_two_that_wait_together_and_are_too_late_are_both_rejected(
 
 
 def test_a_waiter_at_the_gate_sees_a_newer_lease(one: Caller, other: Caller, admin: psycopg.Connection[Any]) -> None:
-    """C077: while it waited a newer holder got the lease: refused, though that one has not entered."""
+    """C077: while it waited a newer holder got the lease: it is rejected, although the newer one has not entered."""
     one.enter(1)
     one.acquire()
     assert one.token == 2
@@ -205,7 +205,7 @@ def test_the_settings_of_a_session_do_not_grow_with_its_gates(one: Caller) -> No
 
 
 def test_claims_that_share_a_setting_are_distinguished(one: Caller, other: Caller) -> None:
-    """Of three gates with one setting each is checked by its own token, again after a savepoint has taken the last one back."""
+    """Each of three gates with one setting is checked by its own token, also after a savepoint has undone the last one."""
     gate = one.one("SELECT 'pgfence_gate'::regclass::oid AS oid").oid
     alike = [one.name, *(f"{one.name}:{n}" for n in range(2_000))]
     numbers = [hashlib.md5(f"{gate} {name}".encode(), usedforsecurity=False).hexdigest()[:2] for name in alike]
@@ -232,7 +232,7 @@ def test_claims_that_share_a_setting_are_distinguished(one: Caller, other: Calle
 
 
 def test_a_checkpoint_needs_the_newest_token_and_is_the_next_holders(one: Caller, other: Caller) -> None:
-    """C100: the data of a stale holder is refused; the row of the lease is not locked for it."""
+    """C100: the data of a stale holder is rejected; the row of the lease is not locked for it."""
     one.acquire()
     with one.connection.transaction():
         one.call("save_checkpoint_v1", one.name, 1, '{"page": 7}')
@@ -287,7 +287,7 @@ def test_a_lock_with_a_token_is_busy_while_a_lease_is_held(one: Caller, other: C
 def test_a_lock_ends_an_expired_lease_for_good(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
 ) -> None:
-    """C073: the clock is set back after the lock was taken: the former holder of the lease does not get the lock's token."""
+    """C073: the clock is set back after the lock was acquired: the former holder of the lease does not get its token."""
     one.acquire()
     admin.execute(
         "UPDATE pgfence_lease SET expires_at = now() - interval '1 s', free_at = 'epoch' WHERE name = %s", [name]

@@ -49,7 +49,7 @@ def desk(world: World, admin: psycopg.Connection[Any]) -> Iterator[Desk]:
 
 
 class Declined(Exception):
-    """An answer that is an error."""
+    """A result that is an error."""
 
     def __init__(self, amount: int) -> None:
         super().__init__(amount)
@@ -214,7 +214,7 @@ async def test_a_prepared_transaction_has_the_key_until_it_is_decided(world: Wor
 
 
 async def test_a_waiter_gets_the_result_of_the_first_caller(desk: Desk, eventually: Callable[..., Any]) -> None:
-    """C097: the answer after a wait is what the winner has committed, never nothing."""
+    """C097: the result after a wait is what the winner has committed, never nothing."""
     loser = desk.world.other()
     async with desk.at_work("k", payload=1):
         task = asyncio.create_task(desk.pay("k", who=loser, payload=1))
@@ -276,7 +276,7 @@ async def test_a_wait_has_an_end_and_leaves_the_transaction_usable(desk: Desk, t
 
 @pytest.mark.every_driver
 async def test_another_payload_is_rejected_at_once_done_or_in_progress(desk: Desk) -> None:
-    """C102, C104: a mismatch wins over "in progress", is never answered with the stored result, and aborts nothing."""
+    """C102, C104: a mismatch wins over "in progress", never returns the stored result, and aborts nothing."""
     other = desk.world.other()
 
     async def refused() -> None:
@@ -379,7 +379,7 @@ async def test_the_settings_of_the_caller_neither_end_the_wait_nor_change(
 async def test_an_ending_transaction_is_not_taken_for_another_request(
     desk: Desk, eventually: Callable[..., Any]
 ) -> None:
-    """The server releases the locks of an ending transaction one after the other; the last one alone rejects no caller."""
+    """The server releases the locks of an ending transaction one by one; a remaining one alone rejects no caller."""
     lock = "(hashtextextended(%s || chr(31) || 'k', 'pgfence_idempotency_key'::regtype::oid::bigint))"
     busy = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query ~ 'claim_key' AND state = 'active'"
     desk.admin.execute(f"SELECT pg_advisory_lock{lock}".encode(), [desk.scope])
@@ -444,7 +444,7 @@ async def test_a_savepoint_around_the_call_takes_failed_work_back(desk: Desk) ->
 
 @pytest.mark.every_driver
 async def test_a_recorded_error_is_replayed(desk: Desk) -> None:
-    """C101: its effect is taken back, it is raised again with its data, without running anything; others are not recorded."""
+    """C101: its effect is rolled back, it is raised again with its data without running anything; others are not recorded."""
 
     def decline(session: Any) -> Receipt:
         desk.charge("k")(session)

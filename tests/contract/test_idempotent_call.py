@@ -76,7 +76,7 @@ async def test_each_event_is_taken_once(desk: Desk) -> None:
 
 
 async def test_a_call_without_an_id_is_rejected(desk: Desk) -> None:
-    """C108: None in a template would be one key for all of them, and the second would be lost; it is refused, nothing is done."""
+    """C108: None in a template would be one key for all calls, and the second would be lost; it is rejected, nothing is done."""
     call = webhook(desk)
     async with desk.world.enter(desk.session()) as session:
         for values in ({"event_id": None}, {"event_id": "e1", "kind": None}):
@@ -86,7 +86,7 @@ async def test_a_call_without_an_id_is_rejected(desk: Desk) -> None:
 
 
 def test_the_session_is_found_by_its_annotation() -> None:
-    """In quotes, inside Annotated, optional, a scoped one, one that only type checkers import; none, or two, is refused."""
+    """In quotes, inside Annotated, optional, a scoped one, one that only type checkers import; none, or two, is rejected."""
     decorate = idempotent_call(key="k", scope="s")
 
     def fine(a: Annotated[Session, "a dependency"], b: int) -> int: ...  # type: ignore[empty-body]

@@ -1,4 +1,4 @@
-"""The result of a key is sent with COMMIT, or before whatever must come after it, and is never lost."""
+"""The result of a key is sent with COMMIT, or before a statement that must come after it, and is never lost."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ async def test_a_rollback_drops_the_result(desk: Desk) -> None:
 
 @pytest.mark.parametrize("world", ["psycopg"], indirect=True)
 async def test_a_session_dropped_without_an_end_leaves_nothing_behind(world: World, desk: Desk) -> None:
-    """Its connection goes back through a pool that resets it with another engine's dialect, and serves the next one."""
+    """Its connection is returned through a pool that resets it with another engine's dialect, and serves the next user."""
     create_engine(desk.engine.url, pool=desk.engine.pool)
 
     def drop() -> None:
@@ -328,7 +328,7 @@ async def test_an_error_of_the_commit_itself_stores_no_result(desk: Desk) -> Non
 
 @pipelined
 async def test_an_error_of_a_deferred_trigger_stays_what_it_is(desk: Desk) -> None:
-    """A trigger of the user that divides by zero at COMMIT is no lost claim."""
+    """A trigger of the application that divides by zero at COMMIT is not taken for a lost claim."""
     table = desk.table.name
     desk.admin.execute(
         f"CREATE FUNCTION {table}_fails() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN PERFORM 1 / 0; RETURN NULL; END$$".encode()

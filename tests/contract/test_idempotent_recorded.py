@@ -34,7 +34,7 @@ class Order(Base):
 
 
 class Declined(Exception):
-    """An answer that is an error."""
+    """A result that is an error."""
 
 
 @event.listens_for(Order, "before_insert")

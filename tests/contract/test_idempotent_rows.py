@@ -57,7 +57,7 @@ def rows(desk: Desk) -> list[tuple[Any, ...]]:
 
 @pytest.mark.every_driver
 async def test_a_row_removed_during_the_wait_is_claimed_again(desk: Desk, eventually: Callable[..., Any]) -> None:
-    """C098: the winner's row is removed before the loser reads it: one is fresh, with a row; another one is refused."""
+    """C098: the winner's row is deleted before the loser reads it: one claim is fresh, with a row; another one is rejected."""
     values = {"scope": desk.scope}
     claimed, go = asyncio.Event(), asyncio.Event()
 
@@ -195,7 +195,7 @@ async def test_a_scope_that_is_too_long_with_its_namespace_is_rejected(desk: Des
 
 
 async def test_a_result_outlives_what_it_refers_to(desk: Desk) -> None:
-    """C110: by value it is whole; by reference the replay gives the reference, and who follows it learns that nothing is there."""
+    """C110: by value it is complete; by reference the replay returns the reference, even if its row was deleted."""
     for key, result in (("value", Receipt("value")), ("reference", "reference")):
         for _ in range(2):
             answer = await desk.pay(

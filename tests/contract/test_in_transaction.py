@@ -31,7 +31,7 @@ UNUSED_ASYNC = async_sessionmaker()
 
 
 async def test_a_decorated_function_is_a_transaction(world: World, row: Row) -> None:
-    """Called without the session, it commits, gives back what the function returned, and runs again after a conflict."""
+    """Called without the session, it commits, returns what the function returned, and runs again after a conflict."""
     made = factory(world, world.engine())
     calls: list[int] = []
 
@@ -150,7 +150,7 @@ def test_wrong_bounds_are_rejected_at_once(options: dict[str, Any], error: type[
 
 
 async def test_a_result_of_the_other_world_rolls_back(world: World, row: Row) -> None:
-    """A lambda hides what it returns: a coroutine in the sync world, none in the async one, is refused and undone."""
+    """A lambda hides its result: a coroutine in a sync call, or none in an async one, is rejected and rolled back."""
     made = factory(world, world.engine())
 
     def hidden(session: Any) -> Any:

@@ -36,7 +36,7 @@ SUFFIX = secrets.token_hex(6)
 
 
 class Customer(Base):
-    """Somebody who pays."""
+    """A customer that pays."""
 
     __tablename__ = f"customer_{SUFFIX}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -183,7 +183,7 @@ async def test_the_second_transaction_keeps_its_other_changes(desk: Desk) -> Non
 
 @pytest.mark.every_driver
 async def test_a_violation_of_another_constraint_is_raised_unchanged(desk: Desk) -> None:
-    """C096: a foreign key, or another unique key, is not taken for the one that was named; the transaction is usable."""
+    """C096: a foreign key, or another unique key, is not taken for the named one; the transaction is usable."""
     async with desk.world.enter(desk.session()) as session:
         await desk.world.call(insert_once, session, row(number=1), ["tenant", "number"])
         for wrong in (row(number=2), row(order_id=9, number=9, customer_id=-1)):

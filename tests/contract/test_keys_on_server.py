@@ -66,7 +66,7 @@ def run(dsn: str, driver: str, work: Callable[[Connection], Any]) -> Any:
 
 @contextmanager
 def session(dsn: str, **parts: str) -> Iterator[psycopg.Connection]:
-    """Yield a session of its own, in autocommit."""
+    """Yield a separate session, in autocommit."""
     with psycopg.connect(dsn, autocommit=True, **parts) as connection:
         yield connection
 
@@ -177,7 +177,7 @@ def test_the_documented_recipe_gives_the_vectors_in_psql(dsn: str) -> None:
 
 
 def test_the_vectors_are_what_pg_locks_shows(dsn: str) -> None:
-    """C117: a lock taken by the raw recipe is found at the halves of the data file and of the key made here."""
+    """C117: a lock by the raw recipe is found under the halves in the data file and of the key computed here."""
     statement = f"SELECT pg_catalog.pg_try_advisory_lock({RECIPE.format(ns='%s::text', name='%s::text')})"
     with session(dsn) as connection:
         for vector in VECTORS:
@@ -284,7 +284,7 @@ def test_a_hashtext_key_is_the_lock_of_raw_sql(dsn: str, driver: str, name: str)
 
 @pytest.mark.parametrize("driver", SYNC)
 def test_hashtext_key_leaves_a_transaction_as_it_found_it(dsn: str, driver: str) -> None:
-    """Outside a transaction the connection stays outside one; a running one goes on with what it has done."""
+    """Outside a transaction the connection stays outside one; an open one continues with its work."""
 
     def work(connection: Connection) -> None:
         assert compat.hashtext_key(connection, "billing") == compat.hashtext_key(connection, "billing")

@@ -147,7 +147,7 @@ async def test_current_is_the_lease_of_this_contender(world: World, name: str) -
 
 @pytest.mark.every_driver
 async def test_acquire_and_release_are_one_statement_each(world: World, name: str) -> None:
-    """On a warm engine nothing else goes over the wire, and none of it through the caller's pool."""
+    """On a warm engine nothing else is sent, and none of it through the caller's pool."""
     engine = world.engine(pool_size=1, max_overflow=0)
     await world.call((await world.call(lease(world, engine, name).acquire)).release)
     seen: list[str] = []
@@ -303,7 +303,7 @@ async def test_a_manual_renewal_moves_the_expiry(world: World, name: str, admin:
 async def test_an_unrenewed_lease_ends_before_the_server_frees_it(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C083: the handle says "lost" while the server still keeps others out; its release says so, and frees the row."""
+    """C083: the handle is "lost" while the server still blocks others; its release raises that, and frees the row."""
     held = await world.call(lease(world, world.engine(), name, ttl=1.5, heartbeat="manual").acquire)
     await eventually(lambda: held.lost)
     assert rival(admin, name) is None
@@ -402,7 +402,7 @@ async def test_an_open_checkpoint_transaction_does_not_block_the_heartbeat(
 
 @pytest.mark.every_driver
 async def test_a_checkpoint_is_read_by_the_next_holder(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Committed with the work: the next one has it; rolled back with it: the one before stands."""
+    """Committed with the work, the next holder has it; rolled back with it, the previous one is kept."""
     engine = world.engine()
     held = await world.call(lease(world, engine, name).acquire)
     assert held.last_checkpoint is None
@@ -464,7 +464,7 @@ async def test_a_checkpoint_is_read_by_the_next_holder(world: World, name: str, 
 def test_contradicting_options_are_rejected_in_the_constructor(
     kind: Any, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    """Before anything is asked of a server, and the message says what would do."""
+    """Before any query, and the message says what would work."""
     with pytest.raises(error, match=message):
         kind(lambda: None, **{"name": "a", "ttl": 30, **arguments})
 
@@ -480,7 +480,7 @@ async def test_the_ends_of_the_ranges_are_good(world: World, name: str) -> None:
 
 
 async def test_only_engines_carry_a_lease(world: World, name: str) -> None:
-    """A Session, a Connection, the other twin's engine: each is refused, and told what to do instead."""
+    """A Session, a Connection, the other twin's engine: each is rejected with what to pass instead."""
     engine = world.engine()
     with pytest.raises(TypeError, match="use its (a?sync) counterpart"):
         world.pick(AsyncLease, Lease)(engine, name, ttl=30)
@@ -499,7 +499,7 @@ def test_a_lease_shows_its_name(name: str) -> None:
 
 
 def test_lease_ids_are_chosen_by_the_client(name: str, dsn: str) -> None:
-    """C084: each grant has an id of this client's making, so that one whose answer was lost can be ended."""
+    """C084: each grant has an id chosen by the client, so that one whose response was lost can be ended."""
     from sqlalchemy import create_engine
 
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")

@@ -144,7 +144,7 @@ print("ends")
 
 @pytest.mark.parametrize("driver", NAMES)
 def test_a_program_that_ends_during_a_renewal_prints_nothing(dsn: str, name: str, driver: str) -> None:
-    """Threads, a private loop and a connection are there: the interpreter ends without a word, soon, and with 0."""
+    """With threads, a private loop and a connection, the interpreter exits soon, silently and with 0."""
     done = subprocess.run(
         [sys.executable, "-c", ENDS, driver, dsn, name], capture_output=True, text=True, timeout=30, check=False
     )

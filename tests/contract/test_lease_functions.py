@@ -59,14 +59,14 @@ def blocks(admin: psycopg.Connection[Any], waiter: Caller) -> Callable[[], bool]
 
 
 def value(connection: psycopg.Connection[Any], statement: str, *args: object) -> Any:
-    """Return the one value that a statement answers."""
+    """Return the only value that a statement returns."""
     row = connection.execute(statement, args).fetchone()
     assert row is not None
     return row[0]
 
 
 def test_a_grant_says_everything_about_itself(one: Caller) -> None:
-    """The answer and the row agree; the first token is 1."""
+    """The result and the row agree; the first token is 1."""
     found = one.acquire(60, max_hold=90)
     assert (found.granted, found.token, found.remaining, found.hold_remaining) == (True, 1, 60, 90)
     assert (found.owner, found.host, found.pid, found.backend_pid, found.purpose) == (
@@ -85,7 +85,7 @@ def test_a_grant_says_everything_about_itself(one: Caller) -> None:
 
 
 def test_a_rejected_caller_receives_the_holder_of_the_slot(one: Caller, other: Caller) -> None:
-    """The row that decided is in the answer, with the seconds until it is free; the row is unchanged."""
+    """The row that decided is in the result, with the seconds until it is free; the row is unchanged."""
     one.acquire(60, lock_delay=5, owner="first")
     before = one.row[:-2]
     found = other.acquire()
@@ -95,7 +95,7 @@ def test_a_rejected_caller_receives_the_holder_of_the_slot(one: Caller, other: C
 
 
 def test_asked_again_with_the_same_id_it_is_the_same_grant(one: Caller, other: Caller) -> None:
-    """C084: after a lost answer, the same request returns the same token, with its full time."""
+    """C084: after a lost response, the same request returns the same token, with its full time."""
     one.acquire(60)
     again = one.acquire(90)
     assert (again.granted, again.token, again.remaining) == (True, 1, 90)
@@ -135,7 +135,7 @@ def test_times_count_from_the_end_of_the_wait_for_the_row(
 def test_a_row_that_stays_locked_is_an_error_after_two_seconds(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
 ) -> None:
-    """A wait for a locked row ends with 55P03, whatever the session's own limit is."""
+    """A wait for a locked row ends with 55P03, for any limit of the session."""
     one.acquire()
     other.connection.execute("SET lock_timeout = 0")
     with row_locked(admin, name), pytest.raises(psycopg.errors.LockNotAvailable):
@@ -260,7 +260,7 @@ def test_a_clock_set_back_does_not_keep_a_free_lease_closed(
 def test_a_batch_of_renewals_returns_one_result_for_each(
     one: Caller, admin: psycopg.Connection[Any], name: str
 ) -> None:
-    """One that is locked, lost, unknown or asked twice does not delay or harm the others; order is kept."""
+    """One that is locked, lost, unknown or listed twice does not delay or harm the others; order is kept."""
     leases = []
     for number in range(4):
         one.name = f"{name} {number}"
@@ -388,7 +388,7 @@ def _race(callers: list[Caller]) -> list[Caller]:
 
 
 def test_a_lease_and_a_session_lock_are_never_granted_at_once(dsn: str, name: str) -> None:
-    """Six processes try both in turn: each grant is exclusive until it is given back, and has a new token."""
+    """Six processes try both in turn: each grant is exclusive until it is released, and has a new token."""
     inside: list[int] = []
     granted: list[tuple[bool, int]] = []
 

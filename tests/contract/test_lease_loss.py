@@ -25,7 +25,7 @@ EVICT = "SELECT * FROM pgfence_evict_lease_v1(%s, 'operator', 'it hangs', NULL)"
 
 @pytest.mark.every_driver
 async def test_a_loss_ends_the_block_with_its_reason(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C090: taken over by somebody else: an async body is cancelled at once, and leaving the block raises in both worlds."""
+    """C090: taken over by another holder: an async body is cancelled at once, and leaving the block raises in both APIs."""
     one = lease(world, world.engine(), name, ttl=2)
     body_ended = False
     with pytest.raises(LockLostError) as caught:
@@ -43,7 +43,7 @@ async def test_a_loss_ends_the_block_with_its_reason(world: World, name: str, ad
 async def test_with_on_loss_flag_a_loss_only_sets_a_flag(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """on_loss="flag": the body goes on, the handle says so, leaving the block raises nothing."""
+    """on_loss="flag": the body continues, the handle shows the loss, leaving the block raises nothing."""
     async with world.enter(lease(world, world.engine(), name, ttl=2).hold(on_loss="flag")) as held:
         lapse(admin, name)
         rival(admin, name)
@@ -90,7 +90,7 @@ async def test_an_evicted_holder_is_notified(world: World, name: str, admin: psy
 async def test_nothing_a_former_holder_does_reaches_the_next_one(
     world: World, name: str, admin: psycopg.Connection[Any], taken: bool
 ) -> None:
-    """C077, C078: renew, release, hand over after an expiry are refused, and the next holder's row stays as it is."""
+    """C077, C078: renew, release, hand over after an expiry are rejected, and the next holder's row is unchanged."""
     engine = world.engine()
     for call in ("renew", "hand_over", "release"):
         held = await world.call(lease(world, engine, f"{name}:{call}", ttl=30, heartbeat="manual").acquire)
@@ -109,7 +109,7 @@ async def test_nothing_a_former_holder_does_reaches_the_next_one(
 
 @pytest.mark.every_driver
 async def test_a_blocked_loop_or_thread_loses_nothing(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C062: the heartbeat has a thread and a connection of its own: a body that blocks for two TTLs keeps its lease."""
+    """C062: the heartbeat has its own thread and connection: a body that blocks for two TTLs keeps its lease."""
     async with world.enter(lease(world, world.engine(), name, ttl=1.5).hold()) as held:
         before = held.expires_at
         time.sleep(2.6)  # noqa: ASYNC251
@@ -133,7 +133,7 @@ async def test_the_heartbeat_never_uses_the_callers_connection(
 
 
 async def test_a_former_holders_writes_are_rejected(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """What it began in good faith cannot commit once a newer token is out, and nothing begins after it knows."""
+    """Work begun before the loss cannot commit once a newer token exists, and no new work begins after the loss is known."""
     engine = world.engine()
     held = await world.call(lease(world, engine, name, heartbeat="manual").acquire)
     lapse(admin, name)
@@ -153,7 +153,7 @@ async def test_a_former_holders_writes_are_rejected(world: World, name: str, adm
 async def test_many_leases_of_one_process_end_each_for_itself(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """One is taken away: its neighbours, renewed by the same statement, stay."""
+    """One is lost: its neighbours, renewed by the same statement, are kept."""
     engine = world.engine()
     crowd = [await world.call(lease(world, engine, f"{name}:{n}", ttl=2).acquire) for n in range(20)]
     lapse(admin, f"{name}:7")

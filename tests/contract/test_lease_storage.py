@@ -87,7 +87,7 @@ async def test_without_a_schema_the_error_names_the_search_path(world: World, na
 async def test_altered_tables_are_not_used(
     world: World, name: str, own_schema: str, admin: psycopg.Connection[Any], harm: str, message: str
 ) -> None:
-    """C073: a naive timestamp, a missing column, another version: seen before the first lease, and named."""
+    """C073: a naive timestamp, a missing column, another version: found before the first lease, and named."""
     engine = world.engine()
     configure(engine, schema=own_schema)
     await given(schema.create_all(engine))
@@ -116,7 +116,7 @@ RIGHTS = {"lease": "SELECT, INSERT, UPDATE", "gate": "SELECT", "checkpoint": "SE
 async def test_a_role_needs_the_documented_rights_and_no_more(
     world: World, name: str, own_schema: str, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
-    """Without one of them the error holds a GRANT; with them a lease is taken, renewed, handed over, adopted, released."""
+    """Without one of them the error contains a GRANT; with them a lease is acquired, renewed, handed over, adopted, released."""
     owner = world.engine()
     configure(owner, schema=own_schema)
     await given(schema.create_all(owner))

@@ -61,7 +61,7 @@ async def passed(seconds: float) -> None:
 async def test_a_release_wakes_a_waiter(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told by NOTIFY: the next look at the row would come later than the end of the wait, and so would the end of the TTL."""
+    """By NOTIFY: the next poll would come later than the end of the wait, and so would the end of the TTL."""
     set_limit(monkeypatch, "LONGEST_SLEEP", 3600)
     one = lease(world, world.engine(), name, ttl=120)
     for _ in range(2):
@@ -101,7 +101,7 @@ async def test_an_expiry_wakes_a_waiter(world: World, name: str, admin: psycopg.
 async def test_a_hundred_waiters_poll_once_a_second_like_one(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C085: a hundred contenders of one process stand in one line, and only its first looks at the row."""
+    """C085: a hundred contenders of one process wait in one line, and only the first polls the row."""
     engine = world.engine()
     one = lease(world, engine, name)
     rival(admin, name)
@@ -165,7 +165,7 @@ async def test_never_two_at_a_time_and_never_a_token_twice(world: World, name: s
 async def test_a_wait_for_the_row_takes_nothing_off_the_ttl(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C075: the expiry is computed after the wait; the holder's deadline counts from before it, so it is no later."""
+    """C075: the expiry is computed after the wait; the holder's deadline counts from before it, so it is not later."""
     one = lease(world, world.engine(), name, ttl=5, heartbeat="manual")
     rival(admin, name)
     lapse(admin, name)
@@ -183,7 +183,7 @@ async def test_a_wait_for_the_row_takes_nothing_off_the_ttl(
 async def test_a_grant_that_comes_too_late_is_not_held(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C086: the answer was longer on its way than the TTL: it is given back, and asked for again if there is time."""
+    """C086: the response took longer than the TTL: the lease is released, and requested again if there is time."""
     one = lease(world, world.engine(), name, ttl=1.0)
     rival(admin, name)
     lapse(admin, name)

@@ -152,7 +152,7 @@ def desk(world: World) -> Desk:
 
 @pytest.mark.twins
 async def test_of_two_clients_the_second_gets_a_conflict(desk: Desk) -> None:
-    """C072: both have read version 1; the second to save gets row, expected and found version, and its change is not made."""
+    """C072: both have read version 1; the second to save gets row, expected and found version, and its change is not saved."""
     cls = page()
     await desk.make(cls, cls(id=1, title="old"))
     for title in ("first", "second"):
@@ -330,7 +330,7 @@ async def test_changes_that_are_not_flushed_are_neither_lost_nor_sent(desk: Desk
 
 @pytest.mark.every_driver
 async def test_uuid_versions_and_a_column_of_another_name(desk: Desk) -> None:
-    """A UUID tells a row from one that was made again in its place; the column's name in the table is the class's own."""
+    """A UUID distinguishes a row from one created again in its place; the column's name in the table is the class's."""
     cls = page(VersionedUUID, __version_column__="row_version")
     await desk.make(cls, cls(id=1, title="old"))
     seen, tag = await desk.do(lambda session: (session.get_one(cls, 1).version, etag(session.get_one(cls, 1))))
@@ -365,7 +365,7 @@ async def test_a_version_that_the_server_counts_sees_every_writer(desk: Desk, ad
 
 @pytest.mark.every_driver
 async def test_xmin_is_compared_but_is_not_an_etag(desk: Desk) -> None:
-    """C071: within a unit of work xmin is a version like any other; a tag that may outlive a dump of the database is refused."""
+    """C071: within a unit of work xmin is a version like any other; a tag that may outlive a dump of the database is rejected."""
     cls = page(__version_mode__="xmin")
     await desk.make(cls, cls(id=1, title="old"))
     seen = await desk.do(lambda session: session.get_one(cls, 1).version)
@@ -429,7 +429,7 @@ async def test_composite_keys_as_a_tuple_and_as_a_dict(desk: Desk) -> None:
 
 
 async def test_joined_inheritance_and_eager_rows_can_be_locked(desk: Desk) -> None:
-    """The lock is on the table with the version: FOR UPDATE of an outer join would be refused. A subclass has its base's tag."""
+    """Only the table with the version is locked, because FOR UPDATE of an outer join is rejected. A subclass has its base's tag."""
     base, derived = texts()
     await desk.make(base, derived(id=1, title="old", topic="locks"))
     for cls in (base, derived):
@@ -463,7 +463,7 @@ async def test_after_a_wait_for_a_lock_every_table_is_read_again(
 
 @pytest.mark.twins
 async def test_scoped_sessions_are_taken(desk: Desk) -> None:
-    """scoped_session and async_scoped_session stand for the session of this thread or task."""
+    """scoped_session and async_scoped_session mean the session of this thread or task."""
     cls = page()
     await desk.make(cls, cls(id=1, title="old"))
     if desk.world.is_async:
@@ -561,7 +561,7 @@ async def test_an_expired_row_is_loaded_for_its_tag(desk: Desk) -> None:
 
 
 def test_a_row_that_is_not_in_the_database_has_no_tag() -> None:
-    """A new instance has no version yet, and a made-up one would match the next row."""
+    """A new instance has no version yet, and an invented one would match the next row."""
     with pytest.raises(ValueError, match="unflushed"):
         etag(page()(id=1, title="new"))
 

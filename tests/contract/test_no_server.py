@@ -43,7 +43,7 @@ NOWHERE = "postgresql://ann:s3cret@127.0.0.1:1/d"
     ["lease.begin", "TransactionLock.begin", "TransactionLock", "idempotent", "insert_once", "run_transaction"],
 )
 async def test_a_transaction_without_a_server_is_unreachable(world: World, name: str, entrance: str) -> None:
-    """UnreachableError and 503 from each of them, whatever the driver raises and SQLAlchemy wraps; nothing was committed."""
+    """UnreachableError and 503 from each, whatever the driver raises and SQLAlchemy wraps; nothing was committed."""
     engine = world.engine(dsn=NOWHERE)
     with pytest.raises(
         UnreachableError, match=r"cannot connect to 127\.0\.0\.1:1/d: .*Nothing was committed"
@@ -111,7 +111,7 @@ async def test_a_mistake_in_the_configuration_runs_nothing_unprotected(world: Wo
 async def test_a_rejected_login_raises_at_once_beside_a_known_holder(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
-    """`unreachable="run"` outlasts the TTL of that holder only while the server is away: here no retry helps."""
+    """`unreachable="run"` waits for the TTL of that holder only if the server is unreachable; here no retry helps."""
     login = role()
     user = login.split("//")[1].split(":")[0]
     admin.execute(f"GRANT SELECT, INSERT, UPDATE ON pgfence_lease, pgfence_gate, pgfence_checkpoint TO {user}")

@@ -54,7 +54,7 @@ def this_year() -> datetime:
 
 
 def counted(world: World, calls: list[Any], error: Exception | None = None) -> Any:
-    """Return a function of this world that notes its slot and answers how often it ran."""
+    """Return a function, sync or async, that records its slot and returns how often it ran."""
 
     def note() -> int:
         held = pgfence.current(world.pick(pgfence.Slot, pgfence.AsyncSlot))
@@ -135,7 +135,7 @@ async def test_left_by_an_exception_a_slot_is_free_for_another_attempt(world: Wo
 
 
 async def test_a_waiter_learns_that_the_slot_is_done(world: World, name: str) -> None:
-    """A waiter is woken by the end of the run, and told at once instead of at its timeout."""
+    """A waiter is woken by the end of the run, and notified at once instead of at its timeout."""
     first = await world.call(once(world, name).acquire)
     other = world.other()
     waiting = asyncio.ensure_future(other.call(once(world, name).acquire, timeout=60))
@@ -264,7 +264,7 @@ AHEAD = "UPDATE pgfence_slot SET done = done + interval '3 years', tried = tried
 async def test_a_slot_done_by_a_wrong_clock_is_reported_and_repairable(
     world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server's clock was years ahead once: nothing runs, no way of asking is silent, the statement in the message helps."""
+    """The server's clock was once years ahead: nothing runs, every call reports it, and the statement in the message repairs it."""
     engine, calls = world.engine(), []
     await world.call((await world.call(once(world, name, engine).acquire)).release)
     admin.execute(AHEAD, [name])
@@ -482,7 +482,7 @@ async def test_missing_tables_are_named_with_the_command(world: World, name: str
 async def test_unusable_arguments_are_rejected_in_the_constructor(
     world: World, name: str, given: dict[str, Any], error: type[Exception]
 ) -> None:
-    """C100: a typed error at the constructor, in both halves."""
+    """C100: a typed error in the constructor, in both twins."""
     with pytest.raises(error):
         once(world, name, **given)
     with pytest.raises((TypeError, ValueError)):

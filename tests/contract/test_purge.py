@@ -45,7 +45,7 @@ def keys(admin: psycopg.Connection[Any], name: str) -> Iterator[Keys]:
 
 @pytest.mark.every_driver
 async def test_only_expired_keys_are_deleted(world: World, keys: Keys) -> None:
-    """C109: done, failed or freed, of any namespace; a key in time stays, and so does a running one, whatever its time."""
+    """C109: done, failed or freed, of any namespace; an unexpired key is kept, and so is a running one, even if expired."""
     for what, status in (("done", "done"), ("failed", "failed"), ("freed", "free")):
         keys.fill(what, 7, life=-10, status=status)
     keys.fill("other", 2, life=-10, scope=f"{keys.scope}\x1f{keys.scope}")
@@ -62,7 +62,7 @@ async def test_only_expired_keys_are_deleted(world: World, keys: Keys) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("level", ["AUTOCOMMIT", "SERIALIZABLE", None])
 async def test_each_batch_is_a_separate_transaction(world: World, keys: Keys, level: str | None) -> None:
-    """Of 25 keys 10, 10 and 4 go, each batch by a commit, and one that is renewed just before stays, whatever the engine's default."""
+    """Of 25 keys 10, 10 and 4 are deleted, each batch with a commit; one that is renewed just before is kept."""
     engine = world.engine(**({"isolation_level": level} if level else {}))
     seen: list[int] = []
     renew = "UPDATE pgfence_idempotency_key SET expires_at = clock_timestamp() + interval '1 h' WHERE scope = %s AND key = 'old3'"

@@ -64,7 +64,7 @@ async def test_a_try_on_what_is_held_here_is_busy(world: World, noun: Any, name:
 
 @both
 async def test_a_skipping_function_that_meets_itself_is_skipped(world: World, name: str) -> None:
-    """The inner call of a recursive function returns None, and the outer one goes on."""
+    """The inner call of a recursive function returns None, and the outer one continues."""
     ran: list[Any] = []
 
     def sync() -> str:
@@ -84,7 +84,7 @@ async def test_a_skipping_function_that_meets_itself_is_skipped(world: World, na
 @both
 @pytest.mark.parametrize("shared", [False, True])
 async def test_a_transaction_does_not_wait_for_its_own_tasks_lock(world: World, name: str, *, shared: bool) -> None:
-    """It would wait for its own session: SelfDeadlockError at once, and the transaction goes on as it was."""
+    """It would wait for its own session: SelfDeadlockError at once, and the transaction stays usable."""
     engine, elsewhere = world.engine(), world.engine()
     async with world.enter(advisory(world, engine, name).hold()), transactions.session(world, elsewhere) as work:
         mine = transactions.lock(work, "before", name, "other", shared=shared)
@@ -115,7 +115,7 @@ async def test_a_transaction_on_the_connection_of_the_lock_is_granted(world: Wor
 async def test_a_transaction_waits_for_the_lock_of_another_task(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The caller's own hold of that name in another database does not stand in the way, and another task will end."""
+    """The caller's own hold of that name in another database does not count, and another task will end."""
     engine, other = world.engine(), world.other()
     another_database = world.engine(dsn=dsn.rsplit("/", 1)[0] + "/postgres")
     theirs = await other.call(advisory(world, engine, name).acquire)
@@ -131,7 +131,7 @@ async def test_a_transaction_waits_for_the_lock_of_another_task(
 
 @both
 async def test_a_lock_does_not_wait_for_its_own_hold_on_another_engine(world: World, name: str) -> None:
-    """Two engines of one database have two local queues; the server names the session that this very task has."""
+    """Two engines of one database have two local queues; the server shows that the holder is this very task."""
     one, two = world.engine(), world.engine()
     async with world.enter(advisory(world, one, name).hold()) as held:
         assert await world.call(advisory(world, two, name).try_acquire) is None

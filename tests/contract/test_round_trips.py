@@ -1,4 +1,4 @@
-"""How often a transaction waits for the server: BEGIN shares a round trip with the first statement of ours."""
+"""How often a transaction waits for the server: BEGIN shares a round trip with the first statement of pgfence."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ ORIGINAL = psycopg.Cursor.execute
 async def test_instrumented_cursors_see_each_statement(
     world: World, name: str, counting: CountingProxy, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cursor that measures statements sees ours, from start to end, and BEGIN is sent separately."""
+    """A cursor that measures statements sees those of pgfence, from start to end, and BEGIN is sent separately."""
     options: dict[str, Any] = {}
     if way == "cursor factory":
         options["connect_args"] = {"cursor_factory": TracedCursor}
@@ -313,7 +313,7 @@ async def test_a_text_that_cannot_be_sent_leaves_the_transaction_open(world: Wor
 async def test_a_connection_lost_at_begin_is_replaced(
     world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture, observed: bool
 ) -> None:
-    """A session that the server ended meanwhile is reported as such, without a warning of the driver, and thrown away."""
+    """A session that the server has ended is reported as such, without a warning of the driver, and discarded."""
     engine = world.engine(pool_size=1, max_overflow=0)
     if observed:
         listen(engine, "after_cursor_execute", lambda *_: None)

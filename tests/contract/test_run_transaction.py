@@ -130,7 +130,7 @@ async def test_a_serialization_failure_at_an_update_is_retried(world: World, row
 
 @pytest.mark.every_driver
 async def test_a_serialization_failure_at_commit_is_retried(world: World, row: Row) -> None:
-    """Two SERIALIZABLE transactions that read each other's row: one is refused at COMMIT, and its work runs again."""
+    """Two SERIALIZABLE transactions read each other's row: one is rejected at COMMIT, and its work runs again."""
     engine = world.engine(isolation_level="SERIALIZABLE")
     other = create_engine(world.dsn.replace("postgresql:", "postgresql+psycopg:"), isolation_level="SERIALIZABLE")
     flushed: list[int] = []
@@ -197,7 +197,7 @@ async def test_a_deadlock_is_retried(world: World, row: Row) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("error", [conflict(precondition=False), StaleDataError("x"), DeadlockError("x")], ids=repr)
 async def test_curable_errors_are_retried(world: World, error: Exception) -> None:
-    """A version conflict, SQLAlchemy's own, and a deadlock that was waiting for a lock of ours."""
+    """A version conflict, SQLAlchemy's own, and a deadlock while waiting for a lock of pgfence."""
     calls: list[int] = []
 
     def work(session: Session) -> str:

@@ -47,7 +47,7 @@ async def nested(world: World, outer: Any, inner: Callable[[], Any]) -> None:
 
 
 async def test_inside_another_one_it_is_rejected(world: World, row: Row) -> None:
-    """C069: a transaction inside one on the same database would be committed apart and repeated: refused, nothing is run."""
+    """C069: a nested transaction on the same database would be committed separately and repeated: rejected, nothing is run."""
     engine = world.engine()
     outer, same = factory(world, engine), factory(world, engine.execution_options(isolation_level="SERIALIZABLE"))
     for inner in (outer, same):
@@ -153,7 +153,7 @@ async def test_a_rolled_back_test_can_run_it(world: World, row: Row) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("swallow", [False, True])
 async def test_a_snapshot_is_not_retried_in_a_savepoint(world: World, row: Row, swallow: bool) -> None:
-    """A savepoint keeps the snapshot: 40001 would come back for ever. It is raised once, with the reason."""
+    """A savepoint keeps the snapshot, so 40001 would recur forever. It is raised once, with the reason."""
     calls: list[int] = []
 
     def work(session: Session) -> None:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.twins
 
 @pytest.mark.every_driver
 async def test_an_error_that_was_swallowed_is_not_taken_for_a_commit(world: World, row: Row) -> None:
-    """After an error PostgreSQL answers COMMIT with a ROLLBACK and no error: what the function caught is raised."""
+    """After an error PostgreSQL answers COMMIT with a ROLLBACK and no error: the swallowed error is raised."""
 
     def work(session: Session) -> str:
         row.add_one(session)
@@ -127,7 +127,7 @@ async def test_a_lost_connection_that_was_swallowed_is_raised(
 @pytest.mark.every_driver
 @pytest.mark.usefixtures("tables")
 async def test_a_stale_token_that_was_swallowed_is_raised(world: World, name: str) -> None:
-    """A refusal of the fence stays one, and is not tried again: this holder has been overtaken."""
+    """A rejection by the fence is raised and not retried, because another holder has taken over."""
     engine = world.engine()
     tokens: list[int] = []
     calls: list[int] = []
@@ -185,7 +185,7 @@ async def test_work_that_continues_after_its_own_commit_is_rejected(world: World
 async def test_two_databases_are_not_retried_after_one_commit(
     world: World, row: Row, admin: psycopg.Connection[Any]
 ) -> None:
-    """The second COMMIT is refused with 40001 when the first is done: who tried again would write the first one twice."""
+    """The second COMMIT is rejected with 40001 after the first succeeded: a retry would write to the first one twice."""
     other = Row(admin)
     for mine, first in ((row, other), (other, row)):
         admin.execute(
@@ -238,7 +238,7 @@ async def test_a_cancelled_task_leaves_its_connection_whole(dsn: str, row: Row) 
 
 @pytest.mark.every_driver
 async def test_autocommit_is_rejected_before_anything_is_sent(world: World, row: Row) -> None:
-    """Where each statement commits by itself, another attempt would do it twice."""
+    """If each statement commits by itself, another attempt would run it twice."""
 
     def work(session: Session) -> None:
         session.execute(text(f"UPDATE {row.table} SET n = n + 1"))

@@ -40,7 +40,7 @@ TAKE = "SELECT granted, token FROM {} (%s, gen_random_uuid()::text, 10, 0, 0, NU
 
 @pytest.fixture
 def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
-    """A schema of its own that is not there yet, and a prefix that has to be quoted."""
+    """A schema that does not exist yet, and a prefix that must be quoted."""
     here = TableNames(f"Tenant {name[-12:]}", 'p%"')
     yield here
     admin.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(here.schema or "")))
@@ -98,7 +98,7 @@ async def test_drop_all_leaves_nothing_and_may_be_repeated(
 async def test_on_a_connection_it_is_part_of_the_callers_transaction(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """Rolled back by the caller, nothing was made."""
+    """Rolled back by the caller, nothing is created."""
     async with connection(world, engine_at(world, place)) as open_connection:
         await given(schema.create_all(open_connection))
         await given(open_connection.rollback())
@@ -109,7 +109,7 @@ async def test_on_a_connection_it_is_part_of_the_callers_transaction(
 async def test_autocommit_is_rejected_on_a_connection_not_on_an_engine(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """All or nothing needs a transaction: the caller's Connection has none, a Connection of our own gets one."""
+    """All or nothing needs a transaction: the caller's Connection has none, a Connection of pgfence gets one."""
     engine = engine_at(world, place, isolation_level="AUTOCOMMIT")
     async with connection(world, engine) as open_connection:
         with pytest.raises(TransactionStateError, match="pass the engine"):
@@ -121,7 +121,7 @@ async def test_autocommit_is_rejected_on_a_connection_not_on_an_engine(
 async def test_a_schema_per_tenant_by_schema_translate_map(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """One engine, an `execution_options` copy for each tenant: each has tables of its own, and tokens of its own."""
+    """One engine, an `execution_options` copy for each tenant: each has its own tables and its own tokens."""
     engine = world.engine()
     configure(engine, schema="tenant", prefix=place.prefix)
     other = TableNames(f"{place.schema} 2", place.prefix)
@@ -145,7 +145,7 @@ async def test_a_connections_own_translate_map_counts(world: World, place: Table
 async def test_without_a_schema_the_search_path_decides_once(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """Made in the first schema of the search path; from then on found, also by a path that begins elsewhere."""
+    """Created in the first schema of the search path, and then found also by a path that begins elsewhere."""
     admin.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(place.schema or "")))
     engine = world.engine()
     configure(engine, prefix=place.prefix)
@@ -300,7 +300,7 @@ async def test_what_is_missing_is_created_again(
 
 
 def test_a_newer_version_is_good_enough(dsn: str, place: TableNames, admin: psycopg.Connection[Any]) -> None:
-    """Functions keep their names, so what a later release made serves this one too."""
+    """Functions keep their names, so tables of a later release serve this one too."""
     engine = world_engine(dsn, place)
     schema.create_all(engine)
     admin.execute(f"INSERT INTO {place.name('schema_version')} (version) VALUES (99)".encode())
@@ -412,7 +412,7 @@ async def test_a_role_with_the_listed_rights_only_can_use_everything(
 async def test_each_listed_right_is_needed(
     world: World, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any], missing: int
 ) -> None:
-    """Without any one of them something is refused, and the error is a SchemaError with a GRANT."""
+    """Without any one of them an operation fails, and the error is a SchemaError with a GRANT."""
     await given(schema.create_all(engine_at(world, place)))
     least = role()
     statements = build_grants(place, least.split("//")[1].split(":")[0])
@@ -452,7 +452,7 @@ def test_a_place_that_has_no_usable_names_is_rejected(schema_name: str | None, p
 
 
 def test_the_longest_prefix_is_cut_nowhere(dsn: str, place: TableNames, admin: psycopg.Connection[Any]) -> None:
-    """No name of ours is longer than the server keeps, and a fence with it is found again."""
+    """No name of pgfence is longer than the server keeps, and a fence with it is found again."""
     here = TableNames(place.schema, "p" * 40)
     engine = world_engine(dsn, here)
     schema.create_all(engine)

@@ -174,7 +174,7 @@ def test_what_else_is_in_a_row_does_not_matter(
     kind: str,
     odd: str,
 ) -> None:
-    """A JSON text that no jsonb can hold, or a large value, beside the columns that name the resource: the same answers."""
+    """A JSON text that jsonb cannot hold, or a large value, beside the columns of the resource: the same results."""
     admin.execute(
         f'ALTER TABLE "{books}" ADD odd {kind}; ALTER TABLE "{books}" ALTER odd SET STORAGE EXTERNAL'.encode()
     )
@@ -244,7 +244,7 @@ def test_partitions_are_fenced_by_whatever_name_they_are_written(
 def test_a_partition_alone_can_be_fenced(
     engine: Any, partitioned: str, resource: str, write: Callable[..., str | None]
 ) -> None:
-    """Written through its parent or by its own name: refused; its neighbours stay open."""
+    """Writes through its parent and by its own name are rejected; its neighbours stay open."""
     schema.add_fence(engine, f"{partitioned}_low", resource=resource)
     for table in ("", "_low"):
         assert write(f"INSERT INTO {partitioned}{table} VALUES (1)") == NO_TOKEN
@@ -272,7 +272,7 @@ async def test_a_second_call_changes_nothing_and_another_resource_replaces(
 
 
 def fence_impatiently(engine: Any, table: str, resource: str) -> int:
-    """Fence a table without waiting for anybody, and return how many statements that took."""
+    """Fence a table without waiting, and return how many statements that took."""
     with engine.begin() as own:
         own.exec_driver_sql("SET LOCAL lock_timeout = '1s'")
         sent: list[str] = []
@@ -379,7 +379,7 @@ async def test_a_table_may_be_a_name_a_table_or_a_mapped_class(
 async def test_a_tables_schema_is_translated_like_in_every_statement(
     world: World, books: str, resource: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The schema of a Table goes through `schema_translate_map`."""
+    """`schema_translate_map` applies to the schema of a Table."""
     table = Table(books, MetaData(schema="tenant"), Column("book", Integer))
     engine = world.engine(execution_options={"schema_translate_map": {"tenant": "public"}})
     await given(schema.add_fence(engine, table, resource=resource))
@@ -406,7 +406,7 @@ def test_an_argument_that_is_not_a_table_is_rejected(engine: Any, wrong: Any) ->
 
 
 async def test_a_table_that_is_not_there_is_named(world: World, books: str, admin: psycopg.Connection[Any]) -> None:
-    """Missing, a view, a sequence: each is refused by name."""
+    """Missing, a view, a sequence: each is rejected by name."""
     engine = world.engine()
     admin.execute(f'CREATE VIEW "{books} view" AS SELECT * FROM "{books}"')
     for call, message in (
@@ -501,7 +501,7 @@ async def test_only_its_owner_can_fence_a_table(world: World, books: str, name: 
 async def test_a_fence_is_part_of_the_callers_transaction(
     world: World, books: str, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Rolled back, there is none; in autocommit it is refused."""
+    """Rolled back, it does not exist; in autocommit it is rejected."""
     async with connection(world, world.engine()) as open_connection:
         await given(schema.add_fence(open_connection, books, resource=name))
         await given(open_connection.rollback())

@@ -44,7 +44,7 @@ def parent(admin: psycopg.Connection[Any]) -> Iterator[str]:
 
 
 def held(connection: Connection, table: str) -> str | None:
-    """Return how this transaction keeps others from a table: writers, everybody, or nobody."""
+    """Return which sessions this transaction blocks from a table: writers, all, or none."""
     rows = connection.exec_driver_sql(
         f"SELECT mode FROM pg_locks WHERE pid = pg_backend_pid() AND relation = '{table}'::regclass"
     ).scalars()

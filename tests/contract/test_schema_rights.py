@@ -75,7 +75,7 @@ FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
 
 @pytest.fixture
 def place(dsn: str, admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
-    """Tables in a schema of their own, with a lease on "a" that the owner holds."""
+    """Tables in a separate schema, with a lease on "a" that the owner holds."""
     here = TableNames(f"rights_{name[-12:]}", "r_")
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     configure(engine, schema=here.schema, prefix=here.prefix)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
-    """A schema of its own."""
+    """A separate schema."""
     here = TableNames(f"version_{name[-12:]}")
     yield here
     admin.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(here.schema or "")))
@@ -104,7 +104,7 @@ def test_a_lease_of_an_older_release_is_respected(
 def test_each_version_can_be_created_twice_upgraded_and_downgraded(
     place: TableNames, admin: psycopg.Connection[Any], version: int
 ) -> None:
-    """Every version can be made, made again, brought to the newest, and brought back, and knows what it is."""
+    """Every version can be created, created again, upgraded to the newest and downgraded, and reports its version."""
     for _ in range(2):
         make(admin, tables.build_creation(place, version))
     assert versions(admin, place) == [version]
@@ -174,7 +174,7 @@ def test_a_downgrade_leaves_what_the_older_version_made(
 def test_an_upgrade_behind_an_open_transaction_lets_renewals_pass(
     dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any], read: str
 ) -> None:
-    """A transaction that has read one of the tables keeps the upgrade waiting, and held leases are renewed meanwhile."""
+    """A transaction that has read a table blocks the upgrade, and held leases are renewed in the meantime."""
     make(admin, tables.build_creation(place, 2))
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     configure(engine, schema=place.schema)

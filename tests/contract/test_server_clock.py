@@ -24,7 +24,7 @@ TTL = 30.0
 
 
 class Clock:
-    """The clock of an installation of its own, which a test may set."""
+    """The clock of one installation, which a test can set."""
 
     def __init__(self, admin: psycopg.Connection[Any], schema: str) -> None:
         self._admin = admin
@@ -37,7 +37,7 @@ class Clock:
 
 @pytest.fixture
 def schema(admin: psycopg.Connection[Any], name: str) -> Iterator[str]:
-    """Tables and functions in a schema of their own, which ask a clock of their own."""
+    """Tables and functions in a separate schema, which read their own clock."""
     schema = f"clock_{name[-12:]}"
     admin.execute(f"CREATE SCHEMA {schema}".encode())
     admin.execute(f"CREATE TABLE {schema}.ahead AS SELECT 0::float8 AS seconds".encode())
@@ -106,7 +106,7 @@ def test_a_lease_released_between_two_steps_back_is_free(engine: Engine, clock: 
 def test_a_holder_keeps_its_lease_when_the_clock_is_set_back(
     engine: Engine, clock: Clock, rival: Caller, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is renewed, nobody else gets it, the log tells of the clock; max_hold and min_hold end when they would have ended."""
+    """It is renewed, no other holder gets it, and the log mentions the clock; max_hold and min_hold end when expected."""
     clock.set(HOUR)
     lease = Lease(engine, name, ttl=TTL, max_hold=100, min_hold=20)
     held = lease.acquire()

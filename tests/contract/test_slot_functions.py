@@ -60,7 +60,7 @@ class Caller:
         return row[0], row[2]
 
     def finish(self, slot: datetime = SLOT, *, done: bool = True) -> str:
-        """Return what the server answers."""
+        """Return the server's result."""
         row = self.connection.execute(
             f"SELECT {self.place}finish_slot_v1(%s, %s, %s, %s, %s)".encode(),
             [self.name, self.lease, self.token, slot, done],
@@ -112,7 +112,7 @@ def test_an_earlier_slot_than_the_one_done_is_over(one: Caller) -> None:
 
 
 def test_a_failed_attempt_leaves_the_slot_to_the_next(one: Caller, other: Caller) -> None:
-    """Given back undone it is free at once, with a larger token, and the next attempt knows that it is not the first."""
+    """Released undone it is free at once, with a larger token, and the next attempt knows that it is not the first."""
     assert one.acquire() == ("granted", 1)
     assert one.finish(done=False) == "released"
     assert other.acquire() == ("granted", 2)
@@ -120,7 +120,7 @@ def test_a_failed_attempt_leaves_the_slot_to_the_next(one: Caller, other: Caller
 
 
 def test_an_attempt_that_died_is_seen(one: Caller, other: Caller) -> None:
-    """After the TTL of an attempt that was not given back, the next one is granted and marked as resuming."""
+    """After the TTL of an attempt that was not released, the next one is granted and marked as resuming."""
     one.acquire(ttl=0.2)
     while (found := other.acquire()) == ("busy", 1):
         pass
@@ -137,7 +137,7 @@ def test_the_next_slot_is_a_first_attempt_again(one: Caller) -> None:
 
 
 def test_a_request_with_a_lost_response_can_be_repeated(one: Caller, other: Caller) -> None:
-    """C084: the same grant, asked for twice, is one attempt; the same end, told twice, is one end."""
+    """C084: the same grant, requested twice, is one attempt; the same end, sent twice, is one end."""
     assert one.acquire() == ("granted", 1)
     token = one.token
     assert one.acquire() == ("granted", 1)
@@ -295,7 +295,7 @@ def test_a_request_during_the_finish_learns_that_the_slot_is_done(
 
 
 def test_a_crash_forgets_no_slot_that_is_done(make_server: Callable[..., OwnServer], name: str) -> None:
-    """With synchronous_commit off as the default, an immediate stop right after the answer loses neither done nor token."""
+    """With synchronous_commit off by default, an immediate stop right after the response loses neither slot nor token."""
     server = make_server(fsync=True, settings={"synchronous_commit": "off", "wal_writer_delay": "10s"})
     create(server.dsn)
     for attempt in range(1, 4):  # a few, for the log may be written by chance

@@ -284,7 +284,7 @@ BAD = [
 
 
 async def test_bad_input_is_rejected_before_any_statement(world: World) -> None:
-    """Scopes, keys, reasons, actors, ages and prefixes that cannot be used are refused without asking the server."""
+    """Scopes, keys, reasons, actors, ages and prefixes that cannot be used are rejected without a query."""
     engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/nothing")
     for wrong, error in BAD:
         arguments = {"scope": "s", "key": "k", "reason": "hung"} | wrong
@@ -302,7 +302,7 @@ async def test_bad_input_is_rejected_before_any_statement(world: World) -> None:
 
 @pytest.mark.every_driver
 async def test_without_a_server_it_is_unreachable(world: World) -> None:
-    """Both say that there was no answer."""
+    """Both raise that there was no response."""
     engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/nothing")
     with pytest.raises(UnreachableError):
         await world.call(monitoring.stuck_keys, engine)
@@ -344,7 +344,7 @@ async def test_what_a_role_may_not_do_is_named_and_nothing_is_done(
 
 
 def test_a_server_that_takes_no_writes_says_so(attempts: Attempts, role: Callable[..., str], dsn: str) -> None:
-    """A session that may only read is answered as a standby is."""
+    """A read-only session raises the same error as a standby."""
     attempts.claim("k")
     options = "options=-cdefault_transaction_read_only%3Don"
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}?{options}")

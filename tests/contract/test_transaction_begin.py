@@ -46,7 +46,7 @@ def source(request: pytest.FixtureRequest, world: World) -> Any:
 async def test_the_block_commits_and_then_the_lock_is_free(
     world: World, source: Any, name: str, journal: str, admin: psycopg.Connection[Any], advisory_rows: Any
 ) -> None:
-    """Inside both names are held; after the block the work is committed, the lock free and the connection given back."""
+    """Inside, both names are held; after the block the work is committed, the lock free and the connection returned."""
     for n in range(2):
         async with world.enter(begin(world, source, name, name + ":2", timeout=1)) as work:
             assert len(advisory_rows()) == 2
@@ -100,7 +100,7 @@ async def test_the_lock_is_the_first_statement(world: World, source: Any, name: 
 
 @pytest.mark.matrix
 async def test_a_busy_lock_raises_on_entering(world: World, source: Any, name: str) -> None:
-    """The body does not run, and the connection goes back to the pool."""
+    """The body does not run, and the connection is returned to the pool."""
     async with connection(world, world.engine()) as holder:
         await world.call(lock(holder, name).acquire)
         for _ in range(3):
@@ -134,7 +134,7 @@ async def test_modes_and_snapshots_are_passed_on(world: World, name: str) -> Non
 
 
 async def test_begin_rejects_what_it_cannot_open(world: World, name: str) -> None:
-    """Sessions, connections, wrong twins and wrong names are refused at once, with the right place to go."""
+    """Sessions, connections, wrong twins and wrong names are rejected at once, with what to use instead."""
     async with connection(world, world.engine()) as work:
         for wrong in (work, None, world.url):
             with pytest.raises(TypeError, match=r"needs an? .*TransactionLock\(\)"):
@@ -147,7 +147,7 @@ async def test_begin_rejects_what_it_cannot_open(world: World, name: str) -> Non
 
 
 async def test_no_block_is_a_decorator(world: World, name: str) -> None:
-    """A coroutine function under a sync decorator would run after the lock has gone; so there is no decorator."""
+    """A coroutine function under a sync decorator would run after the lock has ended, so there is no decorator."""
     engine = world.engine()
     async with connection(world, engine) as work:
         for block in (begin(world, engine, name), lock(work, name).hold()):

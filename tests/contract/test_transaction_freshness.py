@@ -82,7 +82,7 @@ async def load(world: World, work: Any) -> Account:
 async def test_an_instance_loaded_before_the_lock_is_read_again(
     world: World, engine: Any, name: str, expire: bool
 ) -> None:
-    """100 + 50 elsewhere + 1 here is 151; with expire=False, at the caller's word, it is the lost update 101."""
+    """100 + 50 elsewhere + 1 here is 151; with expire=False, by the caller's choice, it is the lost update 101."""
     async with session(world, engine) as work:
         account = await load(world, work)
         await deposit_elsewhere(world, engine)
@@ -95,7 +95,7 @@ async def test_an_instance_loaded_before_the_lock_is_read_again(
 
 
 async def test_an_expired_instance_loads_on_access_in_a_sync_session(world: World, engine: Any, name: str) -> None:
-    """No refresh() is needed there; in an async session the mistake is loud, not silent."""
+    """No refresh() is needed there; in an async session the mistake raises instead of passing silently."""
     async with session(world, engine, expire_on_commit=False) as work:
         account = await load(world, work)
         await world.call(work.commit)
@@ -158,7 +158,7 @@ async def test_new_instances_are_left_alone_and_nothing_is_flushed(world: World,
 
 
 async def test_what_is_flushed_may_be_locked_after(world: World, engine: Any, name: str) -> None:
-    """flush() is the caller's word that a change is right: its row is locked by PostgreSQL, and read again."""
+    """By flush() the caller asserts that a change is right: PostgreSQL locks its row, and it is read again."""
     async with session(world, engine) as work:
         account = await load(world, work)
         account.balance += 1
@@ -169,7 +169,7 @@ async def test_what_is_flushed_may_be_locked_after(world: World, engine: Any, na
 
 
 async def test_a_loaded_collection_is_read_again(world: World, engine: Any, name: str) -> None:
-    """Freshness goes for relationships, not for columns alone."""
+    """Relationships are refreshed too, not only columns."""
     async with session(world, engine) as work:
         account = await load(world, work)
         await world.call(work.refresh, account, ["entries"])
@@ -230,7 +230,7 @@ async def test_what_the_holder_committed_is_read_after_a_wait(world: World, engi
 async def test_a_snapshot_older_than_the_lock_is_rejected(
     world: World, name: str, level: str, names: int, advisory_rows: Any
 ) -> None:
-    """C016: nothing is taken before the refusal, the transaction goes on, and stale_snapshot_ok asks all the same."""
+    """C016: nothing is acquired before the rejection, the transaction stays usable, and stale_snapshot_ok skips the check."""
     engine = world.engine(isolation_level=level)
     wanted = [f"{name}:{n}" for n in range(names)]
     async with session(world, engine) as work:
@@ -313,7 +313,7 @@ async def test_a_session_with_an_engine_per_class_says_what_it_needs(world: Worl
 
 
 async def test_the_lock_does_not_disturb_the_sessions_events(world: World, engine: Any, name: str) -> None:
-    """A lock is no ORM statement: do_orm_execute and flush events of the user hear nothing of it."""
+    """A lock is not an ORM statement: do_orm_execute and flush events of the application do not see it."""
     heard: list[str] = []
     async with session(world, engine) as work:
         sync = getattr(work, "sync_session", work)

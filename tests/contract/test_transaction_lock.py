@@ -56,7 +56,7 @@ async def test_a_free_lock_costs_one_statement(world: World, name: str, way: tup
 async def test_several_free_names_cost_one_statement_if_the_lock_is_first(
     world: World, name: str, way: tuple[str, dict[str, Any]]
 ) -> None:
-    """Several names are one statement as the first thing of a transaction, and three with a savepoint later on."""
+    """Several names are one statement if the lock comes first in a transaction, and three with a savepoint later."""
     engine = world.engine()
     method, kwargs = way
     names = [f"{name}:{n}" for n in range(4)]
@@ -100,7 +100,7 @@ async def test_a_new_transaction_asks_again(world: World, name: str, opener: Any
 
 @pytest.mark.every_driver
 async def test_thousands_of_names_are_one_statement(world: World, name: str, advisory_rows: Any) -> None:
-    """2,000 names and pairs, first in the transaction: taken by one statement, all or none of them."""
+    """2,000 names and pairs, first in the transaction: acquired by one statement, all or none of them."""
     engine = world.engine()
     keys = [*(f"{name}:{n}" for n in range(1_900)), *(LockKey.pair(-n, n) for n in range(100))]
     ordered = resolve(keys, "")
@@ -145,7 +145,7 @@ async def test_a_rejection_among_thousands_leaves_none(
 async def test_a_second_transaction_is_kept_out_until_the_first_ends(
     world: World, name: str, kind: str, advisory_rows: Any
 ) -> None:
-    """Whatever carries the transaction, a second one is refused while it lasts, and let in at once afterwards."""
+    """For every kind of transaction, a second one is rejected while the first is open, and admitted right afterwards."""
     engine = world.engine()
     async with connection(world, engine) as other, connection(world, engine) as plain, session(world, engine) as orm:
         work = {"session": orm, "scoped": scoped(world, engine), "connection": plain}[kind]
@@ -211,7 +211,7 @@ async def test_a_lock_is_free_right_after_its_transaction(
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["engine", "connection", "session"])
 async def test_autocommit_is_rejected_before_anything_is_sent(world: World, name: str, kind: str) -> None:
-    """C014: in autocommit the lock would end with its own statement, so asking is an error and no statement goes out."""
+    """C014: in autocommit the lock would end with its own statement, so it is an error and nothing is sent."""
     engine = world.engine(isolation_level="AUTOCOMMIT") if kind == "engine" else world.engine()
     async with connection(world, engine) as plain, session(world, engine) as orm:
         if kind == "connection":
@@ -256,7 +256,7 @@ async def test_leaving_hold_raises_if_its_transaction_ended(world: World, name: 
 @pytest.mark.matrix
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 async def test_leaving_hold_raises_if_its_session_ended(world: World, name: str, end: str) -> None:
-    """C013: the same on a Session, also if it has begun another transaction and taken the lock again."""
+    """C013: the same on a Session, also if it has begun another transaction and acquired the lock again."""
     async with session(world, world.engine()) as work:
         with pytest.raises(TransactionStateError, match="ended inside the block"):
             async with world.enter(lock(work, name).hold()):
@@ -299,7 +299,7 @@ def test_hold_says_so_in_its_first_line(kind: Any) -> None:
 
 
 async def test_a_failed_try_returns_false_and_runs_no_block(world: World, name: str) -> None:
-    """C018: the answer is a plain bool, and entering hold() without the lock raises before the body."""
+    """C018: the result is a plain bool, and entering hold() without the lock raises before the body."""
     engine = world.engine()
     async with connection(world, engine) as first, connection(world, engine) as second:
         await world.call(lock(first, name).acquire)
@@ -369,7 +369,7 @@ async def test_an_invalid_name_is_rejected_in_the_constructor(world: World) -> N
 
 
 async def test_a_name_lives_in_the_configured_namespace(world: World, name: str) -> None:
-    """The engine's namespace goes into names, an argument overrides it, and a ready key keeps its own."""
+    """The engine's namespace applies to names, an argument overrides it, and a LockKey keeps its own."""
     engine = world.engine()
     configure(engine, namespace="shop")
     ways = (({}, "shop"), ({"namespace": "other"}, "other"), ({"namespace": ""}, ""))
@@ -503,7 +503,7 @@ async def test_a_failed_request_for_several_names_holds_none(
 async def test_a_name_held_before_stays_held_after_a_failed_request(
     world: World, name: str, advisory_rows: Any
 ) -> None:
-    """Giving back takes only what the refused request itself took."""
+    """Only what the failed request itself acquired is released."""
     engine = world.engine()
     names = [f"{name}:{n}" for n in range(3)]
     async with connection(world, engine) as holder, connection(world, engine) as work:

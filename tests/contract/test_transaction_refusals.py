@@ -43,7 +43,7 @@ async def test_an_engine_or_a_factory_is_pointed_to_begin(world: World, name: st
 
 
 async def test_the_wrong_twin_is_named(world: World, name: str) -> None:
-    """A sync lock refuses async sessions and connections, an async lock sync ones, and each names the other."""
+    """A sync lock rejects async sessions and connections, an async lock sync ones, and each names the other."""
     engine = world.engine()
     twin = world.pick(AsyncTransactionLock, TransactionLock)
     async with session(world, engine) as orm, connection(world, engine) as plain:
@@ -56,7 +56,7 @@ async def test_the_wrong_twin_is_named(world: World, name: str) -> None:
 @pytest.mark.parametrize("wrong", [None, "session", object(), 5])
 @pytest.mark.parametrize("kind", [TransactionLock, AsyncTransactionLock])
 def test_other_objects_are_rejected_with_what_to_pass(kind: Any, wrong: Any) -> None:
-    """The message names what is needed and where the rest goes."""
+    """The message says what is needed, and where the other arguments belong."""
     with pytest.raises(TypeError, match=r"begin\(\)"):
         kind(wrong, "a")
 
@@ -73,7 +73,7 @@ async def test_a_lock_shows_its_names(world: World, name: str) -> None:
 
 @pytest.mark.every_driver
 async def test_a_standby_is_rejected(world: World, name: str, standby: Any) -> None:
-    """C046: a lock on a standby excludes no other session; with one name or several, nothing is taken there."""
+    """C046: a lock on a standby excludes no other session; with one name or several, nothing is acquired there."""
     engine = world.engine(dsn=standby.dsn)
     async with session(world, engine) as work:
         for _ in range(2):
@@ -96,7 +96,7 @@ def test_another_dialect_is_named() -> None:
 
 @pytest.mark.every_driver
 async def test_another_driver_is_named(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver whose ways are unknown is refused by name."""
+    """An unknown driver is rejected by name."""
     engine = world.engine()
     async with session(world, engine) as work:
         await world.call(work.connection)
@@ -108,7 +108,7 @@ async def test_another_driver_is_named(world: World, name: str, monkeypatch: pyt
 
 
 async def test_an_old_server_is_named(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PostgreSQL before 14 is refused with its version."""
+    """PostgreSQL before 14 is rejected with its version."""
     engine = world.engine()
     async with session(world, engine) as work:
         await world.call(work.connection)
@@ -148,7 +148,7 @@ async def test_it_works_behind_a_pooler_in_transaction_mode(world: World, name: 
 @pytest.mark.every_driver
 @pytest.mark.parametrize("names", [1, 2])
 def test_a_pipeline_is_rejected_and_holds_nothing(dsn: str, name: str, names: int, advisory_rows: Any) -> None:
-    """C063: before and after a queued failure the answer is the same error, and pg_locks agrees that nothing is held."""
+    """C063: before and after a queued failure the error is the same, and pg_locks shows that nothing is held."""
     engine = create_engine(dsn.replace("postgresql", "postgresql+psycopg", 1))
     wanted = [f"{name}:{n}" for n in range(names)]
     with engine.connect() as work:
@@ -220,7 +220,7 @@ async def test_a_begin_hook_of_the_user_runs_before_the_lock(world: World, name:
 async def test_a_request_that_would_fill_the_lock_table_is_rejected(
     world: World, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Any
 ) -> None:
-    """C035: 20,000 names in one call are refused before one is taken; DDL and new logins go on as before."""
+    """C035: 20,000 names in one call are rejected before one is locked; DDL and new logins still work."""
     async with session(world, world.engine()) as work:
         with pytest.raises(CapacityError, match="max_locks_per_transaction") as caught:
             await world.call(lock(work, *(LockKey.raw(n) for n in range(20_000))).acquire)

@@ -1,4 +1,4 @@
-"""Rolling back to a savepoint releases the locks taken since; the next request notices that."""
+"""Rolling back to a savepoint releases the locks acquired since; the next request notices that."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_a_savepoint_in_a_statement_without_parameters_is_noticed(world: W
 @pytest.mark.matrix
 @pytest.mark.parametrize("end", ["ROLLBACK", "COMMIT", "end", "/* why */ abort"])
 async def test_an_end_in_plain_text_is_noticed(world: World, engine: Any, name: str, end: str) -> None:
-    """C014: the lock is asked for anew; where the driver goes on without a transaction, that is an error and no grant."""
+    """C014: the lock is requested again; if the driver continues without a transaction, that is an error and not a grant."""
     async with connection(world, engine) as work, connection(world, engine) as other:
         await run(world, work, "SELECT 1")
         await world.call(lock(work, name).acquire)
@@ -215,7 +215,7 @@ async def test_a_failed_block_does_not_leave_a_forbidden_upgrade(world: World, e
 @pytest.mark.matrix
 @pytest.mark.parametrize("when", ["begin", "first statement"])
 async def test_settings_of_a_hook_survive_a_failed_request(world: World, name: str, when: str) -> None:
-    """A hook that sends SET LOCAL at the begin or before the first statement loses nothing when several are given back."""
+    """SET LOCAL of a hook at the begin or before the first statement survives when several names are released."""
     engine = world.engine()
     sync = getattr(engine, "sync_engine", engine)
 
@@ -237,7 +237,7 @@ async def test_settings_of_a_hook_survive_a_failed_request(world: World, name: s
 
 @pytest.mark.twins
 async def test_hooks_cost_several_names_a_savepoint(world: World, engine: Any, name: str) -> None:
-    """A hook might have spoken first, so the transaction is not ours to begin anew: three statements for several names."""
+    """A hook may have sent a statement first, so the transaction cannot be restarted: three statements for several names."""
     sync = getattr(engine, "sync_engine", engine)
 
     def hook(*_: Any) -> None:
@@ -255,7 +255,7 @@ async def test_hooks_cost_several_names_a_savepoint(world: World, engine: Any, n
 
 @pytest.mark.twins
 async def test_many_transactions_leave_no_trace(world: World, name: str) -> None:
-    """What is remembered of a transaction goes with its Connection; nothing grows."""
+    """The record of a transaction is freed with its Connection; nothing grows."""
     engine = world.engine()
 
     async def some(count: int) -> int:

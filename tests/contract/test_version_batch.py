@@ -299,7 +299,7 @@ async def test_a_row_deleted_and_added_in_one_flush_goes_on_from_its_version(wor
 
 @pytest.mark.twins
 async def test_a_class_in_two_tables_is_compared_in_the_first(world: World) -> None:
-    """Joined inheritance: a change to the second table alone raises the version, twice in one session; a stale one is refused."""
+    """Joined inheritance: a change to the second table alone raises the version, twice in one session; a stale one is rejected."""
     engine = world.engine()
     cls = await joined(world, engine)
 
@@ -457,7 +457,7 @@ async def test_other_sessions_keep_their_own_check(world: World) -> None:
 @pytest.mark.async_only
 @pytest.mark.every_driver
 async def test_tasks_beside_a_batch_keep_their_own_check(world: World) -> None:
-    """While one task waits in a batch flush, the flush of another compares row by row, and is refused if it is stale."""
+    """While one task waits in a batch flush, the flush of another compares row by row, and is rejected if it is stale."""
     engine = world.engine(pool_size=8)
     cls = await page(world, engine)
 

@@ -1,4 +1,4 @@
-"""C068: a row kept by a trigger or a policy is not reported as a conflict, whatever a driver can count."""
+"""C068: a row kept by a trigger or a policy is not reported as a conflict, with every driver's row count."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ async def test_a_reader_notices_a_statement(world: World, form: Callable[[Any], 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("synchronize", SYNCHRONIZE)
 async def test_an_instance_can_be_flushed_after_a_statement(world: World, kind: str, synchronize: Any) -> None:
-    """Whatever `synchronize_session` is, an instance that the session has can be changed and flushed after its statement."""
+    """With every `synchronize_session`, an instance of the session can be changed and flushed after a statement on it."""
     engine = world.engine()
     cls = await page(world, engine, kind)
 
@@ -179,7 +179,7 @@ async def test_a_statement_never_makes_a_stale_instance_look_new(world: World, k
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_pending_change_keeps_the_version_it_was_made_at(world: World, kind: str) -> None:
-    """A pending change is not made to look as if it rested on what a statement has written since."""
+    """A pending change is not treated as based on what a statement has written since."""
     engine = world.engine()
     cls = await page(world, engine, kind)
 
@@ -259,7 +259,7 @@ async def test_values_that_come_as_parameters_are_enough(world: World) -> None:
 
 
 async def test_a_plain_session_raises_versions_as_well(world: World) -> None:
-    """The guard belongs to the class, whatever kind of Session executes its statements."""
+    """The guard belongs to the class, for every kind of Session that executes its statements."""
     engine = world.engine()
     cls = await page(world, engine)
 
@@ -521,7 +521,7 @@ async def test_an_update_by_key_after_an_own_statement_is_not_a_conflict(world: 
 
 @pytest.mark.parametrize("kind", EVERY)
 async def test_rolling_back_a_savepoint_expires_rows_of_its_statements(world: World, kind: str) -> None:
-    """A version made by a statement in a savepoint does not stay in memory after the rollback: it can be used again."""
+    """A version written in a savepoint does not stay in memory after the rollback, because it can be used again."""
     engine = world.engine()
     cls = await page(world, engine, kind)
 
@@ -610,7 +610,7 @@ async def test_a_stale_owner_is_a_conflict_after_the_sessions_own_statement(worl
 async def test_an_update_by_primary_key_compares_the_versions_it_is_given(
     world: World, kind: str, synchronize: Any
 ) -> None:
-    """With their versions rows pass, and an instance the session has can be flushed after; a wrong version is refused."""
+    """With their versions rows pass, and an instance of the session can be flushed after; a wrong version is rejected."""
     engine = world.engine()
     cls = await page(world, engine, kind)
     before = await read(world, engine, cls)
@@ -639,7 +639,7 @@ async def test_an_update_by_primary_key_compares_the_versions_it_is_given(
 async def test_an_update_by_primary_key_without_a_version_is_rejected(
     world: World, kind: str, version: dict[str, Any]
 ) -> None:
-    """A row without its version, or with None for it, is refused by name before anything is sent."""
+    """A row without its version, or with None for it, is rejected by name before anything is sent."""
     engine = world.engine()
     cls = await page(world, engine, kind)
     before = await read(world, engine, cls)
@@ -650,7 +650,7 @@ async def test_an_update_by_primary_key_without_a_version_is_rejected(
 
 
 async def test_an_update_by_primary_key_with_criteria_is_rejected(world: World) -> None:
-    """With a WHERE beside the keys SQLAlchemy does not count rows, so a conflict would pass without a word."""
+    """With a WHERE beside the keys SQLAlchemy does not count rows, so a conflict would pass silently."""
     engine = world.engine()
     cls = await page(world, engine)
     given = [{"id": 1, "version": 1, "title": "x"}, {"id": 2, "version": 1, "title": "x"}]

@@ -1,4 +1,4 @@
-"""By default a flush writes several versioned rows of a table together, and a single row by itself."""
+"""By default a flush writes several versioned rows of a table together, and a single row separately."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_rows_that_a_relationship_leads_to_are_one_statement(world: World)
 
 @pytest.mark.parametrize("shared", [True, False])
 async def test_rows_are_sent_one_by_one_where_a_count_says_too_little(world: World, shared: bool) -> None:
-    """On a shared Connection, and in AUTOCOMMIT, each row is written by a statement of its own."""
+    """On a shared Connection, and in AUTOCOMMIT, each row is written by a separate statement."""
     engine = world.engine(isolation_level="READ COMMITTED" if shared else "AUTOCOMMIT")
     cls = await page(world, engine)
 

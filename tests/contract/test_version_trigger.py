@@ -101,7 +101,7 @@ def test_a_table_may_be_named_with_its_schema(engine: Any, admin: psycopg.Connec
 
 
 def test_partitions_count_too(engine: Any, admin: psycopg.Connection[Any]) -> None:
-    """Rows of a partition made later count, and a row keeps its count when it moves to another partition."""
+    """Rows of a partition created later count, and a row keeps its count when it moves to another partition."""
     name = f"parts_{secrets.token_hex(6)}"
     admin.execute(f"CREATE TABLE {name} (id int, version int NOT NULL DEFAULT 1) PARTITION BY LIST (id)".encode())
     admin.execute(f"CREATE TABLE {name}_1 PARTITION OF {name} FOR VALUES IN (1)".encode())
@@ -114,7 +114,7 @@ def test_partitions_count_too(engine: Any, admin: psycopg.Connection[Any]) -> No
 
 
 def test_a_nullable_column_is_rejected_with_the_way_to_fill_it(engine: Any, admin: psycopg.Connection[Any]) -> None:
-    """The error's command makes the column fit; after it the trigger is made."""
+    """The error's command fixes the column; after it the trigger can be created."""
     name = f"old_{secrets.token_hex(6)}"
     admin.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, version bigint)".encode())
     admin.execute(f"INSERT INTO {name} VALUES (1)".encode())

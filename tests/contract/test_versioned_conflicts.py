@@ -272,7 +272,7 @@ async def test_a_stale_row_of_another_class_stays_sqlalchemys_error(
 
 @pytest.mark.twins
 async def test_after_a_conflict_the_session_reads_what_is_there(world: World, admin: psycopg.Connection[Any]) -> None:
-    """C069: until rollback() it refuses work; after it the instances are read again, and a second attempt passes."""
+    """C069: until rollback() the session rejects work; after it the instances are read again, and a second attempt passes."""
     engine = world.engine()
     cls = await pages(world, engine)
 
@@ -450,7 +450,7 @@ async def test_a_row_that_a_policy_hides_counts_as_deleted(world: World, admin: 
 
 
 async def test_merge_without_a_version_overwrites_nothing(world: World, admin: psycopg.Connection[Any]) -> None:
-    """C072: an instance made from a form has no version; where there is a row it is refused, where there is none it is added."""
+    """C072: an instance from a form has no version; if its row exists it is rejected, otherwise it is added."""
     engine = world.engine()
     cls = await pages(world, engine)
 
@@ -487,7 +487,7 @@ async def test_merge_of_what_was_read_before_compares_the_version(world: World, 
 
 
 async def test_merge_looks_at_what_it_takes_along(world: World) -> None:
-    """A related instance without a version is refused as well."""
+    """A related instance without a version is rejected as well."""
     engine = world.engine()
 
     class Family(DeclarativeBase):
@@ -546,7 +546,7 @@ def test_merge_inside_a_flush_is_that_of_a_session(engine: Any, cls: Any) -> Non
 
 @pytest.mark.parametrize("given", [None, 5, "x", Card], ids=repr)
 def test_merge_of_what_is_not_mapped_raises_as_in_a_session(given: Any) -> None:
-    """It is SQLAlchemy's UnmappedInstanceError, whatever was passed instead of an instance."""
+    """It is SQLAlchemy's UnmappedInstanceError for anything that is not an instance."""
     with VersionedSession() as session, pytest.raises(UnmappedInstanceError):
         session.merge(given)
     if hasattr(Session, "merge_all"):
@@ -555,7 +555,7 @@ def test_merge_of_what_is_not_mapped_raises_as_in_a_session(given: Any) -> None:
 
 
 def test_unknown_options_are_rejected(engine: Any) -> None:
-    """A misspelled policy is an error where the session is made."""
+    """A misspelled policy is an error when the session is created."""
     with pytest.raises(ValueError, match="bulk must be one of"):
         VersionedSession(engine, bulk="bumps")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="conflict_check must be one of"):

@@ -155,7 +155,7 @@ async def test_a_fenced_class_may_be_versioned_too(world: World, admin: psycopg.
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_assigning_the_version_raises_at_once(world: World, admin: psycopg.Connection[Any], kind: str) -> None:
-    """C072: an assigned version would guard nothing, so it is refused before anything is sent, also on a new instance."""
+    """C072: an assigned version would guard nothing, so it is rejected before anything is sent, also on a new instance."""
     engine = world.engine()
     cls = await pages(world, engine, kind)
 
@@ -283,7 +283,7 @@ async def test_instances_can_be_pickled_and_their_version_comes_along(world: Wor
 
 
 def family(mode: str = "client") -> Any:
-    """An item, a book in a table of its own, and a leaflet in the table of the items."""
+    """An item, a book in a separate table, and a leaflet in the table of the items."""
 
     class Base(DeclarativeBase):
         pass

@@ -300,7 +300,7 @@ async def test_a_row_of_key_and_version_alone_can_count(world: World) -> None:
 
 
 async def test_an_order_is_counted_by_a_column_that_can_be_written(world: World) -> None:
-    """Not by one that is GENERATED ALWAYS AS IDENTITY, nor by one whose load is refused."""
+    """Not by one that is GENERATED ALWAYS AS IDENTITY, nor by one whose load is rejected."""
     engine = world.engine()
 
     class Base(DeclarativeBase):
