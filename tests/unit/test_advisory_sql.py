@@ -115,7 +115,7 @@ def test_values_are_bound_as_the_driver_marks_them(keys: Any, style: ParamStyle)
 
 @given(st.lists(st.one_of(whole, pairs), min_size=1, max_size=6), st.integers(1, 2**31 - 1))
 def test_only_integers_stand_in_the_block(keys: list[LockKey], limit: int) -> None:
-    """Rule 17: a DO block takes no parameters; what stands in it are int64 literals of ours, quoted, and nothing else."""
+    """Rule 17: a DO block takes no parameters; it contains int64 literals, quoted, and nothing else from outside."""
     numbers = r"'-?\d{1,19}'::bigint|'\{(-?\d{1,19},?)*\}'::bigint\[\]|'\d+'(?=, true)"
     for build in (lambda *args: build_wait_for_turn(*args, has_ticket=False, looks=True), build_wait_for_keys):
         first, second = (
@@ -128,7 +128,7 @@ def test_only_integers_stand_in_the_block(keys: list[LockKey], limit: int) -> No
 
 @each_set
 def test_all_waits_come_before_all_holds(keys: Any) -> None:
-    """Rule 2: taken key by key, a timeout would leave a prefix behind."""
+    """Rule 2: locked key by key, a timeout would leave some of them held."""
     order = re.findall(r"pg_advisory(_xact)?_lock\(", build_wait_for_keys(keys, 250)[0])
     assert order == sorted(order, reverse=True)
     assert set(order) == {"_xact", ""}
@@ -174,7 +174,7 @@ def test_each_returns_one_row(keys: Any, session: psycopg.Connection[Any], advis
 def test_a_try_on_another_backend_takes_nothing(
     keys: Any, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
 ) -> None:
-    """C019: behind a pooler the statement may land elsewhere: it answers null there."""
+    """C019: through a pooler the statement may reach another backend, where it returns null."""
     sql = LockSql(keys, "format")
     assert [row[0] for row in rows(session, sql.try_text, (session.info.backend_pid + 1, *sql.unlock_args))] == [None]
     assert advisory_rows() == []
@@ -195,7 +195,7 @@ def test_an_unlock_of_what_is_not_held_is_false(keys: Any, session: psycopg.Conn
 def test_a_wait_that_times_out_holds_nothing(
     keys: Any, dsn: str, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
 ) -> None:
-    """Rule 2: 55P03 from the first form, an empty answer from the quiet one, after a grant before it as well."""
+    """Rule 2: 55P03 from the first form, an empty result from the quiet one, also after an earlier grant."""
     sql, last = LockSql(keys, "format"), LockSql(keys[-1:], "format")
     run(session, build_wait_for_turn(keys, 250, has_ticket=False))
     run(session, build_wait_for_keys(keys, 250))
@@ -215,7 +215,7 @@ def test_a_wait_that_times_out_holds_nothing(
 
 
 def test_the_keys_of_a_set_are_taken_in_its_order(dsn: str, session: psycopg.Connection[Any]) -> None:
-    """C032: everybody takes them in the same order, so the first refusal stops the try before the keys behind it."""
+    """C032: all clients lock them in the same order, so the first rejection stops the try before the keys after it."""
     keys = SETS["many"]
     first, sql = LockSql(keys[:1], "format"), LockSql(keys, "format")
     with psycopg.connect(dsn, autocommit=True) as holder:
@@ -230,7 +230,7 @@ def test_the_keys_of_a_set_are_taken_in_its_order(dsn: str, session: psycopg.Con
 def test_a_try_requests_no_key_after_a_rejected_one(
     keys: Any, dsn: str, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
 ) -> None:
-    """C032: it stops at a key in the middle, gives back exactly what came before, and no setting makes a parallel plan of it."""
+    """C032: it stops at a key in the middle, releases exactly what came before, and no setting makes its plan parallel."""
     sql, middle = LockSql(keys, "format"), len(keys) // 2
     asked = (session.info.backend_pid, *sql.unlock_args)
     newer = session.info.server_version >= 160000

@@ -36,7 +36,7 @@ spans = st.one_of(st.floats(0, 1e9), st.just(math.inf))
     ],
 )
 def test_seconds_are_numbers_or_timedeltas(value: float | timedelta, number: float) -> None:
-    """A timeout is taken as seconds or timedelta and comes back as a float."""
+    """A timeout is passed as seconds or a timedelta and becomes a float."""
     result = seconds(value)
     assert result == number
     assert type(result) is float
@@ -87,7 +87,7 @@ def test_a_deadline_counts_down_to_nothing(timeout: float, now: float, later: fl
 
 
 def test_a_deadline_without_end_never_comes_nearer() -> None:
-    """With math.inf there is always for ever left."""
+    """With math.inf the time left is always infinite."""
     assert Deadline.after(math.inf, 5.0).left(1e300) == math.inf
 
 
@@ -119,7 +119,7 @@ def test_the_first_wait_leaves_time_to_name_the_holder(length: float, left: floa
 
 @given(spans, st.integers(1, 100_000))
 def test_lock_timeout_is_never_0_nor_more_than_the_server_takes(length: float, keys: int) -> None:
-    """0 would wait for ever and 2**31 be refused; all keys together wait no longer than asked, down to 1 ms each."""
+    """0 would wait forever and 2**31 be rejected; all keys together wait no longer than asked, down to 1 ms each."""
     limit = to_milliseconds(length, keys)
     assert 1 <= limit <= 2**31 - 1
     assert type(limit) is int
@@ -155,7 +155,7 @@ def test_pauses_differ() -> None:
 
 
 def test_seeding_random_neither_aligns_pauses_nor_changes_numbers() -> None:
-    """The pauses between polls, renewals and attempts differ after one and the same seed, and take nothing from that generator."""
+    """Pauses between polls, renewals and attempts differ after the same seed, and draw nothing from that generator."""
 
     def drawn() -> list[float]:
         random.seed(7)

@@ -85,7 +85,7 @@ def test_a_sha256_hex15_key_is_the_hand_written_one(vector: dict[str, str]) -> N
     reason="needs pals, sqlalchemy-dlock and django-pglock (the dependency group bench)",
 )
 def test_the_recorded_keys_are_what_the_installed_packages_compute() -> None:
-    """Where the packages are at hand the data file is made anew by them and compared."""
+    """If the packages are installed, the data file is computed again with them and compared."""
     script = [sys.executable, str(DATA / "make_compat_vectors.py"), "--check"]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -118,7 +118,7 @@ def test_old_and_new_key_are_two_locks_in_one_order(name: str) -> None:
 @every_row("make", ONE_NAME)
 @every_row("name", [None, 1.0, True, UUID(int=1), ["a"], bytearray(b"a")])
 def test_a_name_of_the_wrong_type_is_rejected(make: Callable[[Any], LockKey], name: object) -> None:
-    """What is no name is a TypeError, a bool too: it is never locked as 1."""
+    """A value that is not a name is a TypeError, also a bool: it is never locked as 1."""
     with pytest.raises(TypeError, match="must be"):
         make(name)
 

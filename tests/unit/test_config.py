@@ -1,4 +1,4 @@
-"""Settings: kept with the engine, found from whatever is on it, set once."""
+"""Settings: kept with the engine, found from every object that belongs to it, set once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_same_values_twice_are_welcome(engine: Engine) -> None:
 
 
 def test_the_defaults_spelt_out_are_a_setting_too(engine: Engine) -> None:
-    """configure() without values fixes the defaults: other values afterwards are refused."""
+    """configure() without values fixes the defaults: other values afterwards are rejected."""
     configure(engine)
     configure(engine)
     with pytest.raises(ValueError, match=r"call configure\(\) once"):
@@ -87,7 +87,7 @@ def test_other_values_are_rejected_and_change_nothing(engine: Engine) -> None:
 
 
 def test_two_engines_have_two_settings(engine: Engine) -> None:
-    """An engine made from the same URL is another engine, with settings of its own."""
+    """An engine created from the same URL is another engine, with its own settings."""
     other = create_engine(URL)
     configure(engine, namespace="one")
     configure(other, namespace="two")
@@ -95,7 +95,7 @@ def test_two_engines_have_two_settings(engine: Engine) -> None:
 
 
 def test_settings_are_found_from_copies_and_binds(engine: Engine) -> None:
-    """An execution_options() copy and the bind of a Session, scoped or not, lead to the settings, made before or after."""
+    """An execution_options() copy and the bind of a Session, scoped or not, lead to the settings, before or after configure()."""
     early = engine.execution_options(isolation_level="AUTOCOMMIT")
     configure(engine, namespace="bank")
     late = early.execution_options(logging_token="x")
@@ -105,7 +105,7 @@ def test_settings_are_found_from_copies_and_binds(engine: Engine) -> None:
 
 
 def test_a_copy_configures_the_whole_engine(engine: Engine) -> None:
-    """A copy is the same engine: what is set through it holds for the original, and other values are refused."""
+    """A copy is the same engine: settings made through it apply to the original, and other values are rejected."""
     configure(engine.execution_options(logging_token="x"), namespace="bank")
     assert config_of(engine).namespace == "bank"
     with pytest.raises(ValueError, match=r"call configure\(\) once"):
@@ -113,7 +113,7 @@ def test_a_copy_configures_the_whole_engine(engine: Engine) -> None:
 
 
 def test_settings_are_found_from_a_connection() -> None:
-    """A Connection, also one with options of its own, leads to the settings of its engine."""
+    """A Connection, also one with execution options, leads to the settings of its engine."""
     engine = create_engine("sqlite://")
     configure(engine, namespace="bank")
     with engine.connect() as connection:
@@ -142,7 +142,7 @@ def test_settings_are_found_from_the_async_side() -> None:
 
 
 def test_settings_do_not_keep_an_engine_alive() -> None:
-    """An engine that nobody uses any more goes, with settings that point back to it."""
+    """An unused engine is collected, also if its settings refer back to it."""
 
     def made_and_configured() -> weakref.ref[Engine]:
         engine = create_engine(URL)
@@ -201,7 +201,7 @@ def test_not_waiting_and_waiting_for_ever_are_defaults_one_may_choose(engine: En
 
 @every_row("thing", ["postgresql://app:secret@db/app", None, 7, create_engine])
 def test_only_an_engine_can_be_configured(thing: object) -> None:
-    """A URL or a function is refused by type, without its text in the message."""
+    """A URL or a function is rejected by type, without its text in the message."""
     for call in (configure, config_of):
         with pytest.raises(TypeError, match="Engine") as caught:
             call(thing)

@@ -136,7 +136,7 @@ def test_a_note_is_pickled_too() -> None:
 
 
 def test_a_changed_attribute_is_pickled_too() -> None:
-    """An attribute set on one error after it was made is its own, and travels."""
+    """An attribute set on one error after it was created belongs to it, and is pickled."""
     error = LockTimeoutError("busy")
     error.retry_after = 12.0
     assert pickle.loads(pickle.dumps(error)).retry_after == 12.0
@@ -144,7 +144,7 @@ def test_a_changed_attribute_is_pickled_too() -> None:
 
 
 class OrderBusyError(LockTimeoutError):
-    """A user's own error, with a constructor of its own."""
+    """An application's own error, with its own constructor."""
 
     def __init__(self, order: int) -> None:
         super().__init__(f"order {order} is busy", names=[f"order:{order}"])
@@ -170,7 +170,7 @@ def test_a_lock_timeout_is_a_timeout_error() -> None:
 
 
 def test_an_error_copies_its_sequences() -> None:
-    """A list handed in and changed afterwards does not change the error."""
+    """Changing a list after it was passed does not change the error."""
     names = ["a"]
     error = LockTimeoutError("busy", names=names)
     names.append("b")

@@ -1,4 +1,4 @@
-"""The If-Match header: the grammar of RFC 9110, what matches, and what is refused."""
+"""The If-Match header: the grammar of RFC 9110, what matches, and what is rejected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def headers(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 @given(headers())
 def test_a_list_gives_its_tags_whatever_the_blanks_and_empty_elements(drawn: tuple[str, list[str]]) -> None:
-    """Every list that the grammar allows is read: commas inside the quotes belong to the tag, empty elements to nobody."""
+    """Every list that the grammar allows is read: commas inside the quotes belong to the tag, empty elements are ignored."""
     header, tags = drawn
     found = if_match({"If-Match": header})
     assert list(found.tags) == tags
@@ -40,7 +40,7 @@ def test_a_list_gives_its_tags_whatever_the_blanks_and_empty_elements(drawn: tup
 
 @given(headers(), strong)
 def test_only_a_strong_tag_in_the_list_matches(drawn: tuple[str, list[str]], tag: str) -> None:
-    """The strong comparison: character by character, and a weak tag on either side is no match."""
+    """Strong comparison: character by character, and a weak tag on either side does not match."""
     header, tags = drawn
     found = if_match({"If-Match": header})
     assert found.matches(tag) == (tag in tags)
@@ -50,7 +50,7 @@ def test_only_a_strong_tag_in_the_list_matches(drawn: tuple[str, list[str]], tag
 
 @given(strong)
 def test_a_star_matches_every_tag(tag: str) -> None:
-    """`*` asks for a row that is there, in whatever version; between quotes it is a tag like any other."""
+    """`*` requires a row, in any version; between quotes it is a tag like any other."""
     assert if_match({"If-Match": " * "}).matches(tag)
     assert if_match({"If-Match": '"*"'}).matches(tag) == (tag == '"*"')
 
@@ -64,7 +64,7 @@ def test_a_star_matches_every_tag(tag: str) -> None:
 @example("*, *")
 @example('"\u0100"')
 def test_anything_else_is_rejected_with_its_text(header: str) -> None:
-    """What the grammar does not allow is a ValueError that shows what is wrong; the rest is read as written."""
+    """Text that the grammar does not allow is a ValueError that shows what is wrong; the rest is read as written."""
     one = r'(?:W/)?"[\x21\x23-\x7e\x80-\xff]*"'
     grammar = rf"[ \t]*(?:{one})?[ \t]*(?:,[ \t]*(?:{one})?[ \t]*)*"
     if header.strip(" \t") == "*":
@@ -103,7 +103,7 @@ def test_a_long_malformed_header_is_cut_in_the_message() -> None:
 
 @every_row("header", ['"a",' + " " * 200_000 + "x", '"' * 199_999, "," * 200_000, '"a",' * 50_000 + "x"])
 def test_a_hostile_header_costs_no_more_than_its_length(header: str) -> None:
-    """200 kB of blanks, quotes or commas are read or refused at once; a quadratic reader would need minutes."""
+    """200 kB of blanks, quotes or commas are read or rejected at once; a quadratic parser would need minutes."""
     try:
         if_match({"If-Match": header})
     except ValueError:
@@ -111,7 +111,7 @@ def test_a_hostile_header_costs_no_more_than_its_length(header: str) -> None:
 
 
 def test_a_missing_header_is_428() -> None:
-    """C072: a request without a version is refused, by an error that knows its status and the way out."""
+    """C072: a request without a version is rejected with an error that has its status and says how to fix it."""
     for empty in ({}, WerkzeugHeaders(), StarletteHeaders({})):
         with pytest.raises(VersionRequiredError, match="If-Match") as refused:
             if_match(empty)

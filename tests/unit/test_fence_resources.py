@@ -18,7 +18,7 @@ from pgfence._ddl.fences import parts_of
     ],
 )
 def test_a_resource_is_text_and_columns_in_turn(resource: str, parts: tuple[str, ...]) -> None:
-    """Text stands at even places, columns at odd ones."""
+    """Texts are at even positions, columns at odd ones."""
     assert parts_of(resource, "") == parts
 
 

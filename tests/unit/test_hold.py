@@ -1,4 +1,4 @@
-"""The record of one grant: four states, one change, told once."""
+"""The record of one grant: four states, one change, one notification."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_new_hold_is_held() -> None:
 
 
 def test_unknown_is_neither_held_nor_lost() -> None:
-    """Asked, no answer yet: check() does not raise, the state says so, and both ends are open."""
+    """Without a response yet, check() does not raise, the state is "unknown", and both outcomes are possible."""
     hold = make()
     hold.in_doubt = True
     assert hold.state == "unknown"
@@ -118,7 +118,7 @@ def test_the_lost_error_names_lock_and_reason() -> None:
 
 
 def test_a_forked_child_holds_nothing() -> None:
-    """C012: a record of another process is released from the start, whatever happened to it there."""
+    """C012: the record of another process counts as released from the start."""
     hold = make()
     hold.pid = os.getpid() + 1
     assert hold.state == "released"

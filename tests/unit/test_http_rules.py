@@ -1,4 +1,4 @@
-"""What both middlewares decide, without a server: keys, routes, who a request belongs to, what is kept of an answer."""
+"""The decisions of both middlewares, without a server: keys, routes, principals, and what is stored of a response."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_key_is_a_string_with_or_without_its_quotes(value: str, key: str) -> N
     ],
 )
 def test_an_invalid_key_is_rejected_with_words_for_the_client(values: list[str]) -> None:
-    """C108: none, several, too long, blank, or with characters that no string has."""
+    """C108: none, several, too long, blank, or with characters that a structured-field string cannot contain."""
     with pytest.raises(ValueError, match=r"^(The|This) .*Idempotency-Key.*\.$"):
         parse_key(values)
 
@@ -182,7 +182,7 @@ def test_routes_are_texts(routes: Any) -> None:
 
 
 def test_without_routes_requests_without_a_key_pass() -> None:
-    """On named routes a key is needed; else it is the client's choice."""
+    """On named routes a key is required; otherwise it is optional."""
     everywhere, named = rules(), rules(routes=["/pay"])
     keyless = request(keys=())
     assert (everywhere.applies_to(request()), everywhere.applies_to(keyless)) == (True, False)
@@ -227,7 +227,7 @@ def test_unusable_arguments_are_rejected_in_the_constructor(options: Any, error:
 
 @every_row("announced", ["5" * 5000, "1048577", "101", "0" * 5000])
 def test_a_length_that_is_too_long_is_one_whatever_its_digits(announced: str) -> None:
-    """No number is made of what no body can have."""
+    """A length that no body can have is not parsed as a number."""
     assert parse_length("99") == 99
     with pytest.raises(ProblemResponse) as told:
         rules().read_key(request(length=parse_length(announced)))

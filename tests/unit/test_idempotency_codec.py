@@ -67,7 +67,7 @@ class Line(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Money:
-    """Frozen, with slots, and checked when it is made."""
+    """Frozen, with slots, and validated in the constructor."""
 
     amount: Decimal
     currency: str = "EUR"
@@ -241,7 +241,7 @@ def test_a_model_comes_back_with_its_extra_fields_and_what_was_set() -> None:
 
 
 def test_decoding_does_not_run_a_dataclasss_constructor() -> None:
-    """`__post_init__` has run when the result came to be."""
+    """`__post_init__` ran when the result was created."""
     money = Money(Decimal(1))
     object.__setattr__(money, "currency", "checked once")
     codec = Codec.of(Money)
@@ -284,7 +284,7 @@ class Nested:
 
 @every_row("annotation", [Other, Nested, list[Other], Payment, complex, Nested | None, tuple[int, Payment]])
 def test_an_unstorable_annotation_is_rejected_before_anything_runs(annotation: Any) -> None:
-    """C105: the class is named, also deep inside; a row of the database is told what to return instead."""
+    """C105: the class is named, also deep inside; for a database row the error says what to return instead."""
     with pytest.raises(TypeError, match="Return its key" if "Payment" in str(annotation) else "cannot be stored"):
         Codec.of(annotation)
 
@@ -324,7 +324,7 @@ def test_two_classes_of_one_name_are_distinguished() -> None:
 
 
 def test_a_uuid_of_a_driver_becomes_a_plain_one() -> None:
-    """Asyncpg has a class of its own; what is replayed is the one of the standard library, and equal."""
+    """asyncpg has its own class; the replayed one is the standard library's, and equal."""
 
     class Fast(UUID):
         """Like asyncpg's."""
@@ -372,7 +372,7 @@ EARLIER = [
 
 
 def test_what_earlier_versions_stored_is_read() -> None:
-    """These texts are in databases: a retry gets the answer that was stored before the upgrade."""
+    """These texts are in databases: a retry gets the result that was stored before the upgrade."""
     codec = Codec.of(RESULT)
     assert [text for text, value in EARLIER if not same(codec.decode(text), value)] == []
 

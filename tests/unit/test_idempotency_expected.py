@@ -127,7 +127,7 @@ MISFITS: list[tuple[Any, Any, str, str]] = [
 
 @every_row(("announced", "value"), FITS)
 def test_a_value_that_a_type_checker_would_accept_is_accepted(announced: Any, value: Any) -> None:
-    """Also where nothing can be told: an annotation that names what is not defined is no reason to refuse."""
+    """Also if it is not known: an annotation with an undefined name does not reject a value."""
     check_result(value, announced, "k")
 
 

@@ -116,7 +116,7 @@ def test_equal_requests_have_one_fingerprint(one: Any, other: Any) -> None:
 
 @every_row(("one", "other"), DIFFERENT)
 def test_different_requests_have_different_fingerprints(one: Any, other: Any) -> None:
-    """C103: a bool is no number, a text is no number, missing is not null, and nothing looks like something else."""
+    """C103: a bool or a text is not a number, missing is not null, and no two kinds look alike."""
     assert fingerprint(one) != fingerprint(other)
 
 
@@ -144,7 +144,7 @@ def test_it_stays_the_same_from_release_to_release() -> None:
 
 
 def test_payloads_without_a_canonical_form_are_rejected() -> None:
-    """C103: NaN, objects and what contains itself are refused at the first call, not at the retry."""
+    """C103: NaN, objects and payloads that contain themselves are rejected at the first call, not at the retry."""
     assert fingerprint(None) is None
     endless: list[Any] = []
     endless.append(endless)

@@ -1,4 +1,4 @@
-"""What a class may be made of: stored and the same again, or a TypeError where it is named."""
+"""Combinations of base classes: stored and restored unchanged, or a TypeError where the class is named."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def enumeration(base: Any) -> Any:
 
 
 def enumeration_by_hand(base: Any) -> Any:
-    """Return a member that is no tuple's worth of arguments."""
+    """Return a member that does not correspond to a tuple of arguments."""
 
     class Mixed(base, Enum):  # type: ignore[misc]
         A = 1

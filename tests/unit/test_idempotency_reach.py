@@ -1,4 +1,4 @@
-"""Which classes an annotation reaches: what is told where it is named, and what can be told later."""
+"""Which classes an annotation reaches: errors where it is named, and names that are defined later."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Other:
 
 
 class Kind(Enum):
-    """A value that has no form of its own."""
+    """A value without a form of its kind."""
 
     A = Other()
 
@@ -95,7 +95,7 @@ def run(text: str, name: str) -> Any:
 
 @dataclass
 class Annotated_:  # noqa: N801
-    """Annotations that are no fields."""
+    """Annotations that are not fields."""
 
     amount: int
     seed: InitVar[Other | None] = None
@@ -135,7 +135,7 @@ class Narrow(Wide):
 
 
 def test_annotations_that_are_no_fields_are_not_looked_at() -> None:
-    """C105: ClassVar, InitVar, KW_ONLY, Final, and what a subclass has made of a field."""
+    """C105: ClassVar, InitVar, KW_ONLY, Final, and fields that a subclass has replaced."""
     same(Annotated_, Annotated_(1, line=Line(2)))
     same(Constant, Constant(Line()))
     same(Narrow, Narrow(None, 1))
@@ -209,7 +209,7 @@ class Repository(Generic[T]):
 
 @dataclass
 class Held(Repository[Other]):
-    """Made generic with what cannot be stored, and no field is of it."""
+    """Generic over a class that cannot be stored, but without a field of it."""
 
     amount: int
 
@@ -316,7 +316,7 @@ def later() -> Any:
 
 
 def test_a_class_that_is_not_defined_yet_is_reached_when_it_is(later: Any) -> None:
-    """C105: nobody is refused after the work because somebody has asked too early; the rest of a class is known at once."""
+    """C105: an early check does not reject results later; the other classes are known at once."""
     for name in ("Receipt", "Pair", "Model"):
         Codec.of(getattr(later, name))
     exec(DEFINED, vars(later))
@@ -396,7 +396,7 @@ class Model(BaseModel):
 
 
 def test_aliases_may_hold_themselves_and_have_arguments() -> None:
-    """C105: an alias that names itself is no RecursionError, and what one is given is reached."""
+    """C105: an alias that refers to itself is not a RecursionError, and its arguments are reached."""
     module = run(OLDER, "pgfence_older_aliases")
     node = module.Node(1)
     same(module.Json, {"a": [1, {"b": None}]})
@@ -406,7 +406,7 @@ def test_aliases_may_hold_themselves_and_have_arguments() -> None:
 
 @pytest.mark.skipif(not hasattr(typing, "TypeAliasType"), reason="Python 3.12 has the statement")
 def test_the_statement_makes_such_an_alias_too() -> None:
-    """C105: also in a field of a dataclass or model, and beside a class with variables of its own."""
+    """C105: also in a field of a dataclass or model, and beside a class with its own type variables."""
     module = run(ALIASES, "pgfence_aliases")
     node = module.Node(1)
     same(module.Json, {"a": [1, {"b": None}]})

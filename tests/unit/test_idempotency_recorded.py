@@ -57,7 +57,7 @@ def test_an_error_comes_back_as_its_class_whatever_that_takes(error: Exception) 
 
 
 def test_an_error_that_could_not_be_raised_again_is_not_recorded() -> None:
-    """C101: whoever asks first is told; it is no other error for everybody who comes later."""
+    """C101: the first caller gets that error, so later callers never get another one instead."""
     with pytest.raises(ValidationError) as caught:
         Request.model_validate({"amount": "x"})
     with pytest.raises(IdempotencyMisuseError, match="ValidationError cannot be created from its args again"):

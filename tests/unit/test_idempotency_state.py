@@ -1,4 +1,4 @@
-"""Values with a state of their own: models of one value, and what was never set."""
+"""Values with internal state: models of one value, and fields that were never set."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Lazy:
 
 
 def test_a_dataclass_field_that_was_never_set_stays_unset() -> None:
-    """C105: an attribute that is missing is no error after the work, and not invented by a replay."""
+    """C105: a missing attribute is not an error after the work, and a replay does not invent it."""
     codec = Codec.of(Lazy)
     lazy = codec.decode(codec.encode(Lazy(7)))
     assert lazy == Lazy(7)
@@ -93,7 +93,7 @@ class Bill(BaseModel):
 
 
 def test_what_is_newer_than_the_record_has_its_default() -> None:
-    """C110: of a named tuple, of a field that is made of others; without one it is named."""
+    """C110: of a named tuple, of a computed field; without a default the field is named."""
     codec = Codec.of(Fee | Bill)
     assert codec.decode('{"$c": "Fee", "v": [7]}') == Fee(7)
     assert codec.decode('{"$c": "Fee", "v": [7, "USD"]}') == Fee(7, "USD")

@@ -155,7 +155,7 @@ def test_an_empty_namespace_is_none() -> None:
 
 @given(int64)
 def test_a_raw_key_is_its_number(value: int) -> None:
-    """A raw key gives back the number it was made of, in the bigint space, without a name."""
+    """A raw key keeps its number, in the bigint space, without a name."""
     key = LockKey.raw(value)
     assert (key.value, key.space, key.name, key.label) == (value, "bigint", None, f"key {value}")
 
@@ -206,7 +206,7 @@ def test_a_key_is_compared_with_keys_only() -> None:
 
 @given(keys)
 def test_a_key_survives_pickle_and_copy_whole(key: LockKey) -> None:
-    """Pickling with every protocol, copy and deepcopy give back space, value, name and SQL."""
+    """Pickling with every protocol, copy and deepcopy keep space, value, name and SQL."""
     again = [pickle.loads(pickle.dumps(key, protocol)) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
     for twin in (*again, copy.copy(key), copy.deepcopy(key)):
         assert (twin, twin.space, twin.value, twin.name) == (key, key.space, key.value, key.name)
@@ -270,7 +270,7 @@ def test_nothing_is_normalised(one: str, two: str) -> None:
 
 @every_row("name", [7, None, b"a", True, 1.0, UUID(int=1), ["a"], LockKey.raw(1)])
 def test_a_name_that_is_not_a_str_is_rejected(name: object) -> None:
-    """C031: 7, None, bytes and UUID are refused, so that each is spelt in one place by the caller."""
+    """C031: 7, None, bytes and UUID are rejected, so that the caller spells each of them in one way."""
     with pytest.raises(TypeError, match="must be a str"):
         LockKey.of(name)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a str"):
@@ -340,7 +340,7 @@ def test_a_number_that_is_not_an_int_is_rejected(value: object) -> None:
 
 @given(st.lists(st.one_of(keys, names), min_size=1), texts)
 def test_resolving_sorts_and_removes_doubles(several: list[str | LockKey], namespace: str) -> None:
-    """Several names become keys in one global order, each once, in whatever order they are given."""
+    """Several names become keys in one global order, each once, for any order of the names."""
     resolved = resolve(several, namespace)
     assert list(resolved) == sorted(set(resolved))
     assert resolve(reversed(several), namespace) == resolved
@@ -349,7 +349,7 @@ def test_resolving_sorts_and_removes_doubles(several: list[str | LockKey], names
 
 
 def test_a_ready_key_is_not_moved_by_the_namespace() -> None:
-    """The namespace goes into names; a LockKey stays what it is."""
+    """The namespace applies to names; a LockKey is unchanged."""
     ready = LockKey.of("a", namespace="other")
     assert set(resolve(["a", ready], "mine")) == {LockKey.of("a", namespace="mine"), ready}
 
@@ -375,7 +375,7 @@ def test_resolving_rejects_what_is_neither_name_nor_key(name: object) -> None:
 
 
 def test_the_sql_expression_binds_the_name_and_qualifies_its_functions() -> None:
-    """A name never stands in the SQL text, and no search_path decides which function runs."""
+    """The SQL text never contains the name, and the search_path does not decide which function runs."""
     text = str(LockKey.of("a'); DROP TABLE x; --").sql.compile(dialect=postgresql.dialect()))
     assert "DROP" not in text
     assert text.count("pg_catalog.") == 4

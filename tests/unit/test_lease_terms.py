@@ -22,7 +22,7 @@ DELAYS = st.floats(min_value=0, max_value=1e6)
 def test_trust_ends_before_the_server_grants_the_lease_again(
     sent: float, ttl: float, there: float, back: float
 ) -> None:
-    """C086: however long question and answer travel, the holder's deadline is a margin before the server's expiry."""
+    """C086: however long request and response take, the holder's deadline is a margin before the server's expiry."""
     expires = sent + there + ttl  # the server counts from when it decides
     assert terms.compute_deadline(sent, ttl, ttl) <= expires - terms.compute_margin(ttl) + 1e-6
     arrived = sent + there + back

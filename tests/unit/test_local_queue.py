@@ -170,7 +170,7 @@ calm = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress
 
 @pytest.mark.parametrize("machine", [Queue, Circles], ids=lambda machine: machine.__name__)
 def test_lines_agree_with_a_plain_model(machine: type[RuleBasedStateMachine]) -> None:
-    """Whatever comes, goes and gives up in whatever order: order of arrival, one wake-up each, no circle missed or invented."""
+    """For any sequence of events: order of arrival, one wake-up each, no deadlock missed or invented."""
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(machine, settings=calm)

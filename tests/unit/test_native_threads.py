@@ -41,7 +41,7 @@ def patched(name: str, **members: Any) -> ModuleType:
 def test_a_process_without_native_threads_is_rejected_with_advice(
     monkeypatch: pytest.MonkeyPatch, name: str, members: dict[str, Any], way: str
 ) -> None:
-    """Rule of the house: patched threads and uWSGI without threads beat 0 times; the flag or call that helps is named."""
+    """Patched threads and uWSGI without threads are rejected, with the option or call that helps."""
     monkeypatch.setitem(sys.modules, name, patched(name, **members))
     with pytest.raises(PgfenceError, match=way):
         heartbeat_of(create_engine("postgresql+psycopg://"), Config())
@@ -59,7 +59,7 @@ def test_a_process_without_native_threads_is_rejected_with_advice(
 def test_a_process_with_native_threads_is_fine(
     monkeypatch: pytest.MonkeyPatch, name: str, members: dict[str, Any]
 ) -> None:
-    """Gevent that is installed, or patches something else, is no obstacle; nor is uWSGI with threads."""
+    """gevent that is installed, or patches other modules, is accepted, and so is uWSGI with threads."""
     monkeypatch.setitem(sys.modules, name, patched(name, **members))
     require_native_threads()
 

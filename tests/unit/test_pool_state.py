@@ -32,7 +32,7 @@ def opened(state: PoolState) -> Any:
 
 
 def test_a_warm_session_is_used_before_a_new_one_is_opened() -> None:
-    """What was given back is taken again, and nothing more is open."""
+    """A returned connection is used again, and no other is open."""
     state: PoolState = PoolState(2)
     one = opened(state)
     assert state.checkin(one)
@@ -41,7 +41,7 @@ def test_a_warm_session_is_used_before_a_new_one_is_opened() -> None:
 
 
 def test_at_the_limit_turns_are_served_in_order() -> None:
-    """First come first served, by a session given back or by a place that came free."""
+    """First come, first served, by a returned connection or by a slot that became free."""
     state: PoolState = PoolState(2)
     one, two = opened(state), opened(state)
     woken: list[int] = []
@@ -69,7 +69,7 @@ def test_a_cancelled_waiter_is_passed_over() -> None:
 
 
 def test_a_newcomer_does_not_jump_the_queue() -> None:
-    """A slot that is free for a moment goes to the waiter, not to a later request."""
+    """A slot that is free for a moment passes to the waiter, not to a later request."""
     state: PoolState = PoolState(1)
     opened(state)
     first = state.serve_or_enqueue(PoolWaiter())
@@ -79,14 +79,14 @@ def test_a_newcomer_does_not_jump_the_queue() -> None:
 
 
 def test_only_a_few_are_kept_warm() -> None:
-    """One more than the warm ones goes back to the caller to be closed."""
+    """One more than the limit of idle connections is returned to the caller to be closed."""
     state: PoolState = PoolState(WARM + 1)
     sessions = [opened(state) for _ in range(WARM + 1)]
     assert [state.checkin(one) for one in sessions] == [True] * WARM + [False]
 
 
 def test_dead_and_single_use_connections_are_not_kept() -> None:
-    """Their owner closes them, and says that they are gone."""
+    """Their user closes them and reports that."""
     state: PoolState = PoolState(2)
     dead, close_after_use = opened(state), opened(state)
     dead.dead, close_after_use.close_after_use = "killed", True

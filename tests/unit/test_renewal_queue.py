@@ -65,7 +65,7 @@ def renewals(queue: RenewalQueue, now: float) -> list[RenewTask]:
 
 
 def test_thousands_of_leases_become_few_statements(now: Clock) -> None:
-    """Those taken over a quarter of an interval go together, 500 at a time."""
+    """Leases acquired within a quarter of an interval are renewed together, 500 at a time."""
     queue = RenewalQueue()
     for n in range(2 * BATCH + 1):
         queue.schedule.plan(make(now.now + n / 1000, 30, name=str(n)))
@@ -128,7 +128,7 @@ def test_a_locked_row_is_asked_for_again_without_a_loss(now: Clock) -> None:
 
 
 def test_an_ending_is_tried_until_the_ttl_is_over(now: Clock) -> None:
-    """A release that had no answer is repeated with growing pauses, and then left to the TTL."""
+    """A release without a response is repeated with growing pauses, and then left to the TTL."""
     queue = RenewalQueue()
     queue.releases.append(ReleaseTask(HERE, lambda sql: sql.release, (), now.now + 60))
     tries = 0
@@ -142,7 +142,7 @@ def test_an_ending_is_tried_until_the_ttl_is_over(now: Clock) -> None:
 
 
 def test_a_channel_is_listened_to_as_long_as_it_has_waiters() -> None:
-    """Waiters that come and go do not make a statement each."""
+    """Waiters that come and go do not cause a statement each."""
     listeners, woken = NotifyListeners(), []
     assert listeners.add(HERE, "a", lambda: woken.append("a"))
     on = listeners.choose_change(0.0)
@@ -229,7 +229,7 @@ def test_the_server_says_when_max_hold_ends_a_lease(now: Clock) -> None:
 
 
 class Schedules(RuleBasedStateMachine):
-    """Any order of keeping, dropping, beats, answers, failures and passing time."""
+    """Any order of keeping, dropping, renewals, responses, failures and passing time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ class Schedules(RuleBasedStateMachine):
 
     @invariant()
     def every_request_is_answered_or_waits(self) -> None:
-        """Each requested renewal is answered or still waits."""
+        """Each requested renewal is finished or still waits."""
         waiting = sum(len(request.done) for request in self.queue._requests.values())
         sent = sum(
             len(request.done) for task in self.at_work for request in task.requests.values() if request is not None

@@ -46,14 +46,14 @@ def test_pauses_are_spread_over_the_whole_span(attempt: int, bound: float) -> No
 
 @every_row("state", ["40001", "40P01"])
 def test_two_sqlstates_are_curable_wherever_they_stand(state: str) -> None:
-    """Of SQLAlchemy's error, or of the driver's own where somebody works past SQLAlchemy."""
+    """In SQLAlchemy's error, or in the driver's own if the work bypasses SQLAlchemy."""
     for error in (refused(state), DriverError(state)):
         assert is_curable(error)
         assert is_snapshot_error(error)
 
 
 def test_errors_of_pgfence_are_judged_by_their_class() -> None:
-    """Of all that call themselves retryable only conflicts and deadlocks are done again: a wait was a wait."""
+    """Of all retryable errors only conflicts and deadlocks are retried; the end of a wait is not."""
     assert is_curable(VersionConflictError("x", items=[]))
     assert not is_snapshot_error(VersionConflictError("x", items=[]))
     assert not is_curable(VersionConflictError("x", items=[], precondition=True))
@@ -66,7 +66,7 @@ def test_errors_of_pgfence_are_judged_by_their_class() -> None:
 
 
 def test_other_errors_are_not_curable() -> None:
-    """Neither a constraint nor a lost connection, and no error of the caller's, whatever it was raised from."""
+    """Neither a constraint nor a lost connection, and no error of the caller, whatever its cause."""
     mine = LookupError()
     mine.__cause__ = refused("40001")
     for error in (mine, refused("23505"), refused(None, lost=True), IntegrityError("x", {}, DriverError("23505"))):
@@ -75,7 +75,7 @@ def test_other_errors_are_not_curable() -> None:
 
 @every_row("state", ["40001", "40P01", "23505", "23503", "PF001", "P0001", "57014"])
 def test_a_rejection_of_a_commit_is_a_response(state: str) -> None:
-    """The server said no: nothing is committed."""
+    """The server rejected it: nothing is committed."""
     assert not is_commit_unanswered(refused(state))
 
 

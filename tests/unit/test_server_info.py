@@ -40,7 +40,7 @@ def test_a_direct_primary_is_trusted() -> None:
 
 @every_row("declared", ["auto", "direct"])
 def test_another_pid_is_a_pooler_of_unknown_mode(declared: Any) -> None:
-    """C019: refused, with the ways out: a direct engine, or the caller's word for session pooling."""
+    """C019: rejected, with the alternatives: a direct engine, or a declaration of session pooling."""
     refusal = judge_session(GOOD, 999, declared, 101)
     assert isinstance(refusal, PoolerError)
     assert refusal.mode == "unknown"
@@ -49,7 +49,7 @@ def test_another_pid_is_a_pooler_of_unknown_mode(declared: Any) -> None:
 
 
 def test_two_clients_on_one_backend_prove_transaction_pooling() -> None:
-    """C019, C021: refused whatever was declared: the caller's word is not stronger than the proof."""
+    """C019, C021: rejected whatever was declared, because the proof is stronger than the declaration."""
     for declared in ("auto", "direct", "session", "transaction"):
         refusal = judge_session(GOOD, 999, declared, 100)  # type: ignore[arg-type]
         assert isinstance(refusal, PoolerError)
@@ -71,7 +71,7 @@ def test_a_declared_transaction_pooler_is_rejected_without_asking() -> None:
 
 
 def test_a_standby_does_not_exclude() -> None:
-    """C046: refused with the way to the primary, before poolers are thought of."""
+    """C046: rejected with the way to reach the primary, before poolers are considered."""
     refusal = judge_session(replace(GOOD, standby=True), 999, "auto", 100)
     assert isinstance(refusal, StandbyError)
     assert "primary" in str(refusal)
@@ -89,13 +89,13 @@ def test_a_standby_does_not_exclude() -> None:
     ],
 )
 def test_look_alikes_are_rejected(version: str) -> None:
-    """Rule 20: what only speaks PostgreSQL's protocol is no PostgreSQL, whatever number it gives."""
+    """Rule 20: a server that only speaks PostgreSQL's protocol is not PostgreSQL, whatever version it reports."""
     refusal = judge_session(replace(GOOD, version=version), 100, "auto", None)
     assert isinstance(refusal, UnsupportedServerError)
 
 
 def test_stub_functions_are_rejected() -> None:
-    """Rule 20: a server that says "granted" and shows no lock keeps none, whatever it calls itself."""
+    """Rule 20: a server that grants locks and shows none keeps none, whatever it calls itself."""
     refusal = judge_session(replace(GOOD, locks_seen=0), 100, "auto", None)
     assert isinstance(refusal, UnsupportedServerError)
     assert "exclude no other session" in str(refusal)
@@ -142,7 +142,7 @@ def test_a_nearly_full_lock_table_is_rejected(used: int, wanted: int) -> None:
 
 @given(st.integers(0, 10**6), st.integers(1, 10**6), st.integers(1, 10**6))
 def test_more_is_never_better(used: int, wanted: int, limit: int) -> None:
-    """One lock more in the table never turns a refusal into a grant."""
+    """One lock more in the table never turns a rejection into a grant."""
 
     def rank(value: Any) -> int:
         return {"fine": 0, "warn": 1}.get(value, 2) if isinstance(value, str) else 2

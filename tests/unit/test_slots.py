@@ -95,7 +95,7 @@ def test_the_slot_has_begun_and_the_next_has_not(schedule: Schedule, now: dateti
 
 @given(schedules, moments, st.timedeltas(timedelta(0), timedelta(days=3)))
 def test_slots_never_go_back(schedule: Schedule, now: datetime, later: timedelta) -> None:
-    """As time goes on the slot stays or moves on, also while clocks are set back."""
+    """As time passes the slot stays or advances, also while clocks are set back."""
     assert schedule.current(now) <= schedule.current(now + later)
 
 
@@ -109,13 +109,13 @@ def test_a_slot_is_its_own_slot(schedule: Schedule, now: datetime) -> None:
 
 @given(schedules, moments, st.sampled_from(ZONES))
 def test_the_zone_of_now_does_not_matter(schedule: Schedule, now: datetime, zone: str) -> None:
-    """A server or driver that tells its clock in another zone means the same instant."""
+    """A server or driver that reports its clock in another zone means the same instant."""
     assert schedule.current(now.astimezone(ZoneInfo(zone))) == schedule.current(now)
 
 
 @given(schedules, moments, st.sampled_from(["none", "last", "all"]), st.integers(0, 5))
 def test_what_is_done_is_never_due_again(schedule: Schedule, now: datetime, catch_up: CatchUp, more: int) -> None:
-    """Done, a slot and all before it are over, whatever is caught up."""
+    """Once done, a slot and all before it are over, with every catch-up rule."""
     done = schedule.current(now)
     for _ in range(more):
         done = schedule.after(done)
@@ -250,7 +250,7 @@ FOREVER = datetime.max.replace(tzinfo=UTC)
 
 
 def test_a_missed_slot_is_run_late_by_default() -> None:
-    """With "last" the newest slot may be begun until the next begins; older ones are gone."""
+    """With "last" the newest slot can be started until the next one begins; older ones are skipped."""
     assert due(DAYS, "last", utc(2026, 5, 4, 23), utc(2026, 4, 1), None) == Due(TODAY, TOMORROW)
 
 
@@ -278,7 +278,7 @@ def test_a_slot_that_the_caller_names_is_due_until_it_is_done() -> None:
 
 @every_row("catch_up", ["none", "last", "all"])
 def test_a_slot_that_a_clock_ran_ahead_of_time_is_an_anomaly(catch_up: CatchUp) -> None:
-    """After the server's clock was set back, a slot that is done and has not begun is told apart from one that is done."""
+    """After the server's clock was set back, a done slot that has not begun is distinguished from an ordinary done one."""
     assert due(DAYS, catch_up, TODAY, TOMORROW, TOMORROW) == Ahead(TOMORROW)
     assert due(DAYS, catch_up, TOMORROW, TOMORROW, TOMORROW) == Over(TOMORROW, "done", utc(2026, 5, 6))
     # Ahead by less than a slot, and set right before the next one: it is the same slot by both clocks.
@@ -295,7 +295,7 @@ def test_in_the_hour_that_comes_twice_what_is_done_is_not_ahead() -> None:
 
 @every_row("catch_up", ["none", "last", "all"])
 def test_a_slot_begun_by_a_wrong_clock_blocks_no_run(catch_up: CatchUp) -> None:
-    """What was begun ahead of time and never finished is forgotten: the slot that counts by the clock now is due."""
+    """A slot begun ahead of time and never finished is ignored: the slot that is current by the clock now is due."""
     for done in (None, utc(2026, 5, 3)):
         found = due(DAYS, catch_up, TODAY, done, utc(2026, 6, 4))
         assert isinstance(found, Due)
@@ -341,7 +341,7 @@ def test_a_slot_done_under_another_schedule_is_done() -> None:
     ],
 )
 def test_unusable_arguments_are_rejected_with_advice(given: dict[str, Any], error: type[Exception], says: str) -> None:
-    """A wrong schedule is a typed error when it is written down, not at its first run."""
+    """A wrong schedule is a typed error in the constructor, not at its first run."""
     arguments: dict[str, Any] = {"every": None, "cron": None, "at": None, "tz": "UTC", "catch_up": "last"}
     with pytest.raises(error, match=says):
         schedule_of(**arguments | given)
