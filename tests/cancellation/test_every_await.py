@@ -1,4 +1,4 @@
-"""Cancelled at every await, once and twice: nothing is left behind, and life goes on (rule 13)."""
+"""Cancelled at every await, once and twice: nothing is left behind, and everything still works (rule 13)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_a_lock_that_opens_its_connection(world: World, name: str, admin: 
 
 
 async def test_several_names(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """All of them free, whatever the step."""
+    """All of them are free afterwards, for every step."""
     engine = labelled(world, name)
     names = [f"{name}:{n}" for n in range(3)]
 

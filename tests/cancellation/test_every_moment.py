@@ -42,7 +42,7 @@ def usable(engine: Any, name: str) -> bool:
 
 
 def places_taken(engine: Any, before: int) -> int:
-    """Return how many places for connections are in use by nobody, once a background thread has given back the others."""
+    """Return how many connection slots are in use without a user, once a background thread has returned the others."""
     managers = [each for each in ManagerRegistry.of(engine).values() if isinstance(each, LockManager)]
     taken = 0
     for _ in range(100):
@@ -97,7 +97,7 @@ def at_every_moment(
 
 
 def name_free(name: str) -> None:
-    """A lock that leaked stays with its session: end them all, so that one leak is told once."""
+    """A leaked lock stays with its session: end all sessions, so that one leak is reported once."""
     import psycopg
 
     with psycopg.connect(ADMIN["dsn"], autocommit=True) as admin:

@@ -204,7 +204,7 @@ park()
 def test_interrupted_openings_do_not_make_the_server_unreachable(
     script: Callable[..., Script], proxy: Proxy, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """As many as there are places are interrupted while the server is slow: whoever comes next waits, and gets its lock."""
+    """As many as there are slots are interrupted while the server is slow: the next caller waits, and gets its lock."""
     proxy.black_hole()
     running = script(
         COMMON

@@ -132,7 +132,7 @@ async def test_a_hundred_tasks_cancelled_anywhere(world: World, name: str, admin
 async def test_a_crowd_of_waiters_cancelled_in_any_order(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Those who stay are served in their order, whoever leaves the line, its head included."""
+    """The remaining waiters are served in order, whichever ones leave the line, its head included."""
     engine, dice, served = labelled(world, name), random.Random(10), []
 
     async def work(number: int) -> None:
@@ -153,7 +153,7 @@ async def test_a_crowd_of_waiters_cancelled_in_any_order(
 
 
 async def test_wait_for_leaves_nothing(world: World, name: str, dsn: str) -> None:
-    """asyncio.wait_for() around acquire(): its timeout leaves no lock and no waiter; ours inside it comes first when shorter."""
+    """asyncio.wait_for() around acquire(): its timeout leaves no lock and no waiter; a shorter timeout inside it comes first."""
     engine = world.engine()
     with elsewhere(dsn, name) as holder:
         with pytest.raises(TimeoutError):
@@ -187,8 +187,8 @@ async def test_a_task_group_that_fails_frees_its_locks(world: World, name: str, 
         await freed(admin, f"{name}:{number}")
 
 
-async def test_a_connection_whose_caller_has_gone_is_kept_for_the_next(world: World, name: str) -> None:
-    """A cancel while it is opened does not close it: whoever comes next opens none."""
+async def test_a_connection_of_a_cancelled_caller_is_kept_for_the_next(world: World, name: str) -> None:
+    """A cancellation while it is opened does not close it: the next caller opens none."""
     engine, opened = labelled(world, name), asyncio.Event()
     event.listen(engine.sync_engine, "do_connect", lambda *_: opened.set())
     first = asyncio.create_task(AsyncAdvisoryLock(engine, name).acquire())

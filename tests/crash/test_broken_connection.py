@@ -95,10 +95,10 @@ async def test_a_wait_over_a_black_hole_ends_by_its_slice(
         await asyncio.to_thread(proxy.heal)
 
 
-async def test_a_warm_session_over_a_black_hole_is_given_up(
+async def test_a_warm_connection_to_a_black_hole_is_abandoned(
     world: World, name: str, proxy: Proxy, short_statements: float, short_opening: float
 ) -> None:
-    """A try that gets no answer ends by the budget of a statement; nothing can be opened either: UnreachableError."""
+    """A try without a response ends by the limit of a statement; no connection can be opened either: UnreachableError."""
     one = lock(world, world.engine(dsn=proxy.dsn), name)
     held = await world.call(one.acquire)
     await world.call(held.release)
@@ -113,7 +113,7 @@ async def test_a_warm_session_over_a_black_hole_is_given_up(
 async def test_opening_into_a_black_hole_ends_within_its_budget(
     world: World, name: str, proxy: Proxy, short_opening: float
 ) -> None:
-    """No answer to the greeting: UnreachableError, however short the timeout, and without a password in it."""
+    """Without a response to the greeting: UnreachableError, however short the timeout, and without a password in it."""
     await asyncio.to_thread(proxy.black_hole)
     engine = world.engine(dsn=proxy.dsn)
     for call in (lock(world, engine, name).try_acquire, lock(world, engine, name).holders):
@@ -149,7 +149,7 @@ async def test_a_server_that_cannot_be_reached_is_never_called_busy(
 
 
 @pytest.mark.twins
-async def test_a_server_that_is_back_is_found_though_old_openings_hang_for_ever(
+async def test_a_server_that_is_back_is_found_beside_hanging_openings(
     world: World, name: str, proxy: Proxy, dsn: str, short_opening: float
 ) -> None:
     """Nothing ends an opening whose peer accepted and fell silent: it must not keep this process out of a living server."""
@@ -185,7 +185,7 @@ async def comes_back(world: World, one: Any) -> None:
 
 
 @pytest.mark.twins
-async def test_a_refusing_server_is_unreachable_and_what_is_held_stays(
+async def test_a_rejecting_server_is_unreachable_and_locks_stay_held(
     world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any]
 ) -> None:
     """A new lock raises UnreachableError at once, while the old one is held and can be released."""

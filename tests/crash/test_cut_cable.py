@@ -32,7 +32,7 @@ SERVER = {
 
 
 def kernel(fd: int) -> dict[str, int]:
-    """Return what the kernel was told for a socket."""
+    """Return the kernel's settings for a socket."""
     with closing(socket.socket(fileno=os.dup(fd))) as ours:
         tcp = {name: ours.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}")) for name in OPTIONS}
         return tcp | {"KEEPALIVE": ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)}
@@ -84,10 +84,10 @@ async def work(world: World, busy: Any, one: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-async def test_a_holder_behind_a_cut_cable_is_notified_before_its_lock_is_free(
+async def test_a_holder_that_is_cut_off_is_notified_before_its_lock_is_free(
     name: str, dsn: str, far_server: FarServer
 ) -> None:
-    """C045: told in under 25 s in every world, "cut off", and only later does the server free the lock, after about 30 s."""
+    """C045: notified "cut off" in under 25 s on every driver; only after about 30 s does the server free the lock."""
     worlds = [World(each, dsn) for each in NAMES]
     locks = [lock(world, labelled(world, name, dsn=far_server.dsn), f"{name} {world.name}") for world in worlds]
     holders = [await world.call(one.acquire) for world, one in zip(worlds, locks, strict=True)]

@@ -93,7 +93,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seconds for a server that does not answer cut to one."""
+    """The limits for a server that does not respond cut to one second."""
     for module in (manager, statements):
         monkeypatch.setattr(module, "RELEASE_BUDGET", 1.0)
     monkeypatch.setattr(_running, "LONGEST_PATIENCE", 1.0)
@@ -101,7 +101,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.twins
 @pytest.mark.usefixtures("tables")
-async def test_killed_between_each_pair_of_steps_it_is_continued_where_it_stopped(
+async def test_killed_between_any_two_steps_it_continues_where_it_stopped(
     world: World, admin: psycopg.Connection[Any], script: Callable[..., Script], tmp_path: Path
 ) -> None:
     """C099: after the ttl, not after a day, attempt 2 runs; what was saved is not asked for again, the rest by the same key."""
@@ -138,10 +138,10 @@ async def test_killed_between_each_pair_of_steps_it_is_continued_where_it_stoppe
 
 @pytest.mark.twins
 @pytest.mark.usefixtures("tables")
-async def test_a_process_that_stood_still_cannot_finish(
+async def test_a_stopped_process_cannot_finish(
     world: World, admin: psycopg.Connection[Any], script: Callable[..., Script]
 ) -> None:
-    """C100: stopped for longer than its ttl it is taken over, and woken it is refused."""
+    """C100: stopped for longer than its ttl it is taken over, and rejected when it wakes up."""
     shop = Shop(world, admin)
     slow = script(program(world, SLOW), world.url, shop.scope)
     slow.wait_for("at work")
@@ -157,7 +157,7 @@ async def test_a_process_that_stood_still_cannot_finish(
 async def test_connections_that_are_cut_cost_an_effect_nothing(
     world: World, admin: psycopg.Connection[Any], proxy: Proxy
 ) -> None:
-    """C042: cut before the claim, before a step is saved and before the result is stored, it goes on with other ones."""
+    """C042: cut before the claim, before a step is saved and before the result is stored, it continues with other ones."""
     shop = Shop(world, admin, dsn=proxy.dsn)
     await shop.run("warm")
     proxy.cut()
@@ -181,10 +181,10 @@ async def test_connections_that_are_cut_cost_an_effect_nothing(
 
 @pytest.mark.twins
 @pytest.mark.usefixtures("tables", "impatient", "short_statements")
-async def test_a_server_that_hangs_is_an_unknown_answer_wherever_it_is(
+async def test_a_server_that_hangs_leaves_the_outcome_unknown(
     world: World, admin: psycopg.Connection[Any], proxy: Proxy
 ) -> None:
-    """A claim nobody heard of is ended, a step is asked for by the same key, a result is stored when the server is back."""
+    """A claim without a response is ended, a step is requested with the same key, a result is stored when the server is back."""
     shop, direct, gate = Shop(world, admin, dsn=proxy.dsn), Shop(world, admin), Gate()
     direct.scope, direct.provider = shop.scope, shop.provider
     second = Gate()
@@ -223,7 +223,7 @@ async def test_a_server_that_hangs_is_an_unknown_answer_wherever_it_is(
 
 
 def test_a_claim_survives_a_crash_of_the_server(private_server: OwnServer) -> None:
-    """It is on disk before the work begins, however careless the session; the attempt goes on, and its result is stored."""
+    """It is on disk before the work begins, for any synchronous_commit; the attempt continues, and its result is stored."""
     url = f"postgresql+psycopg://{private_server.dsn.split('://', 1)[1]}"
     engine = create_engine(url, connect_args={"options": "-c synchronous_commit=off"})
     schema.create_all(engine)

@@ -158,7 +158,7 @@ async def run(code: str, world: World, name: str) -> tuple[int, str, str]:
 async def test_a_program_that_ends_while_it_holds_ends_in_silence(
     world: World, name: str, admin: psycopg.Connection[object]
 ) -> None:
-    """Exit code 0, not a word on stderr, and the lock is free, whoever still holds or waits when the interpreter ends."""
+    """Exit code 0, nothing on stderr, and the lock is free, whoever holds or waits when the interpreter exits."""
     ways = program(world, WAYS) + world.pick(THREADS_WAIT, TASKS_WAIT)
     names = [line.split("(")[0].split()[-1] for line in ways.splitlines() if line.startswith(("def ", "async def "))]
     assert len(names) == (6 if world.is_async else 7)
@@ -169,7 +169,7 @@ async def test_a_program_that_ends_while_it_holds_ends_in_silence(
 
 
 @pytest.mark.async_only
-async def test_a_loop_that_is_closed_frees_its_locks_while_the_program_goes_on(
+async def test_closing_a_loop_frees_its_locks_while_the_program_runs(
     world: World, name: str, admin: psycopg.Connection[object]
 ) -> None:
     """asyncio.run() ends while engine and handle are kept: the lock is free, and the next loop locks with the same engine."""

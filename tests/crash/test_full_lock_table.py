@@ -1,4 +1,4 @@
-"""A full lock table keeps everybody from logging in: we stop before it is full, and give back what we took when others fill it."""
+"""A full lock table prevents all logins: pgfence stops before it is full, and releases its locks when others fill it."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def names(count: int, label: str = "many") -> list[str]:
     return [f"{label}:{number}" for number in range(count)]
 
 
-async def test_a_request_that_would_fill_the_table_is_refused(world: World, small: OwnServer) -> None:
-    """C035: twenty thousand keys: CapacityError with the figures, nothing taken, everybody else works on."""
+async def test_a_request_that_would_fill_the_table_is_rejected(world: World, small: OwnServer) -> None:
+    """C035: twenty thousand keys: CapacityError with the figures, nothing locked, all other sessions unaffected."""
     engine = world.engine(dsn=small.dsn)
     one = lock(world, engine, *names(MANY))
     for call in (one.try_acquire, one.acquire):
@@ -79,7 +79,7 @@ async def test_a_request_that_would_fill_the_table_is_refused(world: World, smal
         assert_healthy(small)
 
 
-async def test_many_requests_that_would_fill_it_together_are_refused(world: World, small: OwnServer) -> None:
+async def test_many_requests_that_would_fill_it_together_are_rejected(world: World, small: OwnServer) -> None:
     """C035: piece by piece, small ones and large ones, it stops below nine tenths, and what is held stays held."""
     engine = world.engine(dsn=small.dsn)
     async with AsyncExitStack() as stack:
@@ -96,10 +96,10 @@ async def test_many_requests_that_would_fill_it_together_are_refused(world: Worl
             handle.check()
 
 
-async def test_what_was_given_back_makes_room_at_once(
+async def test_released_entries_are_available_at_once(
     world: World, small: OwnServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Half of the table, taken and released several times within a second: never rejected, and no warning."""
+    """Half of the table, locked and released several times within a second: never rejected, and no warning."""
     one = lock(world, world.engine(dsn=small.dsn), *names(LIMIT // 2))
     with caplog.at_level(logging.WARNING, "pgfence"):
         for _ in range(5):
@@ -127,7 +127,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> int:
 
 @pytest.mark.every_driver
 async def test_a_table_that_others_have_filled_is_a_capacity_error_too(world: World, small: OwnServer) -> None:
-    """C035: on SQLSTATE 53200 everything that this lock took is given back, try or wait; then it works again."""
+    """C035: on SQLSTATE 53200 all keys that this lock acquired are released, for a try and a wait; then it works again."""
     engine = world.engine(dsn=small.dsn)
     one = lock(world, engine, *names(60, "ours"))
     warm = await world.call(one.acquire)

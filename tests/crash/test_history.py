@@ -1,4 +1,4 @@
-"""Many processes contend for one lock while its holders are killed: whatever happens, never two at once."""
+"""Many processes contend for one lock while its holders are killed: there are never two holders at once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_never_two_holders_while_holders_are_killed(
     admin: psycopg.Connection[Any],
     advisory_rows: Callable[[], list[Any]],
 ) -> None:
-    """Twenty SIGKILLs of whoever holds, at random moments, and some of whoever waits: the history has no overlap, no row is left."""
+    """Twenty SIGKILLs of the holder, and some of waiters, at random moments: the history has no overlap, no row is left."""
     admin.execute("DROP TABLE IF EXISTS crash_history")
     admin.execute("CREATE TABLE crash_history (id bigserial PRIMARY KEY, who text, turn int, what text)")
     crew = script(program(world, CREW), world.url, name, str(WORKERS))
@@ -112,7 +112,7 @@ async def kill_a_holder(admin: psycopg.Connection[Any], killed: set[str]) -> str
 
 
 def kill_a_child(parent: int) -> str:
-    """Kill any worker, whatever it does, and return its process id as text."""
+    """Kill any worker, in any state, and return its process id as text."""
     pid = random.choice(Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
     os.kill(int(pid), signal.SIGKILL)
     return pid

@@ -146,7 +146,7 @@ async def test_work_on_the_locks_own_connection_has_the_sites_limits(
 
 
 @pytest.mark.every_driver
-async def test_the_callers_own_connection_carries_a_lock_under_the_sites_limits(
+async def test_a_callers_connection_holds_a_lock_under_the_sites_limits(
     world: World, name: str, role: Callable[..., str], dsn: str
 ) -> None:
     """C039: nothing is set there, so a wait in the server would be ended by the site: it polls, and changes no setting."""
@@ -165,7 +165,7 @@ async def test_the_callers_own_connection_carries_a_lock_under_the_sites_limits(
             await world.call(connection.rollback)
 
 
-async def test_a_default_isolation_that_cannot_work_is_refused_for_transaction_locks(
+async def test_a_default_isolation_that_cannot_work_is_rejected_for_transaction_locks(
     world: World, name: str, hostile: str
 ) -> None:
     """A snapshot older than the lock is the site's default here: TransactionStateError, not a lock that protects nothing."""

@@ -1,4 +1,4 @@
-"""The server is there and does not answer: its processes are stopped, its sockets stay open."""
+"""The server is reachable and does not respond: its processes are stopped, its sockets stay open."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def admin(private_server: OwnServer) -> Iterator[psycopg.Connection[Any]]:
 async def test_a_wait_on_a_hung_backend_ends_soon_after_its_timeout(
     world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any]
 ) -> None:
-    """acquire(timeout=1), stopped in mid-slice: not for ever, but after slice + 2 s and the tick; the server is asked again."""
+    """acquire(timeout=1), stopped within a slice: it ends after slice + 2 s and the tick, and the server is tried again."""
     one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
     take(admin, name)
     waiter = world.other()
@@ -97,7 +97,7 @@ async def test_a_waiter_outlives_a_hung_backend(
 async def test_a_release_on_a_hung_backend_ends_with_a_loss(
     world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any], short_statements: float
 ) -> None:
-    """No answer to the unlock within its budget: lost, "cut off"; what the server did is not claimed to be known."""
+    """No response to the unlock within its limit: lost, "cut off"; the state on the server is reported as unknown."""
     one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
     held = await world.call(one.acquire)
     (session,) = sessions(admin, name)
@@ -182,7 +182,7 @@ async def test_an_adoption_on_a_hung_server_ends_soon(
 
 
 @pytest.mark.twins
-async def test_a_block_with_an_open_transaction_on_a_hung_backend_can_be_left(
+async def test_leaving_a_block_on_a_hung_backend_ends_in_time(
     world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any], short_statements: float
 ) -> None:
     """The rollback of what connect() left open is bounded too; the connection is closed, and the lock ends with it."""

@@ -1,4 +1,4 @@
-"""A holder's process ends without a word, alone or with a forked child that lives on."""
+"""A holder's process is killed, alone or with a forked child that lives on."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ asyncio.run(main())
 
 
 @pytest.mark.twins
-async def test_a_fork_in_mid_opening_does_not_keep_the_lock_of_a_killed_holder(
+async def test_a_fork_while_connecting_does_not_keep_a_dead_holders_lock(
     world: World, name: str, script: Callable[..., Script], proxy: Proxy, admin: psycopg.Connection[Any]
 ) -> None:
-    """C012: forked while a connection is being opened, a child has a copy of a socket that nobody has noted yet."""
+    """C012: forked while a connection is being opened, a child has a copy of a socket that is not registered yet."""
     proxy.delay(1)
     holding = script(IMPORTS + world.pick(SYNC_OPENING, ASYNC_OPENING), world.url_of(proxy.dsn), name)
     holding.wait_for("opening")

@@ -1,4 +1,4 @@
-"""A process is killed while it works under an idempotency key: whoever waits for it does the work, or gets what it committed."""
+"""A process is killed while it works under an idempotency key: a waiter does the work, or gets what it committed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def desk(world: World, admin: psycopg.Connection[Any]) -> Iterator[Desk]:
 async def test_a_winner_that_is_killed_leaves_one_effect(
     desk: Desk, script: Callable[..., Script], eventually: Callable[..., Any]
 ) -> None:
-    """C097, C099: SIGKILL between each pair of steps, somebody waits meanwhile: one effect, and the key is never stuck."""
+    """C097, C099: SIGKILL between each pair of steps, beside a waiter: one effect, and the key is never stuck."""
     home, session = desk.world.pick(("sqlalchemy.orm", "Session"), ("sqlalchemy.ext.asyncio", "AsyncSession"))
     code = WINNERS.format(home=home, session=session)
     if not desk.world.is_async:

@@ -1,4 +1,4 @@
-"""A fenced transaction whose client is killed in the middle of a statement: how long its successor stands at the gate."""
+"""A fenced transaction whose client is killed in the middle of a statement: how long its successor waits at the gate."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ async def test_a_server_that_looks_at_its_clients_lets_the_next_holder_in(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("bound", ["default_timeout", "lock_timeout"])
-async def test_the_next_holder_learns_what_blocks_it(
+async def test_the_next_holders_error_names_what_blocks_it(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any], bound: str
 ) -> None:
-    """C056: the lease passes on in time; at the gate the next holder waits for so long, is told the session and its statement."""
+    """C056: the lease passes on in time; at the gate the next holder waits that long, and the error names session and statement."""
     orphan = killed_in_a_statement(world, name, script, admin)
     engine = world.engine(connect_args=settings(world, lock_timeout="300ms") if bound == "lock_timeout" else {})
     if bound == "default_timeout":

@@ -1,6 +1,6 @@
-"""Real faults against fenced writers: whatever happens, no stale write, no token twice, no belief past the deadline.
+"""Real faults against fenced writers: no stale write, no token twice, no lease trusted past its deadline.
 
-How many faults of a kind there are is a tenth of what a long run has: PGFENCE_TEST_FAULTS=10 makes it whole.
+There are a tenth of the faults of a long run. Set PGFENCE_TEST_FAULTS=10 for all of them.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ async def test_writers_that_are_paused_past_their_ttl_write_nothing_stale(
 async def test_after_a_sigkill_another_process_soon_holds_the_lock(
     world: World, names: list[str], script: Callable[..., Script], dsn: str, tmp_path: Path
 ) -> None:
-    """SIGKILL of the holder: taken over soon after the TTL, and nothing stale is written."""
+    """SIGKILL of the holder: taken over soon after the TTL, and no stale write succeeds."""
     with prepared(dsn), psycopg.connect(dsn, autocommit=True) as admin:
         crew = Crew(world, script, dsn, tmp_path / "notes", names)
         try:
@@ -298,7 +298,7 @@ async def test_terminated_backends_cost_no_token_and_no_write(
 
 @pytest.fixture(scope="module")
 def careless_server() -> Iterator[OwnServer]:
-    """A server that answers a COMMIT before it is on disk, unless the transaction insists."""
+    """A server that confirms a COMMIT before it is on disk, unless the transaction requires it."""
     with own(settings={"synchronous_commit": "off", "wal_writer_delay": "10s", "max_connections": "60"}) as server:
         yield server
 
@@ -344,7 +344,7 @@ async def test_cut_and_swallowed_connections_leave_no_holder_trusting(
 async def test_a_stopped_process_is_out_after_its_ttl(
     world: World, name: str, script: Callable[..., Script], dsn: str, tables: None, admin: psycopg.Connection[Any]
 ) -> None:
-    """C045: the 2 s lease of a stopped process goes to another one soon after its TTL; on waking it reads lost."""
+    """C045: the 2 s lease of a stopped process passes to another one soon after its TTL; on waking it is lost."""
     code = """
 from pgfence.lease import AsyncLease
 async def main():
@@ -371,7 +371,7 @@ asyncio.run(main())
 async def test_the_slow_original_undoes_its_own_work(
     world: World, name: str, admin: psycopg.Connection[Any], tables: None
 ) -> None:
-    """C100: it worked past its lease in one transaction, another took over and finished: its gate refuses, its row is gone."""
+    """C100: it worked past its lease in one transaction, another one took over and finished: it is rejected and rolled back."""
     table = f"slow_{name.rpartition(':')[2]}"
     admin.execute(f"CREATE TABLE {table} (who text)")
     kind = world.pick(Lease, AsyncLease)
@@ -397,7 +397,7 @@ async def test_the_slow_original_undoes_its_own_work(
 async def test_a_row_that_was_set_back_is_noticed(
     world: World, name: str, admin: psycopg.Connection[Any], tables: None
 ) -> None:
-    """C080: the lease's row restored from an old backup: the holder's next fenced write is refused by name, none is granted below."""
+    """C080: the lease's row restored from an old backup: the holder's next fenced write is rejected by name."""
     kind = world.pick(Lease, AsyncLease)
     engine = world.engine()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Processes that hold a lease and stand still, die, or fork."""
+"""Processes that hold a lease and are stopped, die, or fork."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def holding(script: Callable[..., Script], dsn: str, name: str, ttl: float, code
 async def test_a_process_that_wakes_after_its_ttl_knows_at_once(
     script: Callable[..., Script], dsn: str, name: str, admin: psycopg.Connection[Any], taken: bool
 ) -> None:
-    """C045, C062: stopped, somebody else has it after one TTL; woken, the first look says "lost", with no I/O."""
+    """C045, C062: stopped, another holder has it after one TTL; woken, the first access is "lost", without I/O."""
     holder = holding(script, dsn, name, 2.0, OBSERVER)
     holder.wait_for("held")
     holder.kill(signal.SIGSTOP)
@@ -129,7 +129,7 @@ while True:
 
 
 @pytest.mark.usefixtures("tables")
-async def test_a_process_that_stood_still_is_warned_while_it_holds(
+async def test_a_stopped_process_logs_a_warning_while_it_holds(
     script: Callable[..., Script], dsn: str, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """A pause that took a quarter of the margin of its lease, or more, is a warning in the log; the lease is held still."""
@@ -174,7 +174,7 @@ park()
 def test_a_forked_child_has_no_part_in_its_parents_lease(
     script: Callable[..., Script], dsn: str, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The child's handle is released from the start; it can take leases of its own; the parent's goes on."""
+    """The child's handle is released from the start; it can acquire its own leases; the parent keeps its lease."""
     holder = holding(script, dsn, name, 1.0, FORK.replace('"child"', '"fork"'))
     assert holder.read_line() == "fork released False"
     assert holder.read_line() == "LockNotHeldError"
@@ -184,7 +184,7 @@ def test_a_forked_child_has_no_part_in_its_parents_lease(
     assert rival(admin, name) == 2
 
 
-async def test_a_standby_is_refused(world: World, name: str, pair: tuple[OwnServer, Standby]) -> None:
+async def test_a_standby_is_rejected(world: World, name: str, pair: tuple[OwnServer, Standby]) -> None:
     """No lease can be written there; the error is typed, for every verb that would."""
     primary, copy = pair
     made = schema.create_all(world.engine(dsn=primary.dsn))

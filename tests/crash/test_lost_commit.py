@@ -72,7 +72,7 @@ def pids(admin: psycopg.Connection[Any]) -> list[int]:
 async def test_a_commit_that_was_cut_off_is_unknown_and_never_repeated(
     world: World, row: Row, proxy: Proxy, admin: psycopg.Connection[Any], released: Callable[[], Any]
 ) -> None:
-    """C069: the connection is reset while the server commits: it does commit, the caller is told "unknown", after one call."""
+    """C069: the connection is reset while the server commits: it does commit, the caller gets "unknown", after one call."""
     engine = world.engine(dsn=proxy.dsn)
     told: list[Any] = []
     configure(engine, on_event=told.append)
@@ -141,7 +141,7 @@ async def run_sync(session: Any, work: Callable[[Any], Any]) -> Any:
 async def test_a_server_process_killed_in_its_commit_is_unknown(
     world: World, row: Row, admin: psycopg.Connection[Any], released: Callable[[], Any]
 ) -> None:
-    """Terminated in mid-COMMIT it has not committed this time; nobody at this end can know that."""
+    """Terminated within COMMIT it has not committed this time, which the client cannot know."""
     calls: list[int] = []
     async with background(transact(world, world.engine(), counted(row, calls), world.other())) as paying:
         (pid,) = await eventually(lambda: pids(admin))
@@ -154,7 +154,7 @@ async def test_a_server_process_killed_in_its_commit_is_unknown(
     assert calls == [1]
 
 
-async def test_a_cancelled_statement_in_commit_is_an_answer(
+async def test_a_cancelled_statement_in_commit_is_a_response(
     world: World, row: Row, admin: psycopg.Connection[Any], released: Callable[[], Any]
 ) -> None:
     """The server says that it was cancelled and has rolled back: its own error, no doubt, no repetition."""

@@ -34,7 +34,7 @@ def second_database(dsn: str) -> Iterator[str]:
 async def test_pairs_and_whole_numbers_never_meet(
     world: World, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """C028: the same 64 bits as two integers and as one: both granted, and each is refused where its own kind is held."""
+    """C028: the same 64 bits as two integers and as one: both granted, and each is rejected where its own kind is held."""
     whole, pair = LockKey.raw(2**32 + 2), LockKey.pair(1, 2)
     engine = world.engine()
     async with (
@@ -52,7 +52,7 @@ async def test_pairs_and_whole_numbers_never_meet(
 
 
 async def test_the_documented_sql_meets_our_key(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C028: what psql takes by the documented expression excludes ours, and the other way round."""
+    """C028: a key that psql locks with the documented expression excludes pgfence's, and vice versa."""
     key = "('x' || left(encode(sha256(convert_to(%s || chr(31) || %s, 'UTF8')), 'hex'), 16))::bit(64)::bigint"
     one = lock(world, world.engine(), name)
     async with world.enter(one.hold()):
@@ -128,7 +128,7 @@ async def test_no_statement_calls_a_lock_function_in_a_predicate(world: World, n
 
 
 def predicates(statement: str) -> list[str]:
-    """Return what stands after each WHERE, up to the end of its query."""
+    """Return the text after each WHERE, up to the end of its query."""
     found = []
     for rest in statement.split("WHERE ")[1:]:
         depth, end = 0, len(rest)

@@ -1,4 +1,4 @@
-"""The holder's own process stands still: stopped, suspended, starved."""
+"""The holder's own process is stopped, suspended or starved."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def paused(holding: Script) -> None:
 async def test_after_a_pause_nothing_is_trusted_until_the_server_responds(
     world: World, name: str, script: Callable[..., Script], private_server: OwnServer
 ) -> None:
-    """Silence is not possession: on waking the state is unknown for as long as the server is silent, and held after its answer."""
+    """On waking the state is unknown as long as the server does not respond, and held after its response."""
     holding = script(holder(world, OBSERVER), world.url_of(private_server.dsn), name)
     holding.wait_for("held")
     with psycopg.connect(private_server.dsn, autocommit=True) as admin:
@@ -80,7 +80,7 @@ async def test_a_process_that_lost_its_lock_while_paused_notices_on_waking(
     admin: psycopg.Connection[Any],
     advisory_rows: Callable[[], list[Any]],
 ) -> None:
-    """Terminated while it was stopped: lost and told at once when it runs again, with the true reason, and never held again."""
+    """Terminated while it was stopped: lost and notified at once when it runs again, with the true reason."""
     holding = script(holder(world, OBSERVER), world.url, name)
     holding.wait_for("held")
     (row,) = advisory_rows()
@@ -95,7 +95,7 @@ async def test_a_process_that_lost_its_lock_while_paused_notices_on_waking(
 
 
 @pytest.mark.twins
-async def test_the_question_after_a_pause_disturbs_no_statement_of_the_holder(
+async def test_the_probe_after_a_pause_disturbs_no_statement(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Asked around the very moment of a release, a hundred times: nothing is called lost that was not, no error, no leak."""

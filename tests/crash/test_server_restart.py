@@ -102,7 +102,7 @@ async def test_a_wait_that_ends_during_an_outage_names_the_last_known_holder(
 async def test_a_timeout_that_was_passed_is_waited_for_a_server_too(
     world: World, name: str, private_server: OwnServer, kind: str
 ) -> None:
-    """The first question finds no server: with a timeout of its own the call asks again until the server is there."""
+    """The first statement finds no server: with an explicit timeout the call retries until the server is there."""
     engine = world.engine(dsn=private_server.dsn)
     await world.call(schema.create_all, engine)
     one = contended(world, kind, engine, name)
@@ -241,7 +241,7 @@ def test_a_command_waits_for_a_server_too(name: str, private_server: OwnServer, 
 def test_a_command_never_runs_beside_a_holder_that_was_named(
     name: str, private_server: OwnServer, tmp_path: Path
 ) -> None:
-    """`--on-unreachable run` starts it once the TTL of the named holder is over, who has been notified of the loss by then."""
+    """`--on-unreachable run` starts it once the TTL of the known holder is over, which has been notified of the loss by then."""
     engine = create_engine(private_server.dsn.replace("postgresql:", "postgresql+psycopg:"))
     schema.create_all(engine)
     held = Lease(engine, name, ttl=4).acquire()

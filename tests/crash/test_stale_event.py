@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.skipif(not HAS_HANGUP, reason="this kernel does not tell of a hang-up")
-def test_a_late_hang_up_does_not_end_the_session_that_has_the_number_now(
+def test_a_late_hang_up_spares_the_session_with_the_same_descriptor(
     dsn: str, name: str, admin: psycopg.Connection[Any], eventually: Callable[..., Any]
 ) -> None:
-    """C042: the event of a dead session is fetched, its number goes to a living one, and that one stays held."""
+    """C042: the event of a dead session is fetched, its descriptor is reused by a living one, and that one stays held."""
     engine = create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
     dead, living = AdvisoryLock(engine, f"{name}:1").acquire(), AdvisoryLock(engine, f"{name}:2").acquire()
     one, two = dead._hold.session, living._hold.session
@@ -50,10 +50,10 @@ def test_a_late_hang_up_does_not_end_the_session_that_has_the_number_now(
 
 
 @pytest.mark.skipif(not HAS_HANGUP, reason="this kernel does not tell of a hang-up")
-def test_a_stale_event_of_a_discarded_connection_does_not_keep_the_monitor_awake(
+def test_a_stale_event_does_not_keep_the_monitor_awake(
     dsn: str, name: str, admin: psycopg.Connection[Any], eventually: Callable[..., Any]
 ) -> None:
-    """An interrupt closes a watched number and leaves its event: the watcher rests all the same, and still hears of others."""
+    """An interrupt closes a watched descriptor and leaves its event: the monitor still sleeps, and sees other events."""
     engine = create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
     held = AdvisoryLock(engine, name).acquire()
     near, far = socket.socketpair()

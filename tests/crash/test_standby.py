@@ -1,4 +1,4 @@
-"""A standby grants advisory locks that exclude nobody on its primary: refused, until it is a primary itself."""
+"""A standby grants advisory locks that exclude no session on its primary: rejected, until it is a primary itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def rows(server: OwnServer) -> list[Any]:
         return connection.execute(_ROWS).fetchall()
 
 
-async def test_a_session_lock_is_refused_on_a_standby(world: World, name: str, pair: tuple[OwnServer, Standby]) -> None:
+async def test_a_session_lock_is_rejected_on_a_standby(
+    world: World, name: str, pair: tuple[OwnServer, Standby]
+) -> None:
     """C046: every verb, one name or many, on an engine or the caller's own connection; no row is left on either server."""
     primary, copy = pair
     engine = world.engine(dsn=copy.dsn)
@@ -66,7 +68,7 @@ async def test_a_list_without_a_primary_is_unreachable(
 
 
 @pytest.mark.twins
-async def test_a_lease_is_refused_by_a_session_that_a_pooler_now_leads_to_a_standby(
+async def test_a_lease_through_a_pooler_to_a_standby_is_rejected(
     world: World, name: str, pair: tuple[OwnServer, Standby], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its server was judged when it was opened, before the switchover: StandbyError all the same, and from evict().
@@ -109,7 +111,7 @@ async def test_a_primary_beside_it_can_carry_the_locks(
 
 
 async def test_a_promoted_standby_is_a_primary_and_a_failover_is_a_loss(name: str, dsn: str) -> None:
-    """C046: refused before; accepted after the promotion on new sessions; who held on the old primary has lost it."""
+    """C046: rejected before; accepted after the promotion on new connections; holders on the old primary have lost it."""
     with own() as primary, standbys.standby(primary) as copy:
         worlds = [World(each, dsn) for each in NAMES]
         engines = [labelled(world, name, dsn=copy.dsn) for world in worlds]

@@ -1,4 +1,4 @@
-"""An operator, or the server itself, ends a session of ours."""
+"""An operator, or the server itself, ends a session of pgfence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KILLS = 30
 async def test_a_holder_is_notified_of_its_loss_in_milliseconds(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C042: thirty kills, nobody touches the database: state, reason, check() and the callback tell each one."""
+    """C042: thirty kills without using the database: state, reason, check() and the callback report each one."""
     one = lock(world, labelled(world, name), name)
     delays = []
     for _ in range(KILLS):
@@ -53,7 +53,7 @@ async def test_a_holder_is_notified_of_its_loss_in_milliseconds(
 async def test_release_raises_on_a_loss_that_was_not_noticed(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C005: released in the very moment of the kill: told by the server's answer, or by the watcher, never by silence."""
+    """C005: released at the moment of the kill: reported by the server's response or by the monitor, never missed."""
     one = lock(world, labelled(world, name), name)
     for _ in range(10):
         held = await world.call(one.acquire)

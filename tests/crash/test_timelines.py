@@ -117,7 +117,7 @@ def test_a_lease_that_was_replicated_is_held_across_a_failover(
 def test_no_token_is_issued_twice_after_a_restore(
     primary: OwnServer, caller: Callable[[OwnServer, str], Caller]
 ) -> None:
-    """C080: restored to a point in time, a server goes on above everything that was issued after that moment."""
+    """C080: restored to a point in time, a server continues above everything that was issued after that moment."""
     for how in HOW:
         assert issued(caller(primary, how), "acquire") == 1
     with standbys.restored(primary) as restored:

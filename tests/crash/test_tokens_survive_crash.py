@@ -1,4 +1,4 @@
-"""The server crashes right after it gave a token: it gives no token twice, whatever synchronous_commit is by default."""
+"""The server crashes right after it granted a token: it never grants a token twice, for any synchronous_commit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def crash(server: OwnServer) -> None:
 
 
 def test_this_server_loses_unsynced_commits_in_a_crash(reach: Callable[[], Caller], forgetful: OwnServer) -> None:
-    """With synchronous_commit=off a plain commit is gone after a crash: else the tests here would prove nothing."""
+    """With synchronous_commit=off a plain commit is lost in a crash: otherwise the tests here would prove nothing."""
     one = reach()
     one.connection.execute("INSERT INTO pgfence_checkpoint VALUES (%s, 1, NULL, now())", [one.name])
     crash(forgetful)

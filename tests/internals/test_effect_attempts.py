@@ -119,7 +119,7 @@ async def test_events_for_each_attempt(shop: Shop) -> None:
 
 
 def child_of(running: Any) -> int:
-    """Return the exit code of a child that asks whether the attempt is its own: 0 if it was told that it is not."""
+    """Return the exit code of a child that checks whether the attempt is its own: 0 if it is not."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -138,9 +138,7 @@ async def test_a_forked_child_has_no_attempt(shop: Shop) -> None:
     await drive(shop, running.free)
 
 
-async def test_a_step_whose_save_was_unanswered_is_saved_without_running_again(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_saved_without_a_response_is_not_run_again(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """C100: within the attempt its value is known."""
     save = RunningAttempt.save_step
     answers = [UnreachableError("no answer")]

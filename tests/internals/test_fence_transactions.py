@@ -52,7 +52,7 @@ def amount(admin: psycopg.Connection[Any], ledger: str) -> int:
 
 
 async def test_begin_enters_first_yields_and_commits(world: World, name: str, ledger: str, admin: Any) -> None:
-    """From a factory and from an engine; a stale token is refused on entering, and the block does not run."""
+    """From a factory and from an engine; a stale token is rejected on entering, and the block does not run."""
     engine = world.engine()
     begin = world.pick(begin_fenced, begin_fenced_async)
     for source in (factory(world, engine), engine):
@@ -93,7 +93,7 @@ async def test_begin_allows_settings_sent_by_a_begin_hook(
 
 
 async def test_a_rejection_by_a_rows_token_blocks_the_commit(world: World, name: str, ledger: str) -> None:
-    """A refusal that was found without the gate, by a row's own token, has the same effect."""
+    """A rejection without the gate, by a row's own token, has the same effect."""
     error = StaleFencingTokenError("found by a row", resource=name, token=1, newest=2)
     async with session(world, world.engine()) as work:
         await add(world, work, ledger, 1)

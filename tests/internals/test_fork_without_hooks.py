@@ -1,4 +1,4 @@
-"""C012 again: a host may fork without Python's hooks, and hooks of others may run before ours."""
+"""C012: a host may fork without Python's hooks, and hooks of other libraries may run before those of pgfence."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_child_of_a_fork_without_hooks_is_another_contender(
     mark: str,
     end: str,
 ) -> None:
-    """It holds nothing, is refused what the parent holds, renews a lease of its own, and its end disturbs no one."""
+    """It holds nothing, cannot acquire what the parent holds, renews its own lease, and its end disturbs no other process."""
     parent = script(COMMON + BODY, driver, dsn, name, mark, end)
     assert [parent.read_line() for _ in range(4)] == ["released released not-held not-held", "busy", "busy", "worked"]
     assert parent.read_line() == "ended 0"
@@ -193,7 +193,7 @@ say("released")
 def test_nothing_that_a_child_does_ends_the_parents_session(
     script: Callable[..., Script], dsn: str, name: str, how: str
 ) -> None:
-    """Disposing of the engine, dropping it, closing descriptors or just ending: no word goes out on the parent's sockets."""
+    """Disposing of the engine, dropping it, closing descriptors or just ending: nothing is sent on the parent's sockets."""
     parent = script(COMMON + IDLE, "psycopg", dsn, name, how)
     assert [parent.read_line() for _ in range(3)] == ["done", "ended 0", "released"]
 

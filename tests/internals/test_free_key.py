@@ -37,7 +37,7 @@ def engine(dsn: str) -> Iterator[Engine]:
 
 
 def test_another_attempt_than_the_one_that_was_seen_is_left_alone(engine: Engine, attempts: Attempts) -> None:
-    """With `only` the attempt that came meanwhile is shown, and works on."""
+    """With `only`, an attempt that came in the meantime is returned, and continues."""
     attempts.claim("k")
     order = stuck_keys.build_free_key_request(engine, attempts.scope, "k", reason="hung", actor="ann")
     seen = requests.perform(engine, statements.find, order)

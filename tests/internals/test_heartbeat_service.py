@@ -30,7 +30,7 @@ PLACE = TableNames()
 
 
 class Bench:
-    """One heartbeat, and leases taken for it by plain SQL."""
+    """One heartbeat, and leases acquired for it by plain SQL."""
 
     def __init__(self, heartbeat: HeartbeatService, admin: psycopg.Connection[Any]) -> None:
         self.heartbeat = heartbeat
@@ -106,9 +106,7 @@ async def test_a_lease_is_renewed_for_longer_than_its_ttl(bench: Any, name: str,
 
 
 @pytest.mark.twins
-async def test_without_a_heartbeat_the_lease_ends_at_the_holders_own_deadline(
-    bench: Any, name: str, eventually: Any
-) -> None:
+async def test_without_a_heartbeat_the_lease_ends_at_its_own_deadline(bench: Any, name: str, eventually: Any) -> None:
     """C083: a "manual" lease is not renewed; its holder sees the loss before the server gives the name away."""
     here = bench()
     grant = here.take(name, 1.0, heartbeat="manual")
@@ -157,7 +155,7 @@ async def test_a_lease_taken_by_another_holder_is_lost_at_the_next_renewal(
 
 @pytest.mark.twins
 async def test_an_evicted_holder_is_notified(bench: Any, name: str, eventually: Any) -> None:
-    """An operator's eviction is the reason that the holder hears."""
+    """An operator's eviction is the reason that the holder receives."""
     here = bench()
     grant = here.take(name, 0.6)
     here.admin.execute("SELECT * FROM pgfence_evict_lease_v2(%s, 'me', 'a test', NULL)", (name,))
@@ -165,10 +163,10 @@ async def test_an_evicted_holder_is_notified(bench: Any, name: str, eventually: 
     assert grant.loss_reason == "evicted"
 
 
-async def test_renewals_that_fail_are_no_loss_while_there_is_time(
+async def test_failed_renewals_are_not_a_loss_while_there_is_time(
     bench: Any, proxy: Any, name: str, eventually: Any
 ) -> None:
-    """C082: the server is away for some beats: in doubt, not lost; the next answer settles it."""
+    """C082: the server is away for some renewals: in doubt, not lost; the next response settles it."""
     here = bench(proxy.dsn)
     grant = here.take(name, 4.0)
     count = here.renewals(name)
@@ -198,7 +196,7 @@ async def test_a_heartbeat_whose_session_is_killed_opens_another(bench: Any, nam
     assert grant.state == "held"
 
 
-async def test_a_holder_that_is_cut_off_gives_up_before_the_lease_can_be_taken(
+async def test_a_holder_that_is_cut_off_ends_before_the_lease_is_free(
     bench: Any, proxy: Any, name: str, eventually: Any
 ) -> None:
     """C082: no renewal gets through: retried until the deadline, then lost, while the server still keeps the name for it."""
@@ -217,7 +215,7 @@ async def test_a_holder_that_is_cut_off_gives_up_before_the_lease_can_be_taken(
 
 
 async def test_a_renewal_that_hangs_is_cut_at_the_deadline(bench: Any, proxy: Any, name: str, eventually: Any) -> None:
-    """C082: a server that keeps the connection and does not answer delays no loss beyond the deadline."""
+    """C082: a server that keeps the connection and does not respond delays no loss beyond the deadline."""
     here = bench(proxy.dsn)
     grant = here.take(name, 1.5)
     count = here.renewals(name)
@@ -247,9 +245,7 @@ async def test_a_hung_connection_is_replaced_while_there_is_time(
     await eventually(lambda: grant.state == "held")
 
 
-async def test_an_opening_that_hangs_is_given_up_while_there_is_time(
-    bench: Any, proxy: Any, name: str, eventually: Any
-) -> None:
+async def test_an_opening_that_hangs_is_abandoned_in_time(bench: Any, proxy: Any, name: str, eventually: Any) -> None:
     """C082: no connection comes about: that thread is given up, and another one tries before the deadline."""
     here = bench(proxy.dsn)
     proxy.black_hole()
@@ -274,7 +270,7 @@ async def test_the_clock_alone_ends_trust(bench: Any, name: str) -> None:
 
 
 @pytest.mark.twins
-async def test_an_answer_after_the_deadline_resurrects_nothing(bench: Any, name: str) -> None:
+async def test_a_response_after_the_deadline_restores_nothing(bench: Any, name: str) -> None:
     """C062: a renewal that the server granted, but that arrived after the deadline, is a loss."""
     here = bench()
     grant = here.take(name, 60)
@@ -284,7 +280,7 @@ async def test_an_answer_after_the_deadline_resurrects_nothing(bench: Any, name:
 
 
 async def test_a_slow_response_does_not_extend_the_deadline(bench: Any, proxy: Any, name: str, eventually: Any) -> None:
-    """C073: the deadline counts from when the renewal was sent: however late the answer, it is before the row's expiry."""
+    """C073: the deadline counts from when the renewal was sent, so it is before the row's expiry however late the response."""
     here = bench(proxy.dsn)
     grant = here.take(name, 3.0)
     count = here.renewals(name)
@@ -316,7 +312,7 @@ async def test_progress_renews_only_what_moves_on(bench: Any, name: str, eventua
 
 @pytest.mark.twins
 async def test_progress_that_comes_late_renews_at_once(bench: Any, name: str, eventually: Any) -> None:
-    """A heartbeat that was left out for want of progress is made up for by the next progress()."""
+    """A renewal that was skipped for lack of progress is caught up on by the next progress()."""
     here = bench()
     grant = here.take(name, 3.0, heartbeat="progress")
     count = here.renewals(name)
@@ -327,8 +323,8 @@ async def test_progress_that_comes_late_renews_at_once(bench: Any, name: str, ev
 
 
 @pytest.mark.twins
-async def test_renewing_by_hand_sets_another_ttl(bench: Any, name: str, eventually: Any) -> None:
-    """`renew(ttl=)` is answered, and the new TTL holds from then on, for "manual" too."""
+async def test_a_manual_renewal_sets_another_ttl(bench: Any, name: str, eventually: Any) -> None:
+    """`renew(ttl=)` returns, and the new TTL applies from then on, for "manual" too."""
     here = bench()
     grant = here.take(name, 0.9, heartbeat="manual")
     answers: list[Any] = []
@@ -360,7 +356,7 @@ async def test_renewing_what_is_lost_or_released_says_so(bench: Any, name: str, 
 async def test_renew_without_a_server_raises_unknown_outcome(
     bench: Any, proxy: Any, name: str, eventually: Any
 ) -> None:
-    """No answer is an UnreachableError, and the lease stands until its deadline."""
+    """No response is an UnreachableError, and the lease is held until its deadline."""
     here = bench(proxy.dsn)
     grant = here.take(name, 30)
     proxy.refuse()
@@ -407,7 +403,7 @@ async def test_a_locked_row_delays_no_other_lease(bench: Any, name: str, dsn: st
     assert locked.state == "held"
 
 
-async def test_a_release_without_an_answer_is_repeated(bench: Any, proxy: Any, name: str, eventually: Any) -> None:
+async def test_a_release_without_a_response_is_repeated(bench: Any, proxy: Any, name: str, eventually: Any) -> None:
     """The server is away when the release is sent: it gets it later, well before the TTL is over."""
     here = bench(proxy.dsn)
     grant = here.take(name, 60)
@@ -423,7 +419,7 @@ async def test_a_release_without_an_answer_is_repeated(bench: Any, proxy: Any, n
 
 @pytest.mark.twins
 async def test_a_grant_without_a_response_is_ended_by_its_id(bench: Any, name: str, eventually: Any) -> None:
-    """C084: the answer to the acquire was lost: the row is free again long before the TTL."""
+    """C084: the response to the acquire was lost: the row is free again long before the TTL."""
     here = bench()
     lease_id = uuid4()
     here.admin.execute(
@@ -488,7 +484,7 @@ async def test_a_grant_that_comes_long_after_it_was_forgotten_is_ended_too(
     await eventually(lambda: not here.held(name))
 
 
-async def test_a_release_elsewhere_wakes_who_waits_for_that_name(bench: Any, name: str, eventually: Any) -> None:
+async def test_a_release_elsewhere_wakes_the_waiters_for_that_name(bench: Any, name: str, eventually: Any) -> None:
     """A notification wakes the waiters for the lease that it names, and no others."""
     here = bench()
     woken: list[str] = []
@@ -520,7 +516,7 @@ async def test_listening_goes_on_after_the_connection_was_lost(bench: Any, name:
     cease()
 
 
-async def test_the_heartbeat_connection_opens_with_the_first_renewal_and_closes_with_dispose(
+async def test_the_connection_lasts_from_the_first_renewal_to_dispose(
     world: World, bench: Any, name: str, eventually: Any, admin: Any
 ) -> None:
     """A short lease costs no heartbeat connection; `engine.dispose()` ends it once no lease needs it."""

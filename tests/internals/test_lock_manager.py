@@ -67,7 +67,7 @@ async def test_the_first_use_by_two_threads_is_one_lock(
 async def test_the_names_of_a_lock_object_are_hashed_once(
     world: World, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its namespace, its driver and the number of its uses; an unusable name is rejected before that."""
+    """For every namespace, driver and number of uses; an unusable name is rejected before that."""
     calls: list[Any] = []
     for module, resolve in ((named, named.resolve), (_request, _request.resolve)):
         monkeypatch.setattr(module, "resolve", lambda *args, resolve=resolve: calls.append(args) or resolve(*args))
@@ -93,7 +93,7 @@ async def test_the_names_of_a_lock_object_are_hashed_once(
 async def test_another_server_process_takes_neither_lock_nor_token(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A statement that reaches another backend than it was meant for is refused as a pooler's doing."""
+    """A statement that reaches another backend than it was meant for is rejected as the work of a pooler."""
     engine = world.engine()
     one = lock(world, engine, name, token=True)
     async with world.enter(one.hold()):

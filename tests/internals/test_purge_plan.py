@@ -27,7 +27,7 @@ def keys(admin: psycopg.Connection[Any], name: str) -> Iterator[Keys]:
 
 
 def index_scan(admin: psycopg.Connection[Any], begin: float, size: int) -> dict[str, Any]:
-    """Return the one scan by the index in the plan of the statement as it ran; what it did is taken back."""
+    """Return the only index scan in the plan of the executed statement, whose effect is rolled back."""
     text = statements._PURGE.format("%s", "%s", table='"pgfence_idempotency_key"')
     with admin.transaction(force_rollback=True):
         admin.execute(statements._BY_INDEX)
@@ -44,7 +44,7 @@ def index_scan(admin: psycopg.Connection[Any], begin: float, size: int) -> dict[
 def test_the_index_is_used_and_a_batch_begins_where_the_last_one_ended(
     keys: Keys, admin: psycopg.Connection[Any], dsn: str, *, counted: bool
 ) -> None:
-    """C109: also right after the rows came, with statistics that know of none that is expired; and an old snapshot does not make it walk past what is gone."""
+    """C109: also right after the rows came, with statistics without expired rows; deleted entries are not scanned again."""
     keys.fill("live", 5_000, life=600)
     if counted:
         admin.execute("ANALYZE pgfence_idempotency_key")

@@ -1,4 +1,4 @@
-"""How the server functions find their rows: by key, whatever the tables were like when a session planned it."""
+"""How the server functions find their rows: by key, whatever the size of the tables when a session planned them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ SCANS = (
 
 @pytest.fixture
 def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
-    """Tables that nobody else uses, with a fenced one."""
+    """Tables that no other test uses, with a fenced one."""
     here = TableNames(prefix=f"plan_{name[-12:]}_")
     for statement in (*build_creation(here), f"CREATE TABLE {here.prefix}fenced (id int)"):
         admin.execute(statement.encode())

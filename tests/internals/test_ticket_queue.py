@@ -1,4 +1,4 @@
-"""The tickets of a queue: their numbers go around, one whose owner stands still is passed over, and none is no error."""
+"""The tickets of a queue: numbers wrap around, a stopped owner is passed over, and a missing ticket is not an error."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_numbers_go_around(
 
 
 def test_a_queue_without_tickets_begins_with_the_first(held: psycopg.Connection[Any], waiters: list[Waiter]) -> None:
-    """It is the turn of whoever takes that, and the lock is granted with it when it is free; the ticket ends then."""
+    """The waiter that takes it has its turn, and gets the lock when it is free; the ticket ends then."""
     (waiter, *_) = waiters
     assert waiter.wait_for_turn()
     assert waiter.numbers() == (0, None)
@@ -103,10 +103,10 @@ def test_a_queue_without_tickets_begins_with_the_first(held: psycopg.Connection[
     assert waiter.connection.execute(LEAVE).fetchone() == (None, "", "")
 
 
-def test_a_number_that_somebody_has_is_no_error(
+def test_a_ticket_taken_by_another_key_is_not_an_error(
     dsn: str, held: psycopg.Connection[Any], waiters: list[Waiter], advisory_rows: Any
 ) -> None:
-    """A key of an application in the place of the ticket: the waiter goes on without one."""
+    """A key of an application in place of the ticket: the waiter continues without one."""
     (waiter, *_) = waiters
     with elsewhere(dsn) as other:
         other.execute(f"SELECT pg_advisory_lock_shared('{BASE}'::bigint)")

@@ -65,7 +65,7 @@ def holder(admin: psycopg.Connection[Any], name: str) -> int:
 def test_without_kernel_events_a_query_finds_the_loss(
     driver: str, name: str, dsn: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
 ) -> None:
-    """As on macOS and Windows: each hold is asked for in turns, answers leave it held, a killed backend is lost."""
+    """As on macOS and Windows: each hold is probed in turn, responses leave it held, a killed backend is lost."""
     process = script(
         SCRIPT,
         driver,

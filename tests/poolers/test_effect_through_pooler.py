@@ -1,4 +1,4 @@
-"""PgBouncer in transaction mode: an effect is claimed, renewed, saved and finished through it, each on whatever session it gives."""
+"""PgBouncer in transaction mode: an effect is claimed, renewed, saved and finished through it, each on any session."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("tables")
 
 
-async def test_an_effect_goes_through_a_pooler_whose_sessions_change_under_it(
+async def test_an_effect_works_while_the_poolers_sessions_change(
     world: World, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
     """Renewed twice between its steps; the caller that waits gets its result; no pooled session is changed by it."""

@@ -29,10 +29,10 @@ def renewed(admin: psycopg.Connection[Any], name: str) -> Any:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("declared", ["auto", "transaction"])
-async def test_a_lease_is_renewed_through_a_pooler_whose_sessions_change_under_it(
+async def test_a_lease_is_renewed_while_the_poolers_sessions_change(
     world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any], declared: Any
 ) -> None:
-    """Six renewals, each on whatever session the pooler gives, beside clients that are in transactions."""
+    """Six renewals, each on any session of the pooler, beside clients that are in transactions."""
     through = pgbouncer("transaction")
     before = shown(through)
     engine = pooled(world, through)

@@ -23,7 +23,7 @@ async def test_a_killed_client_of_a_session_pooler_frees_its_lock(
     script: Callable[..., Script],
     admin: psycopg.Connection[Any],
 ) -> None:
-    """C021: PgBouncer gives the server session to nobody before it has reset it, and the reset frees the lock."""
+    """C021: PgBouncer resets the server session before it serves another client, and the reset frees the lock."""
     holding = script(holder(world, pooler="session"), world.url_of(pgbouncer("session")), name)
     holding.wait_for("held")
     assert not is_free(admin, name)

@@ -1,4 +1,4 @@
-"""Leases through PgBouncer in transaction mode: no session of their own, so they work there."""
+"""Leases through PgBouncer in transaction mode: they need no dedicated session, so they work there."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_waiter_gets_the_lease_without_a_notification(
     await world.call(held.release)
 
 
-async def test_nothing_of_ours_stays_on_the_poolers_sessions(
+async def test_the_poolers_sessions_keep_nothing_of_pgfence(
     world: World, name: str, pgbouncer: Callable[..., str]
 ) -> None:
     """C021: no setting, no lock, no prepared statement is left for the next client of a session."""

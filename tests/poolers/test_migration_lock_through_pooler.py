@@ -1,4 +1,4 @@
-"""The migration lock behind PgBouncer: refused in transaction mode with a way past it, at home in session mode."""
+"""The migration lock behind PgBouncer: rejected in transaction mode with an alternative, working in session mode."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def migrate(world: World, through: str, name: str, pooler: Any) -> int:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("declared", ["auto", "transaction"])
-async def test_transaction_mode_is_refused_and_the_message_names_a_way_past_it(
+async def test_transaction_mode_is_rejected_with_an_alternative(
     world: World,
     name: str,
     declared: Any,

@@ -45,7 +45,7 @@ def declared(world: World, through: str, **kwargs: Any) -> Any:
 async def test_it_is_rejected_until_the_pooler_is_declared(
     world: World, name: str, through: str, advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """C019: from outside the mode cannot be proven safe: refused, and the message says how to vouch for it."""
+    """C019: the mode cannot be proven from outside: rejected, and the message says how to declare it."""
     for word in ("auto", "direct"):
         engine = world.engine(dsn=through)
         configure(engine, pooler=word)
@@ -71,7 +71,7 @@ async def test_a_database_that_the_pooler_does_not_know_is_not_retried(
 async def test_it_works_once_it_is_declared(
     world: World, name: str, through: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Taken, refused to others, released, several names, work on the lock's own connection."""
+    """Acquired, exclusive, released, several names, work on the lock's own connection."""
     engine = declared(world, through)
     one = lock(world, engine, name, f"{name}!")
     for _ in range(5):

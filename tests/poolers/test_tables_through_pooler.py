@@ -1,4 +1,4 @@
-"""Tables, functions and fences made through PgBouncer in transaction mode."""
+"""Tables, functions and fences created through PgBouncer in transaction mode."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ BEHIND_A_POOLER: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_tables_and_fences_are_made_and_dropped_through_it(
+async def test_tables_and_fences_are_created_and_dropped_through_it(
     world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
-    """C022: with each driver set up for a pooler all of it works, and the pooler's sessions keep no setting of ours."""
+    """C022: with each driver set up for a pooler all of it works, and the pooler's sessions keep no setting of pgfence."""
     through = pgbouncer("transaction")
     engine = world.engine(dsn=through, connect_args=BEHIND_A_POOLER[world.name])
     here = f"pooled_{name[-12:]}"

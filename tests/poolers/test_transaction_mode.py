@@ -1,4 +1,4 @@
-"""PgBouncer in transaction mode: session locks are refused, with the ways out; what can work works."""
+"""PgBouncer in transaction mode: session locks are rejected with alternatives, and everything that can work works."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def busy_pool(through: str) -> Iterator[None]:
             other.close()
 
 
-async def test_a_session_lock_is_refused_with_the_ways_out(
+async def test_a_session_lock_is_rejected_with_alternatives(
     world: World, name: str, pgbouncer: Callable[..., str], advisory_rows: Callable[[], list[Any]]
 ) -> None:
     """C019: undeclared, on an idle pool: proven by a second client; the message names both ways out, and nothing is left."""
@@ -80,10 +80,10 @@ async def test_a_session_lock_is_refused_with_the_ways_out(
     assert advisory_rows() == []
 
 
-async def test_a_session_lock_is_refused_on_a_busy_pool_too(
+async def test_a_session_lock_is_rejected_on_a_busy_pool_too(
     world: World, name: str, pgbouncer: Callable[..., str], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """C019: with other clients in transactions the mode may not show; a pooler of unknown mode is refused all the same."""
+    """C019: beside clients in transactions the mode may not show; a pooler of unknown mode is rejected anyway."""
     through = pgbouncer("transaction")
     with busy_pool(through):
         with pytest.raises(PoolerError, match=r"(?s)lock_engine=.*pooler=\"session\"") as caught:
@@ -92,10 +92,10 @@ async def test_a_session_lock_is_refused_on_a_busy_pool_too(
     assert advisory_rows() == []
 
 
-async def test_a_declared_transaction_pooler_is_refused(
+async def test_a_declared_transaction_pooler_is_rejected(
     world: World, name: str, pgbouncer: Callable[..., str], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """C019: configure(pooler="transaction") refuses session locks without asking a second client."""
+    """C019: configure(pooler="transaction") rejects session locks without testing a second client."""
     engine = pooled(world, pgbouncer("transaction"))
     configure(engine, pooler="transaction")
     with pytest.raises(PoolerError, match="it is configured so") as caught:
@@ -106,10 +106,10 @@ async def test_a_declared_transaction_pooler_is_refused(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("declared", ["auto", "transaction"])
-async def test_a_refusal_changes_no_setting_of_the_pooled_sessions(
+async def test_a_rejection_changes_no_setting_of_the_pooled_sessions(
     world: World, name: str, pgbouncer: Callable[..., str], role: Callable[..., str], declared: Any
 ) -> None:
-    """A SET through a transaction pooler would reach other clients: after the refusal all of them find what the site has set."""
+    """A SET through a transaction pooler would reach other clients: after the rejection all settings are unchanged."""
     through = pgbouncer("transaction", role(settings=SITE))
     before = shown(through)
     assert {key: before[key] for key in SITE} == SITE
@@ -130,7 +130,7 @@ def shown(through: str) -> dict[str, str]:
 async def test_a_transaction_lock_works_through_it(
     world: World, name: str, pgbouncer: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C019: it lives and dies with its transaction, on whatever session that has; waits and timeouts work."""
+    """C019: it is held as long as its transaction, on any session; waits and timeouts work."""
     engine = pooled(world, pgbouncer("transaction"))
     async with transactions.session(world, engine) as session:
         for _ in range(3):
@@ -156,7 +156,7 @@ async def test_a_transaction_lock_works_through_it(
 async def test_a_direct_lock_engine_works_beside_it(
     world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any], declared: Any
 ) -> None:
-    """C019: the way out: the locks go to the server, everything else goes through the pooler."""
+    """C019: the alternative: locks use the server directly, everything else uses the pooler."""
     through = pgbouncer("transaction")
     for direct in (world.engine(), world.engine):
         engine = pooled(world, through)

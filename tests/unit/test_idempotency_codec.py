@@ -324,7 +324,7 @@ def test_two_classes_of_one_name_are_distinguished() -> None:
 
 
 def test_a_uuid_of_a_driver_becomes_a_plain_one() -> None:
-    """asyncpg has its own class; the replayed one is the standard library's, and equal."""
+    """The driver asyncpg has its own class; the replayed one is the standard library's, and equal."""
 
     class Fast(UUID):
         """Like asyncpg's."""

@@ -59,7 +59,7 @@ def test_a_process_without_native_threads_is_rejected_with_advice(
 def test_a_process_with_native_threads_is_fine(
     monkeypatch: pytest.MonkeyPatch, name: str, members: dict[str, Any]
 ) -> None:
-    """gevent that is installed, or patches other modules, is accepted, and so is uWSGI with threads."""
+    """The package gevent, installed or patching other modules, is accepted, and so is uWSGI with threads."""
     monkeypatch.setitem(sys.modules, name, patched(name, **members))
     require_native_threads()
 
