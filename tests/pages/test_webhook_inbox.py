@@ -23,9 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from sqlalchemy import event
 
-import u16_webhook_inbox
-from app import Base, SessionLocal, engine
-from u16_webhook_inbox import Order, app, sign
+from webhook_inbox import Base, Order, SessionLocal, app, engine, sign
 
 def send(number):
     body = json.dumps({"id": f"evt_{number}", "order": 1, "amount": 1}).encode()

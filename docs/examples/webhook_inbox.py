@@ -1,6 +1,10 @@
-"""16 A webhook's inbox: each consumer takes each event once."""
+"""A webhook's inbox on Flask: each consumer processes each event once.
 
-from __future__ import annotations
+pip install "pgfence[psycopg]" flask
+export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
+pgfence install
+flask --app webhook_inbox run
+"""
 
 import hashlib
 import hmac
@@ -12,12 +16,18 @@ from functools import partial
 
 from flask import Flask, abort, request
 from flask.typing import ResponseReturnValue
-from sqlalchemy.orm import Mapped, Session, mapped_column
+from sqlalchemy import create_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from app import Base, SessionLocal
 from pgfence import PgfenceError, idempotent_call
 
-SECRET = b"what the sender's settings say"
+SECRET = b"the shared secret from the sender's settings"
+engine = create_engine("postgresql+psycopg://")  # the server is that of PGHOST
+SessionLocal = sessionmaker(engine)
+
+
+class Base(DeclarativeBase):
+    pass
 
 
 class Order(Base):
@@ -44,7 +54,13 @@ class Paid:
 
 
 app = Flask(__name__)
-inbox = partial(idempotent_call, key="{event.id}", payload=["event"], keep=timedelta(days=30), timeout=5)
+inbox = partial(
+    idempotent_call,
+    key="{event.id}",
+    payload=["event"],
+    keep=timedelta(days=30),
+    timeout=5,
+)
 
 
 @inbox(scope="inbox:orders")
@@ -56,13 +72,15 @@ def mark_paid(session: Session, event: Paid) -> int:
 
 @inbox(scope="inbox:mails")
 def write_mail(session: Session, event: Paid) -> None:
-    session.add(Mail(text=f"We have received {event.amount} for order {event.order}."))
+    text = f"We have received {event.amount} for order {event.order}."
+    session.add(Mail(text=text))
 
 
 @app.post("/webhooks/payments")
-def take() -> ResponseReturnValue:
+def receive() -> ResponseReturnValue:
     body = request.get_data()
-    if not hmac.compare_digest(sign(body), request.headers.get("X-Signature", "").encode()):
+    signature = request.headers.get("X-Signature", "").encode()
+    if not hmac.compare_digest(sign(body), signature):
         abort(401)
     try:
         event = Paid(**json.loads(body))
@@ -71,7 +89,7 @@ def take() -> ResponseReturnValue:
     for consume in (mark_paid, write_mail):
         with SessionLocal.begin() as session:
             consume(session, event)
-    return "", 204
+    return "", 204  # after both commits
 
 
 def sign(body: bytes) -> bytes:
@@ -79,6 +97,8 @@ def sign(body: bytes) -> bytes:
 
 
 @app.errorhandler(PgfenceError)
-def refused(error: PgfenceError) -> ResponseReturnValue:
-    again = {} if error.retry_after is None else {"Retry-After": f"{math.ceil(error.retry_after)}"}
-    return type(error).__name__, error.http_status, again
+def reject(error: PgfenceError) -> ResponseReturnValue:
+    headers: dict[str, str] = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = f"{math.ceil(error.retry_after)}"
+    return type(error).__name__, error.http_status, headers
