@@ -42,7 +42,7 @@ default_role = "code"
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", rf"(.*\.)?({'|'.join(full_names())}|FastAPI|HTTPException|ORMOption|Response)"),
-    ("py:class", r"(.*\.)?_?(O|T|R|S|AS|HoldT|AnyHeld|EngineSourceT)"),
+    ("py:class", r"(.*\.)?_?(O|T|R|S|AS|HoldT|AnyHeld)"),
 ]
 
 # Links into other documentation. Without a network the names that we use are known all the same.
@@ -86,6 +86,7 @@ signature_aliases = {
     "AnyAsyncSession": "AsyncSession | async_scoped_session",
     "App": "Callable[..., Awaitable[None]]",
     "AsyncEngineSource": "AsyncEngine | Callable[[], AsyncEngine]",
+    "AsyncEngineSourceT": "AsyncEngine | Callable[[], AsyncEngine]",
     "AsyncInTransaction": "Callable",
     "AsyncWork": "AsyncSession | async_scoped_session | AsyncConnection",
     "AsyncWrap": "Callable",
@@ -93,11 +94,13 @@ signature_aliases = {
     "Busy": "Literal['raise', 'skip'] | Callable[[LockTimeoutError], BaseException]",
     "CancelEvent": "threading.Event",
     "EngineSource": "Engine | Callable[[], Engine]",
+    "EngineSourceT": "Engine | Callable[[], Engine]",
     "Expected": "int | UUID | IfMatch",
     "H": "Held",
     "Headers": "Mapping[str, str]",
     "InTransaction": "Callable",
     "OnFailure": "Literal['free', 'lapse']",
+    "OnMismatch": "Literal['raise', 'stored']",
     "PoolerSetting": "Literal['auto', 'direct', 'session', 'transaction']",
     "SameCall": "Callable",
     "Scope": "MutableMapping[str, Any]",
@@ -121,7 +124,7 @@ signature_replacements = {
     ),
     **{
         f"pgfence.{name}.wrap": (_WRAP, "Callable")
-        for name in ("AdvisoryLock", "AsyncAdvisoryLock", "Lease", "AsyncLease")
+        for name in ("AdvisoryLock", "AsyncAdvisoryLock", "Lease", "AsyncLease", "Semaphore", "AsyncSemaphore")
     },
 }
 # Objects that a program gets from pgfence and does not create.
@@ -129,6 +132,7 @@ signature_without_constructor = [
     f"pgfence.{name}"
     for name in [
         *("Held", "AsyncHeld", "FencedHeld", "AsyncFencedHeld", "HeldLease", "AsyncHeldLease", "Slot", "AsyncSlot"),
+        *("Permit", "AsyncPermit"),
         *("Idem", "AsyncIdem", "Op", "Attempt", "AsyncAttempt", "KeyFamily", "fastapi.IdempotentCall"),
     ]
 ]

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -70,7 +71,8 @@ def test_a_reference_page_begins_with_a_sentence_and_a_table_of_its_members(page
     for module in re.findall(r"^\.\. automodule:: (\S+)", content, re.MULTILINE):
         described += importlib.import_module(module).__all__
     summaries = re.findall(r"\.\. autosummary::\n(?:   :\w+:\n)*\n((?:   \S+\n)+)", content)
-    listed = "".join(summaries).split() + re.findall(r"^\| \{py:data\}`~(\S+)` \|", content, re.MULTILINE)
+    rows = re.findall(r"^\| (\{py:.*?) \|", content.partition("\n## ")[0], re.MULTILINE)
+    listed = "".join(summaries).split() + re.findall(r"`~(\S+?)`", " ".join(rows))
     # `op.add_fence` is described as a method of its class.
     last = [name.rpartition(".")[2] for name in described if name != "pgfence_alembic.Directives"]
     members = [name.rpartition(".")[2] for name in listed if "Directives." not in name]
@@ -139,6 +141,14 @@ def test_the_readme_fits_on_one_screen() -> None:
     assert readme.count("\n") <= 110
     chooser = readme.partition("## Which one do I need?")[2].partition("\n\n|")[2].partition("\n\n")[0]
     assert len(chooser.splitlines()) == 2 + 6
+
+
+def test_diagrams_are_those_of_their_script() -> None:
+    """The committed diagrams are what docs/_diagrams/draw.py draws."""
+    diagrams = runpy.run_path(str(ROOT / "docs" / "_diagrams" / "draw.py"))["DIAGRAMS"]
+    for name, draw in diagrams.items():
+        committed = (ROOT / "docs" / "_static" / name).read_text(encoding="utf-8")
+        assert committed == draw(), "python docs/_diagrams/draw.py"
 
 
 def test_each_command_of_the_readme_is_one_line() -> None:

@@ -24,6 +24,8 @@ def _spell_out(app: Sphinx, doctree: nodes.document) -> None:
     for signature in doctree.findall(addnodes.desc_signature):
         for reference in list(signature.findall(addnodes.pending_xref)):
             alias = reference["reftarget"].rpartition(".")[2]
+            if "Async" in signature.get("fullname", "") and f"Async{alias}" in aliases:
+                alias = f"Async{alias}"
             if alias in aliases:
                 reference.replace_self(_parse_annotation(aliases[alias], app.env))
 
