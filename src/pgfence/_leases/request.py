@@ -1,6 +1,6 @@
-"""What is asked of the server for a lease, and what its answers mean. No I/O: a generator yields statements and gets rows.
+"""The requests for leases, slots and attempts, and the results that the server returns for them. No I/O.
 
-So the sync and the async shell drive the very same steps.
+A request is a generator that yields statements and receives their rows, so that sync and async callers run the same steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("pgfence.lease")
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The server has granted it."""
+    """The server has granted the request."""
 
     token: int
     expires_at: datetime
@@ -46,21 +46,21 @@ class Granted:
     slot: datetime | None = None
     attempt: int = 1
     rows: tuple[tuple[str, int], ...] = ()
-    """The rows that were granted, with their tokens, if there may be several; `token` is that of the first."""
+    """The granted rows with their tokens, if there can be several; `token` is that of the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Somebody has it, or had it: free in so many seconds at the earliest, as far as the server knows now."""
+    """The name is held, or not free yet. `remaining` is the earliest time in seconds until it is, as the server knows now."""
 
     remaining: float
     holder: Holder | None = None
     limit: int | None = field(default=None, kw_only=True)
-    """Of a semaphore: how many permits it has."""
+    """For a semaphore: the number of its permits."""
 
 
 class Refused(Exception):
-    """It will not be granted, however long one waits."""
+    """The request will not be granted, however long the caller waits."""
 
 
 Outcome: TypeAlias = Granted | Busy
@@ -69,7 +69,7 @@ Steps: TypeAlias = Generator[tuple[str, "Sequence[object]"], Any, Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is, as far as operators want to know."""
+    """The description of this process for operators."""
 
     owner: str | None = None
     purpose: str = ""
@@ -78,15 +78,15 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class AcquireRequest(ABC):
-    """One name that is asked for.
+    """A request for one name.
 
     Attributes:
-        stored: as it stands in the table.
-        place: of the tables.
-        terms: what it is asked for, in seconds.
-        identity: who asks.
-        heartbeat: who renews it.
-        waiter: the id with which it waits in a queue on the server, if it does.
+        stored: the stored name.
+        place: the table names.
+        terms: the requested times, in seconds.
+        identity: the description of the caller.
+        heartbeat: how the lease is renewed.
+        waiter: the id with which the caller waits in a queue on the server, if it does.
     """
 
     stored: str
@@ -98,16 +98,16 @@ class AcquireRequest(ABC):
 
     kind = "lease"
     needed: ClassVar[int | None] = None
-    """The version of the tables that it needs, if that is not the manager's."""
+    """The version of the tables that it needs, if it differs from the manager's."""
 
     @property
     def weight(self) -> int | None:
-        """How many permits it asks for. Several contenders of this process may hold those, so none waits for another to end."""
+        """The number of requested permits. Contenders of this process do not wait for each other, because several may hold some."""
         return None
 
     @property
     def row(self) -> tuple[TableNames, str] | None:
-        """The row of the lease table that it asks for; None for an attempt at an effect, which has a row of its own."""
+        """The requested row of the lease table; None for an attempt at an effect, which has a row in another table."""
         return None if self.kind == "effect" else (self.place, self.stored)
 
     @cached_property
@@ -120,17 +120,17 @@ class AcquireRequest(ABC):
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        """Where its contenders of this process queue."""
+        """The queues in which contenders of this process wait for it."""
         return ((self.place, self.stored),)
 
     @abstractmethod
     def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
-        """Yield the statements of one attempt, get the row of each, and return what came of it."""
+        """Yield the statements of one attempt, receive the row of each, and return the outcome."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseRequest(AcquireRequest):
-    """A lease."""
+    """A request for a lease."""
 
     def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
         terms, identity = self.terms, self.identity
@@ -160,17 +160,16 @@ class LeaseRequest(AcquireRequest):
 
 
 def holder_of(claim: AcquireRequest, row: Row) -> Holder:
-    """Return the holder that a row of `look` describes."""
+    """Return the holder for a row of `look`."""
     return build_lease_holder(claim.names[0], row)
 
 
 def warn_of_clock(claim: AcquireRequest, set_back: float | None) -> None:
-    """Log that the server's clock was set back while the name was blocked, and what that means."""
+    """Log a warning if the server's clock was set back while the name was blocked, with the consequence."""
     if set_back is not None and set_back >= terms.NOTABLE_STEP:
         log.warning(
-            "the clock of the database server was set back by %.0f s or more while the %s %s was held: its times were moved"
-            " back too, so that it is free at the latest one TTL from now if its holder is dead. Check the time service of that"
-            " server",
+            "the database server's clock was set back by %.0f s or more while the %s %s was held. Its times were moved back too,"
+            " so that it is free at the latest one TTL from now if its holder is dead. Check the time service of that server",
             set_back,
             claim.kind,
             format_names(claim.names),
@@ -188,21 +187,21 @@ def get_host() -> str:
 
 
 def owner_of(identity: Identity) -> str:
-    """Return what operators read of the holder: what it calls itself, or its process."""
+    """Return the name of the holder for operators: the owner that the caller passed, or host and process id."""
     return identity.owner or f"{get_host()}:{os.getpid()}"
 
 
 def build_adoption(
     style: ParamStyle, claim: AcquireRequest, reference: LeaseRef, new: str
 ) -> tuple[str, tuple[object, ...]]:
-    """Return the statement that takes a lease over, and its arguments."""
+    """Return the statement that takes over a lease, and its arguments."""
     owner = claim.identity.owner
     args = (claim.stored, reference["lease_id"], reference["token"], new, owner, get_host(), os.getpid())
     return lease_sql(claim.place, style).adopt, args
 
 
 def read_adoption(claim: AcquireRequest, token: int, row: Row) -> tuple[AcquireRequest, Granted] | str:
-    """Return what was adopted, with the terms it has in the table; or why it was not."""
+    """Return the adopted lease with the terms in the table, or the reason why it was not adopted."""
     outcome, expires_at, remaining, hold_remaining, ttl, checkpoint, purpose, set_back = row
     warn_of_clock(claim, set_back)
     if outcome != "ok":
@@ -216,11 +215,11 @@ def read_adoption(claim: AcquireRequest, token: int, row: Row) -> tuple[AcquireR
 
 
 def encode_json(value: object, what: str) -> str | None:
-    """Return a value as JSON that PostgreSQL takes.
+    """Return a value as JSON that PostgreSQL accepts.
 
     Raises:
-        TypeError: it is no JSON.
-        ValueError: it holds NaN, infinity or NUL.
+        TypeError: it cannot be JSON.
+        ValueError: it contains NaN, infinity, NUL or a lone surrogate.
     """
     if value is None:
         return None
@@ -237,5 +236,5 @@ def encode_json(value: object, what: str) -> str | None:
             json.dumps(json.loads(text), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             found = error.object[max(0, error.start - 20) : error.end + 20]
-            raise ValueError(f"{what} must be valid Unicode, it holds a lone surrogate: {found!r}") from None
+            raise ValueError(f"{what} must be valid Unicode, but it contains a lone surrogate: {found!r}") from None
     return text

@@ -116,7 +116,7 @@ class LeaseStatements:
 
         Raises:
             SchemaError: the tables are older, or not open to this role.
-            UnreachableError: there was no response; whether the statement took effect is unknown.
+            UnreachableError: the server did not respond; whether the statement took effect is unknown.
         """
         await self.verify(place, needed=needed)
         return await self._ask(place, text, args, needed=needed)

@@ -1,4 +1,4 @@
-"""The statements of semaphores. Texts only."""
+"""The statements of semaphores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BY_ID = "text, text"
 
 @dataclass(frozen=True, slots=True)
 class PermitSql:
-    """The texts for one place and one way of marking parameters.
+    """The texts for one set of tables and one parameter style.
 
     Attributes:
         acquire: name, permits, weight, whether the stored number of permits counts, lease id, ttl, max_hold or None, owner, host,
@@ -49,7 +49,7 @@ class PermitSql:
 
 @cache
 def permit_sql(place: TableNames, style: ParamStyle) -> PermitSql:
-    """Return the texts for one place."""
+    """Return the texts for one set of tables."""
     lease, semaphore = name_of(place, "lease", style), name_of(place, "semaphore", style)
     first = mark(style, 1)
 

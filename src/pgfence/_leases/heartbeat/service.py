@@ -108,8 +108,8 @@ class HeartbeatService:
     def renew(self, grant: Grant, ttl: float | None, done: tasks.Done) -> None:
         """Renew a grant now, in turn with the heartbeat's own renewals. A new TTL applies from now on.
 
-        `done` is called once, on a heartbeat thread; it must be quick and must not take a heartbeat lock. Its argument is None
-        if the lease was renewed, `LockLostError` if it is lost, `LockNotHeldError` if it was released in the meantime,
+        `done` is called once, on a heartbeat thread; it must be quick and must not take a heartbeat lock. It receives None if
+        the lease was renewed, `LockLostError` if it is lost, `LockNotHeldError` if it was released in the meantime,
         `UnreachableError` if the server did not respond (it is held until its deadline, and the heartbeat keeps trying), or
         otherwise the server's error.
         """
