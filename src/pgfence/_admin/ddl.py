@@ -75,6 +75,7 @@ def perform_on(connection: Connection, place: TableNames, work: Callable[[Connec
         PgfenceError, ValueError: as documented for `schema.create_all` and the other functions.
     """
     check_version(connection.dialect)
+    # In autocommit each statement would commit separately, and an error would leave only a part of the objects.
     if read_driver_state(connection).autocommit:
         raise TransactionStateError(
             "tables and functions are created in one transaction, but this Connection is in autocommit: pass the engine, or, in"

@@ -62,6 +62,7 @@ def build_eviction_request(
 
 def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, found: Found) -> Found:
     """Mark what this process holds under the evicted name as lost. Return the result of the eviction."""
+    # Without waiting for the notification, which other processes need: this process already knows of the eviction.
     heartbeat = ManagerRegistry.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("heartbeat")
     if isinstance(heartbeat, HeartbeatService) and found.newest is not None and found.token is not None:
         heartbeat.note_eviction(order.place, order.name, found.token)

@@ -131,6 +131,8 @@ def add(connection: Connection, place: TableNames, target: Target, parts: tuple[
         ValueError: the table does not exist; a column does not exist or cannot identify a resource; or the table and one of
             its partitions have different fences.
     """
+    # A statement-level trigger fires only for the table that a statement names. Rows that can be written through a parent or a
+    # partition, or whose resource depends on their columns, need row-level triggers.
     by_row = _is_among_others(connection, target) or len(parts) > 1
     _expect_columns(connection, target, parts[1::2])
     fence, *others = build_triggers(place, target, [target.quoted], parts, by_row=by_row)

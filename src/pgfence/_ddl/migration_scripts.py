@@ -367,6 +367,7 @@ def build_index_comparison(table: Target, called: str, creation: str, definition
 @contextmanager
 def wait_for_locks(connection: Connection) -> Iterator[None]:
     """Let statements wait indefinitely for locks; for a connection in autocommit."""
+    # CREATE INDEX CONCURRENTLY leaves an invalid index behind if it runs into lock_timeout.
     before = execute_plain(
         connection,
         "WITH o AS MATERIALIZED (SELECT pg_catalog.current_setting('lock_timeout') AS v)"

@@ -208,6 +208,7 @@ class ThreadCarrier:
             me: Contender = self._here.contender
         except AttributeError:
             me = self._here.contender = Contender("thread")
+        # A forked child inherits the thread's contender, whose holds belong to the parent.
         if me.pid != PROCESS.known_pid:
             me = self._here.contender = Contender("thread")
         return me
@@ -252,6 +253,7 @@ class TaskEvent:
         self._future: asyncio.Future[None] = self._loop.create_future()
 
     def set(self) -> None:
+        # call_soon_threadsafe() costs a wake-up of the event loop, which its own thread does not need.
         if threading.get_ident() == self._thread:
             _resolve(self._future)
         else:

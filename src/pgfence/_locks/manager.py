@@ -224,7 +224,7 @@ class LockManager:
         return session
 
     async def _make_room(self, session: LockConnection, call: LockAcquisition) -> None:
-        """Reject a large request that would fill the server's lock table, whose use is counted unless it was lately."""
+        """Reject a large request that would fill the server's lock table, after counting its entries if necessary."""
         if self.pool.lock_table.needs_count(len(call.wanted.keys)):
             self.pool.lock_table.note_count(
                 await session.fetch_value(self.engine, server.LOCK_TABLE_USE, (), limit=call.budget)

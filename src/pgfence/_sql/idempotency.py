@@ -131,8 +131,10 @@ def finish_at_commit(
         text: the outcome.
         build_error: builds the error of the COMMIT, if the key is no longer claimed.
     """
+    # Listeners must see each statement separately.
     if is_observed(connection):
         return False
+    # From now on, statements are observed: the postponed one is sent before any that must come after it.
     read_along(connection)
     finish_or_fail = _finish_or_fail(place, style_of(connection.dialect))
     return postpone(connection, finish_or_fail, (row.scope, row.key, status, text), build_error)
@@ -187,6 +189,7 @@ def _finish(place: TableNames, style: ParamStyle) -> str:
 
 @cache
 def _finish_or_fail(place: TableNames, style: ParamStyle) -> str:
+    # Divides by zero if the key is no longer claimed: only an error keeps the COMMIT from being executed.
     return f"SELECT 1 / CAST({call(place, style, 'finish_key_v1', 'text, text, text, text')} AS integer)"
 
 

@@ -44,6 +44,7 @@ _LOOK = (
     " ORDER BY k.created_at, k.scope, k.key"
 )
 _ONE = " AND k.scope = CAST({0} AS text) AND k.key = CAST({1} AS text)"
+# The freed key must survive a crash, even if the role's default for synchronous_commit does not guarantee that.
 _SETTINGS = (
     "SELECT pg_catalog.set_config('lock_timeout', '2s', true),"
     " CASE WHEN pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply')"

@@ -53,7 +53,8 @@ def _canonicalize(value: object) -> object:
     if isinstance(value, Enum):
         return _canonicalize(value.value)
     if isinstance(value, str):
-        return str.__str__(value)
+        return str.__str__(value)  # a subclass may format itself differently
+    # All other kinds are tagged lists, so that they differ from texts and lists that look like them.
     if isinstance(value, (int, float, Decimal)):
         return ["number", _canonicalize_number(value)]
     if isinstance(value, dict):

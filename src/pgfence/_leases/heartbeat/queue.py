@@ -243,7 +243,7 @@ class RenewalQueue:
         return bool(due), [(grant, self.drop(grant)) for grant in over]
 
     def pick(self, now: float) -> HeartbeatTask | None:
-        """Return the next task. It is out of the queue until its result is recorded."""
+        """Return the next task. It stays out of the queue until its result is recorded."""
         while self._due:
             batch, waiting = next(iter(self._due.items()))
             grants = list(islice(waiting, BATCH))

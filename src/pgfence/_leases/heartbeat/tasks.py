@@ -94,9 +94,11 @@ class RenewTask(HeartbeatTask):
 
     def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
         grants = list(self.requests)
+        # Reset before the statement is sent: progress that is reported while it runs counts for the next renewal.
         for grant in grants:
             grant.progressed = False
         lists = (*_list_rows(grants), [self.get_ttl(grant) for grant in grants for _ in grant.rows])
+        # Deadlines count from here, which is before the server can have computed the new expiry.
         self.started = clock()
         found = iter(decode_renewals(link.ask(sql.renew, lists, limit)))
         self.results = [(grant, combine_results([next(found) for _ in grant.rows])) for grant in grants]
