@@ -1,4 +1,4 @@
-"""11 The command line is USES.md's; this is its library side, with the set-up both share."""
+"""Set-up, and a look at an incident, as an operator writes them."""
 
 from __future__ import annotations
 
