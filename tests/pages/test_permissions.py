@@ -14,7 +14,18 @@ from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.orm import Session
 
-from pgfence import IdempotentEffect, Lease, Once, SchemaError, fenced, idempotent, monitoring, schema
+from pgfence import (
+    IdempotentEffect,
+    Lease,
+    Once,
+    RateLimit,
+    SchemaError,
+    Semaphore,
+    fenced,
+    idempotent,
+    monitoring,
+    schema,
+)
 from support.servers import database, role
 
 if TYPE_CHECKING:
@@ -28,6 +39,17 @@ def hold_lease(engine: Engine) -> None:
     for one in (Lease(engine, "a", ttl=5), Once(engine, "b", every=timedelta(hours=1))):
         with one.hold():
             pass
+
+
+def hold_permit(engine: Engine) -> None:
+    with Semaphore(engine, "p", permits=2, ttl=5, fair=True).hold():
+        pass
+
+
+def take_from_rate_limit(engine: Engine) -> None:
+    limit = RateLimit(engine, "r", limit=2, per=60)
+    assert limit.try_take()
+    limit.change(limit=1, per=60)
 
 
 def enter_gate(engine: Engine) -> None:
@@ -60,6 +82,8 @@ def free_key(engine: Engine) -> None:
 
 USES: dict[str, Callable[[Engine], object]] = {
     "leases, `AdvisoryLock(token=True)`, `Once`": hold_lease,
+    "`Semaphore`": hold_permit,
+    "`RateLimit`": take_from_rate_limit,
     "fenced transactions, and writers to a fenced table": enter_gate,
     "`checkpoint()`": save_checkpoint,
     "`idempotent`": claim_key,
@@ -72,14 +96,20 @@ USES: dict[str, Callable[[Engine], object]] = {
 }
 
 
+SAME_AS = {
+    "as for fenced transactions": "fenced transactions, and writers to a fenced table",
+    "as for leases": "leases, `AdvisoryLock(token=True)`, `Once`",
+}
+
+
 def list_grants(feature: str) -> list[str]:
     """Return the GRANTs that the page lists for a feature, one for each table and privilege."""
     grants = []
     for part in ROWS[feature].split("; "):
-        if part == "as for fenced transactions":
-            grants += list_grants("fenced transactions, and writers to a fenced table")
+        if part in SAME_AS:
+            grants += list_grants(SAME_AS[part])
             continue
-        privileges, tables = part.split(" on ")
+        privileges, tables = re.sub(r"`change\(\)` also ", "", part).split(" on ")
         grants += [
             f"{privilege} ON {table}"
             for table in re.findall(r"`(\w+)`", tables)
