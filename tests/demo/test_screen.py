@@ -36,9 +36,9 @@ def test_the_table_fits_80_columns_and_says_what_was_measured(capsys: pytest.Cap
     assert rows[CONTROL.title] == ["12,345", "3,086", "1,234,567", "-", "-", "-", "-"]
     assert rows[LOCKED.title] == ["12,345", "3,086", "0", "12", "ms", "2.50", "s", "2.50", "s", "-"]
     assert rows[FAULTY.title][-2:] == ["12", "ms"]
-    assert f"{CONTROL.title}: 1,234,567 cents lost, in 99 accounts." in lines
-    assert "pg_terminate_backend of a holder: another process had its lock after 3.1 ms." in lines
-    assert "Told of a loss and began anew: 1 by Error." in lines
+    assert f"{CONTROL.title}: 1,234,567 cents lost in 99 accounts." in lines
+    assert "Lock of a killed holder taken over after: SIGKILL 12 ms, pg_terminate_backend 3.1 ms." in lines
+    assert "Retries of processes that lost their connection: 1 after Error." in lines
     assert lines[-1] == "No guarded act lost a cent."
 
 
@@ -47,7 +47,11 @@ def test_the_table_fits_80_columns_and_says_what_was_measured(capsys: pytest.Cap
     [
         (replace(CONTROL, cents_lost=0), Verdict.CONTROL_FAILED, "lost nothing, so the other acts prove nothing"),
         (replace(LOCKED, cents_lost=1, accounts_off=1), Verdict.GUARD_FAILED, "THE GUARD FAILED"),
-        (replace(FAULTY, takeovers=(TakeOver(Fault.KILL, "", None),)), Verdict.GUARD_FAILED, "no process had its lock"),
+        (
+            replace(FAULTY, takeovers=(TakeOver(Fault.KILL, "", None),)),
+            Verdict.GUARD_FAILED,
+            "SIGKILL: no process took over the lock.",
+        ),
     ],
 )
 def test_a_failed_scenario_is_reported_without_praise(
@@ -83,8 +87,7 @@ def test_elsewhere_than_on_a_terminal_there_are_plain_lines(capsys: pytest.Captu
     assert said.out == ""
     assert said.err.splitlines() == [
         "loading",
-        f"{CONTROL.title} ...",
-        "    12,345 transfers, 1,234,567 cents lost, in 99 accounts",
+        f"{CONTROL.title}: 12,345 transfers, 1,234,567 cents lost in 99 accounts",
     ]
 
 

@@ -1,7 +1,7 @@
-"""The workload behind `pgfence demo`: real processes move money on a real server, without a guard and with each of ours.
+"""The workload of `pgfence demo`: processes transfer money on a PostgreSQL server, without a guard and with each guard.
 
-`stage.play` runs acts and returns figures, `acts` has one file an act, `worker` is the program of each process, `bank` the
-accounts and the ledger that finds lost money. Nothing here prints: the command line shows what `play` tells it.
+`runner.play` runs the acts and scenes and returns their figures. `workloads` has a module for each act, `scenarios` one for each
+scene, `worker` is the program of each process, `bank` has the accounts and the journal. The command line prints the results.
 """
 
 from __future__ import annotations

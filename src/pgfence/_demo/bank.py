@@ -1,7 +1,7 @@
 """The bank: pgbench's accounts, and its history as the journal against which every balance is checked.
 
 A transfer reads two balances, computes in Python, writes both, and books two lines of the journal in the same transaction.
-The journal only grows, so nobody overwrites it; a balance that differs from the sum of its lines has lost an update.
+Rows of the journal are never updated; a balance that differs from the sum of its lines has lost an update.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ _AUDIT = text(f"""
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What one look at balances and journal says: a statement has one snapshot, so it holds while transfers go on.
+    """A comparison of balances and journal. One statement has one snapshot, so it is exact while transfers continue.
 
     Attributes:
-        transfers: how many the journal has.
-        accounts_off: how many balances differ from their journal.
+        transfers: transfers in the journal.
+        accounts_off: balances that differ from their journal.
         cents_off: the sum of the differences, without their signs.
     """
 
@@ -82,7 +82,7 @@ class Accounts:
 
     @property
     def last(self) -> int:
-        """The highest number."""
+        """The highest account number."""
         return self.first + TILLS * ACCOUNTS_OF_A_TILL - 1
 
     def pair(self, chance: Random) -> tuple[int, int]:
@@ -90,7 +90,7 @@ class Accounts:
         return _pick_pair(chance, range(self.first, self.last + 1))
 
     def till(self, chance: Random) -> range:
-        """Choose a till; it is the range of its accounts."""
+        """Choose a till. A till is the range of its accounts."""
         number = chance.choices(range(TILLS), cum_weights=_build_zipf_weights(TILLS))[0]
         first = self.first + number * ACCOUNTS_OF_A_TILL
         return range(first, first + ACCOUNTS_OF_A_TILL)

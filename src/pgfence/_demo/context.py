@@ -1,4 +1,4 @@
-"""What a worker of the demo works with: its database, and the pipe on which it reports."""
+"""The context of a worker: its database, and the pipe to which it reports."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def say(**words: object) -> None:
 
 
 class WorkerContext:
-    """Where one process does the work of one act.
+    """The context in which one process runs one act.
 
     Attributes:
-        engine: of the application; an AdvisoryLock takes its sessions beside its pool.
-        sessions: makes its Sessions.
-        accounts: those of the act.
-        chance: where its choices come from.
+        engine: the application's engine; an AdvisoryLock opens separate connections beside its pool.
+        sessions: creates Sessions.
+        accounts: the accounts of the act.
+        chance: the random generator.
     """
 
     def __init__(self, engine: Engine, accounts: Accounts) -> None:
@@ -64,28 +64,28 @@ class WorkerContext:
 
     @contextmanager
     def note_wait(self) -> Iterator[None]:
-        """Measure a wait for a lock that is over too soon to tell of it."""
+        """Measure a wait for a lock without reporting it, because it is too short."""
         start = clock()
         yield
         self._waits.append(clock() - start)
 
     def ask(self, lock: str) -> None:
-        """Tell that this process wants a lock."""
+        """Report that this process requests a lock."""
         say(asks=lock)
         self._asked = clock()
 
     def note_grant(self, lock: str) -> None:
-        """Tell that it has it."""
+        """Report that the lock was granted."""
         now = clock()
         self._waits.append(now - self._asked)
         say(granted=lock, at=now)
 
     def note_release(self, lock: str) -> None:
-        """Tell that it has given it back."""
+        """Report that the lock was released."""
         say(released=lock)
 
     def report(self) -> None:
-        """Tell what was done since the last report."""
+        """Report transfers, waits and retries since the last report."""
         say(transfers=self._transfers, waits=self._waits, retries=self.retries)
         self._transfers, self._waits, self.retries = 0, [], Counter()
         self._reported = clock()

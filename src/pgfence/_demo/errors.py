@@ -1,7 +1,7 @@
-"""What a demo ends with when it cannot be played."""
+"""The error of a demo that cannot run."""
 
 from __future__ import annotations
 
 
 class DemoError(Exception):
-    """The demo cannot go on; the message says why and, where there is one, the way out."""
+    """The demo cannot continue. The message says why and, if possible, what to do."""

@@ -56,7 +56,7 @@ class Faults:
 
     @property
     def takeovers(self) -> tuple[TakeOver, ...]:
-        """What came of each fault; without seconds if it was not injected or no process took over."""
+        """The result of each fault; without seconds if it was not injected or no process took over."""
         open_ = [TakeOver(self._injected.fault, self._injected.lock, None)] if self._injected else []
         return (*self._takeovers, *open_, *(TakeOver(fault, "", None) for _, fault in self._due))
 
@@ -77,7 +77,7 @@ class Faults:
             self._takeovers.append(TakeOver(injected.fault, lock, at - injected.injected_at))
             self._injected = None
         elif at > injected.granted_at:
-            # Another process was granted the lock before the fault: it had been released, so no holder was hit. Again.
+            # Another process was granted the lock before the fault: it had been released, so no holder was hit. Repeat it.
             self._due.insert(0, (0.0, injected.fault))
             self._injected = None
 

@@ -1,4 +1,4 @@
-"""pgbench's tables in a schema of our own: by pgbench itself, or the same by SQL where there is none."""
+"""Create pgbench's tables in a separate schema, with pgbench itself or, if it is not installed, with the same SQL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PATIENCE = 120.0
 _SECRETS = {"password", "sslpassword"}
 
-# As pgbench makes them at scale 1.
+# The tables of pgbench at scale 1.
 _TABLES = f"""
     CREATE TABLE {SCHEMA}.pgbench_branches (bid int PRIMARY KEY, bbalance int, filler char(88));
     CREATE TABLE {SCHEMA}.pgbench_tellers (tid int PRIMARY KEY, bid int, tbalance int, filler char(84));
@@ -39,14 +39,14 @@ _TABLES = f"""
 
 @contextmanager
 def create_tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
-    """Make the schema with pgbench's tables at scale 1, yield who filled them, and drop it at the end.
+    """Create the schema with pgbench's tables at scale 1, yield how they were filled, and drop it at the end.
 
     Args:
-        engine: for the database.
-        keep: leave it there, unless the block fails.
+        engine: an engine of the database.
+        keep: do not drop it, unless the block fails.
 
     Raises:
-        DemoError: the schema is there already, or may not be made.
+        DemoError: the schema already exists or cannot be created.
     """
     _create_schema(engine)
     try:
@@ -54,14 +54,14 @@ def create_tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
         if not keep:
             _drop_schema(engine)
     except BaseException:
-        # Why it ends says more than that a server which is gone cannot drop anything.
+        # The original error says more than the failure to drop the schema on a server that is gone.
         with suppress(DBAPIError):
             _drop_schema(engine)
         raise
 
 
 def find_program(name: str) -> Path | None:
-    """Return where a client program of PostgreSQL is: beside the server's, or on PATH."""
+    """Return the path of a client program of PostgreSQL: next to the server's binaries, or on PATH."""
     try:
         beside = _binaries.find() / name
     except UnreachableError:
@@ -73,7 +73,7 @@ def find_program(name: str) -> Path | None:
 
 
 def build_psql_command(engine: Engine) -> str:
-    """Return a command that looks at the tables of an embedded server: by its socket, which needs no password."""
+    """Return a psql command for the tables of an embedded server. It uses the socket, which needs no password."""
     with engine.connect() as connection:
         folder = str(connection.scalar(text("SHOW unix_socket_directories"))).strip('"')
     url = engine.url
@@ -103,12 +103,12 @@ def _create_schema(engine: Engine) -> None:
         with engine.begin() as connection:
             if connection.scalar(text("SELECT 1 FROM pg_namespace WHERE nspname = :name"), {"name": SCHEMA}):
                 raise DemoError(
-                    f"the schema {SCHEMA} is in this database already. If an earlier demo left it there,"
-                    f" remove it: DROP SCHEMA {SCHEMA} CASCADE"
+                    f"the schema {SCHEMA} already exists in this database. If an earlier demo left it behind,"
+                    f" drop it: DROP SCHEMA {SCHEMA} CASCADE"
                 )
             connection.exec_driver_sql(f"CREATE SCHEMA {SCHEMA}")
     except DBAPIError as error:
-        raise DemoError(f"the schema {SCHEMA} cannot be made in this database: {error.orig}") from error
+        raise DemoError(f"cannot create the schema {SCHEMA} in this database: {error.orig}") from error
 
 
 def _add_search_path(url: URL) -> URL:
@@ -118,9 +118,9 @@ def _add_search_path(url: URL) -> URL:
 
 
 def _reaches_schema(url: URL) -> bool:
-    """Say whether a session that asks for our schema gets it: a pooler may refuse that, or drop it without a word.
+    """Return whether a session that sets the search path at its start gets it. A pooler may reject or ignore the setting.
 
-    pgbench knows no schemas, and must not meet tables of the same names that are not ours.
+    pgbench has no option for a schema, and must not find tables of the same names that belong to others.
     """
     engine = create_engine(_add_search_path(url))
     try:
@@ -133,9 +133,9 @@ def _reaches_schema(url: URL) -> bool:
 
 
 def _run_pgbench(pgbench: Path, url: URL) -> bool:
-    """Let pgbench make the tables (t), generate the rows (g), vacuum (v), add the keys (p); it drops nothing.
+    """Run pgbench to create the tables (t), generate the rows (g), vacuum (v) and add the keys (p); it drops nothing.
 
-    Everybody on this machine can read its arguments, so a password goes by the environment or not at all.
+    Its arguments are visible in the process list, so a password is passed in the environment or not at all.
     """
     if _SECRETS & url.query.keys():
         return False

@@ -1,4 +1,4 @@
-"""One act, from the order to begin to the ledger."""
+"""The measurement of one act, from its start to the comparison of balances and journal."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LONGEST_END = 60.0
 
 
 class Reporter(Protocol):
-    """What shows the progress of a demo."""
+    """Shows the progress of a demo."""
 
     def step(self, what: str) -> None:
-        """Show what is done before the acts."""
+        """Show a step before the acts."""
 
     def progress(self, act: Workload, seconds: float, transfers: int) -> None:
         """Show the progress of an act; called several times a second."""
@@ -39,7 +39,7 @@ class Reporter(Protocol):
 
 
 class Measurement:
-    """One act. It may last longer than asked for, until it has shown what it is for: on a slow machine that takes a while."""
+    """One act. It may last longer than requested until it has shown its point, which takes a while on a slow machine."""
 
     def __init__(
         self, act: Workload, accounts: Accounts, pool: WorkerPool, engine: Engine, held: Held, *, seconds: float
@@ -58,7 +58,7 @@ class Measurement:
         self._retries: Counter[str] = Counter()
 
     def play(self, reporter: Reporter) -> Figures:
-        """Let all processes work, stop them, and read the ledger.
+        """Run all processes, stop them, and compare balances with the journal.
 
         Raises:
             DemoError: a process failed, or does not stop.
@@ -81,7 +81,7 @@ class Measurement:
         return self._build_figures(clock() - self._start)
 
     def _listen(self) -> None:
-        # The demo's own lock: if it is lost, the server is gone, and no process would send anything.
+        # If the demo's own lock is lost, the server is gone, and no process would send anything.
         self._held.check()
         for member, words in self._pool.listen(_LISTEN):
             self._note(member, words)
@@ -96,7 +96,7 @@ class Measurement:
             self._working.discard(member)
 
     def _is_shown(self) -> bool:
-        """Say whether more time would show nothing new."""
+        """Return whether more time would show nothing new."""
         figures = self._build_figures(clock() - self._start)
         return self._faults.done and figures.transfers > 0 and self._act.check(figures) is not Verdict.CONTROL_FAILED
 

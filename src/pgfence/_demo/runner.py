@@ -1,4 +1,4 @@
-"""Run the acts: a server, the bank's tables, the processes, and the ledger that is read at the end of each.
+"""Run the acts: server, tables and processes, and after each act the comparison of balances and journal.
 
 Guarantees: everything is in a separate schema, which is dropped at the end; nothing else in the database is touched. No process
 outlives this one. Every figure is measured: transfers and losses are read from the ledger, waits by the processes.
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from pgfence._demo.workload import Figures, Workload
 
 LEAST_PROCESSES = 3
-"""One may be killed, and then another one must take over from a third."""
+"""One is killed, and another must take over while a third waits."""
 _ACCOUNTS_APART = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of all acts.
+    """The results of all acts and scenes.
 
     Attributes:
         server: e.g. "PostgreSQL 18.6".
         loaded_by: pgbench with its version, or "SQL".
-        processes: how many moved money at a time.
+        processes: number of worker processes.
         acts: figures and verdict of each act.
-        scenes: what each scene showed.
+        scenes: the result of each scene.
     """
 
     server: str
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict of all; a guard that failed is worse than a control that did."""
+        """The worst verdict. A guard that failed is worse than a control that failed."""
         verdicts = {verdict for _, verdict in self.acts} | {shown.verdict for shown in self.scenes}
         verdicts -= {Verdict.OK}
         return min(verdicts, default=Verdict.OK)
@@ -87,18 +87,18 @@ def play(
     """Play the acts and scenes in the database of an engine.
 
     Args:
-        engine: for a database in which a schema may be made.
+        engine: an engine of a database in which a schema can be created.
         reporter: shows the progress.
-        seconds: that each act lasts.
-        processes: how many move money at a time, at least `LEAST_PROCESSES`.
-        keep: leave the schema there at the end.
-        acts: what is played.
-        scenes: what is played after them.
+        seconds: length of each act.
+        processes: number of worker processes, at least `LEAST_PROCESSES`.
+        keep: do not drop the schema at the end.
+        acts: the acts.
+        scenes: the scenes, played after the acts.
 
     Raises:
-        DemoError: the schema cannot be made, or a process failed.
-        LockTimeoutError: another demo is being played in this database.
-        LockLostError: the server has gone in the middle of it.
+        DemoError: the schema cannot be created, or a process failed.
+        LockTimeoutError: another demo is running in this database.
+        LockLostError: the server went away during the demo.
         PoolerError, StandbyError, UnsupportedServerError, UnreachableError: as `AdvisoryLock` says.
     """
     demo = AdvisoryLock(engine, "demo", namespace=NAMESPACE)
@@ -107,13 +107,13 @@ def play(
             server = f"PostgreSQL {connection.scalar(text('SHOW server_version')).split()[0]}"
         reporter.step(f"{server}: loading pgbench's tables, starting {processes} processes")
         pool.start()
-        # The inner one ends the pool before the tables go.
+        # The inner `pool` ends the processes before the tables are dropped.
         with load.create_tables(engine, keep=keep) as loaded_by, pool:
             reporter.step(f"loaded by {loaded_by}")
             played = []
             for number, act in enumerate(acts):
                 pool.fill()
-                # Each act has accounts of its own, so that the traces of all stay visible.
+                # Each act has separate accounts, so that the rows of all acts can be inspected afterwards.
                 accounts = Accounts(1 + number * _ACCOUNTS_APART)
                 figures = Measurement(act, accounts, pool, engine, held, seconds=seconds).play(reporter)
                 played.append((figures, act.check(figures)))
@@ -124,7 +124,7 @@ def play(
 
 
 def _show(engine: Engine, reporter: Reporter, held: Held, scenes: Sequence[Scenario]) -> tuple[ScenarioResult, ...]:
-    """Play the scenes, on an engine that finds pgfence's tables in the demo's schema."""
+    """Play the scenes with an engine that finds pgfence's tables in the demo's schema."""
     own = create_engine_for(engine.url)
     try:
         if scenes:

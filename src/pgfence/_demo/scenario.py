@@ -1,4 +1,4 @@
-"""A scene: something that happens once, with separate processes, and what it showed."""
+"""A scene: a short play with separate processes, and its result."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _PATIENCE = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioResult:
-    """What a scene showed.
+    """The result of a scene.
 
     Attributes:
         scene: its name.
-        title: what people read.
-        verdict: whether that is what it had to show.
-        lines: what happened, in words.
+        title: its title.
+        verdict: whether it showed what it should.
+        lines: what happened, as text.
         figures: the numbers behind them.
     """
 
@@ -53,12 +53,12 @@ class ScenarioResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Something that is played once.
+    """A short play.
 
     Attributes:
         name: for programs.
         title: for people.
-        play: plays it with an engine whose tables of pgfence are in the demo's schema.
+        play: plays it, with an engine that finds pgfence's tables in the demo's schema.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Scenario:
 
 
 def create_engine_for(url: str | URL) -> Engine:
-    """Return an engine of a scene: pgfence's tables are in the demo's schema, which is gone at the end."""
+    """Return an engine for a scene. pgfence's tables are in the demo's schema, which is dropped at the end."""
     engine = create_engine(url)
     configure(engine, schema=SCHEMA, namespace=NAMESPACE)
     return engine
@@ -92,8 +92,8 @@ class ScenarioProcess:
         self.send(url=url.render_as_string(hide_password=False), **part)
 
     def send(self, **words: object) -> None:
-        """Send it a line."""
-        # A process that has ended reads nothing: the next read from it finds that out, and says why.
+        """Send a line to the process."""
+        # A process that has ended does not read. The next read from it detects that and says why.
         with suppress(OSError):
             self._stdin.write(f"{json.dumps(words)}\n")
             self._stdin.flush()
@@ -113,15 +113,15 @@ class ScenarioProcess:
         return words
 
     def wait_for(self, what: str) -> Any:
-        """Wait for a message about something, and return what it says."""
+        """Wait for a message with the key `what`, and return its value."""
         deadline = clock() + _PATIENCE
         while what not in (words := self.read_message()):
             if clock() > deadline:
-                raise DemoError(f"a process of the demo did not come to {what!r} within {_PATIENCE:.0f} s")
+                raise DemoError(f"a process of the demo did not report {what!r} within {_PATIENCE:.0f} s")
         return words[what]
 
     def close(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self.popen.kill()
         self._stdin.close()
         self._stdout.close()

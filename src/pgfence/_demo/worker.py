@@ -1,6 +1,6 @@
-"""The program of one process: `python -m pgfence._demo.worker`, which reads orders as lines of JSON from standard input.
+"""The program of one process, `python -m pgfence._demo.worker`. It reads orders as lines of JSON from standard input.
 
-The first line has the database's URL; each further one is an order. It reports on standard output what it has done.
+The first line has the database's URL; each further one is an order. It reports its work on standard output.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Orders:
                 self._acts.put(order)
             else:
                 self.stopped.set()
-        # The demo is gone. At once: the main thread may be waiting for a lock, and the server frees what this process holds.
+        # The demo has ended. Exit at once: the main thread may be waiting for a lock, and the server frees what this process holds.
         os._exit(0)
 
 
 def is_connection_error(error: Exception) -> bool:
-    """Say whether an error means that the lock or connection is lost, and a new one is needed."""
+    """Return whether an error means that the lock or connection is lost, so that a new one is needed."""
     if isinstance(error, PgfenceError):
         return error.retryable
     return isinstance(error, OperationalError) or (isinstance(error, DBAPIError) and error.connection_invalidated)

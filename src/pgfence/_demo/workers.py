@@ -1,4 +1,4 @@
-"""The processes of a demo: started, given orders, listened to, ended."""
+"""Start, instruct, monitor and end the worker processes of a demo."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Worker:
         self.expected_to_die = False
         """Its end is part of the demo."""
         self._unread = b""
-        # A session of its own, so that Ctrl-C does not reach it. It ends when its input does, so it does not outlive this process.
+        # In a separate session, so that Ctrl-C does not reach it. It ends with its input, so it does not outlive this process.
         self.popen = subprocess.Popen(
             _PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0, start_new_session=True
         )
@@ -46,7 +46,7 @@ class Worker:
 
     def send(self, order: dict[str, object]) -> None:
         """Give it an order."""
-        # A process that has just died reads nothing: the next read from it finds that out.
+        # A process that has just died does not read. The next read from it detects that.
         with suppress(OSError):
             self.stdin.write(f"{json.dumps(order)}\n".encode())
 
@@ -63,7 +63,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Several processes that do the same; a context manager that ends them."""
+    """Several processes that do the same work; a context manager that ends them."""
 
     def __init__(self, url: URL, size: int) -> None:
         self._url = url.render_as_string(hide_password=False)
@@ -91,7 +91,7 @@ class WorkerPool:
             member = Worker(f"pgfence demo, process {self._started}", self._errors.fileno())
             self._members.append(member)
             self._selector.register(member.stdout, selectors.EVENT_READ, member)
-            # On standard input, where no list of processes shows it.
+            # On standard input, because arguments are visible in the process list.
             member.send({"url": self._url, "name": member.name})
 
     def fill(self) -> None:
@@ -130,7 +130,7 @@ class WorkerPool:
                 yield member, words
 
     def kill(self, member: Worker) -> None:
-        """End one without any warning, as the kernel does when memory runs out."""
+        """Kill a process without warning, as the kernel does when memory runs out."""
         member.expected_to_die = True
         member.popen.send_signal(signal.SIGKILL)
 

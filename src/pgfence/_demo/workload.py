@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Fault(StrEnum):
-    """What happens to a process while it holds a lock that another one waits for."""
+    """A fault that hits a process while it holds a lock that another one waits for."""
 
     KILL = "SIGKILL"
     TERMINATE = "pg_terminate_backend"
 
 
 class Verdict(IntEnum):
-    """What an act proved; the numbers are exit codes of `pgfence demo`."""
+    """The verdict on an act. The numbers are exit codes of `pgfence demo`."""
 
     OK = 0
     GUARD_FAILED = 1
@@ -40,18 +40,18 @@ class TakeOver(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What was measured in one act. Seconds, cents, and numbers of things.
+    """The figures of one act. Times in seconds, money in cents.
 
     Attributes:
         act: its name.
-        title: what people read.
+        title: its title.
         seconds: from the first transfer to the last.
-        transfers: how many are in the journal.
+        transfers: transfers in the journal.
         cents_lost: the sum of the differences between balances and journal, without their signs.
-        accounts_off: how many balances differ.
+        accounts_off: balances that differ.
         waits: each wait for a lock, as its process measured it, sorted.
         takeovers: one for each fault.
-        retries: how often a process lost its lock or connection and started again; by the error's name.
+        retries: how often a process lost its lock or connection and retried, by the error's name.
     """
 
     act: str
@@ -108,14 +108,14 @@ def loses_money(figures: Figures) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One way of moving money, played by every process at once.
+    """One way of transferring money, run by all processes at the same time.
 
     Attributes:
         name: for programs.
         title: for people.
-        work: one piece of work, done in each process again and again.
-        check: the verdict.
-        faults: what happens to holders during it, in this order.
+        work: one piece of work, repeated in each process.
+        check: returns the verdict.
+        faults: the faults injected into holders, in this order.
     """
 
     name: str

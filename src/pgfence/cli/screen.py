@@ -31,7 +31,6 @@ class Screen:
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr, highlight=False, markup=False)
         self._rows: list[tuple[str, ...]] = []
-        self._seen: Workload | None = None
         animated = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, transient=True) if animated else None
 
@@ -53,9 +52,6 @@ class Screen:
         if self._live is not None:
             now = (act.title, f"{transfers:,}", f"{transfers / seconds:,.0f}")
             self._live.update(_build_table([*self._rows, now]))
-        elif self._seen is not act:
-            self.step(f"{act.title} ...")
-        self._seen = act
 
     def result(self, figures: Figures, verdict: Verdict) -> None:
         """Show the result of an act."""
@@ -63,7 +59,7 @@ class Screen:
         if self._live is not None:
             self._live.update(_build_table(self._rows))
         else:
-            self.step(f"    {figures.transfers:,} transfers, {_format_lost(figures)}")
+            self.step(f"{figures.title}: {figures.transfers:,} transfers, {_format_lost(figures)}")
 
 
 def show(outcome: Outcome) -> None:
@@ -74,7 +70,6 @@ def show(outcome: Outcome) -> None:
         for line in _describe_verdict(figures, verdict):
             console.print(line, style="" if verdict is Verdict.OK else "bold red")
     for shown in outcome.scenes:
-        console.print(f"\n{shown.title}")
         for line in _describe_seen(shown):
             console.print(line, style="" if shown.verdict is Verdict.OK else "bold red")
     if outcome.verdict is Verdict.OK:
@@ -108,7 +103,7 @@ def _build_row(figures: Figures) -> tuple[str, ...]:
 def _format_lost(figures: Figures) -> str:
     if not figures.accounts_off:
         return "nothing lost"
-    return f"{figures.cents_lost:,} cents lost, in {figures.accounts_off} accounts"
+    return f"{figures.cents_lost:,} cents lost in {figures.accounts_off} accounts"
 
 
 def _format_duration(seconds: float | None) -> str:
@@ -120,26 +115,24 @@ def _format_duration(seconds: float | None) -> str:
 
 
 def _describe_seen(shown: ScenarioResult) -> list[str]:
-    """Return what a scene showed, in words."""
+    """Return the result of a scene as text."""
     if shown.verdict is Verdict.CONTROL_FAILED:
-        return ["Nothing went wrong without a guard, so this proves nothing."]
-    return [*shown.lines, *(["THE GUARD FAILED."] if shown.verdict is Verdict.GUARD_FAILED else [])]
+        return [f"{shown.title}: nothing went wrong without a guard, so this proves nothing."]
+    return [*shown.lines, *([f"{shown.title}: THE GUARD FAILED."] if shown.verdict is Verdict.GUARD_FAILED else [])]
 
 
 def _describe_verdict(figures: Figures, verdict: Verdict) -> list[str]:
-    """Return what an act's figures mean, in words."""
+    """Return the meaning of an act's figures as text."""
     if verdict is Verdict.CONTROL_FAILED:
         return [f"{figures.title}: lost nothing, so the other acts prove nothing."]
     lines = [f"{figures.title}: {_format_lost(figures)}."] if figures.cents_lost else []
-    lines += [
-        f"{each.fault} of a holder: another process had its lock after {_format_duration(each.seconds)}."
-        if each.seconds is not None
-        else f"{each.fault} of a holder: no process had its lock afterwards."
-        for each in figures.takeovers
-    ]
+    after = [f"{each.fault} {_format_duration(each.seconds)}" for each in figures.takeovers if each.seconds is not None]
+    if after:
+        lines.append(f"Lock of a killed holder taken over after: {', '.join(after)}.")
+    lines += [f"{each.fault}: no process took over the lock." for each in figures.takeovers if each.seconds is None]
     if figures.retries:
-        told = ", ".join(f"{number} by {name}" for name, number in figures.retries.items())
-        lines.append(f"Told of a loss and began anew: {told}.")
+        retries = ", ".join(f"{number} after {name}" for name, number in figures.retries.items())
+        lines.append(f"Retries of processes that lost their connection: {retries}.")
     if verdict is Verdict.GUARD_FAILED:
         lines.append(f"{figures.title}: THE GUARD FAILED.")
     return lines

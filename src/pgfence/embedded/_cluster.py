@@ -1,4 +1,4 @@
-"""Folders: the data of a server, the template they are copied from, and what one run needs beside them."""
+"""The folders of a server: its data, the template they are copied from, and the files of one run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNUSED = 30 * 86400
 
 
 def make_run_folder() -> tuple[Path, int]:
-    """Return a new private folder for one run, and a descriptor of it whose lock says that the run goes on.
+    """Return a new private folder for one run, and a descriptor of it whose lock shows that the run is in progress.
 
     Folders of runs that ended without cleaning up are removed first.
     """
@@ -38,7 +38,7 @@ def make_run_folder() -> tuple[Path, int]:
         _remove_if_abandoned(left)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        # Another start may find it before it is locked, and remove it: before it is opened, or after.
+        # Another start may find the folder before it is locked and remove it, before or after it is opened here.
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -51,7 +51,7 @@ def make_run_folder() -> tuple[Path, int]:
 
 
 def _find_base() -> Path:
-    """Return the temporary folder; where the path of a socket in it would be too long for the kernel, /tmp."""
+    """Return the temporary folder, or /tmp if the path of a socket in it would be too long for the kernel."""
     base = tempfile.gettempdir()
     longest = f"{base}/{_PREFIX}12345678/.s.PGSQL.65535"
     return Path(base if len(os.fsencode(longest)) <= _LONGEST_SOCKET else "/tmp")
@@ -68,14 +68,14 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def give(path: Path) -> None:
-    """Make a path belong to the user who runs the server, where that is somebody else."""
+    """Change the owner of a path to the OS user that runs the server, if that is another user."""
     if user := _process.find_other_user():
         for each in (path, *path.rglob("*")):
             os.chown(each, user.pw_uid, user.pw_gid, follow_symlinks=False)
 
 
 def create(data: Path, bindir: Path, version: str, run_folder: Path) -> None:
-    """Make a new cluster in `data`: a copy of the template, which the first start of a version leaves behind."""
+    """Create a new cluster in `data` as a copy of the template, which the first start of a version creates."""
     template = _find_template(bindir, version)
     data.mkdir(mode=0o700, exist_ok=True)
     if template is not None and _is_complete(template):
@@ -98,7 +98,7 @@ def _find_template(bindir: Path, version: str) -> Path | None:
 
 def _find_cache() -> Path | None:
     """Return the folder for templates: the user's cache, else one in the temporary folder, else None."""
-    # Without a home, "~" stays as it is and the place is not absolute.
+    # Without a home directory "~" is not expanded, and the path is not absolute.
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for place in (home / "pgfence", Path(tempfile.gettempdir()) / f"pgfence-{os.geteuid()}"):
         if place.is_absolute() and _is_private(place):
@@ -107,7 +107,7 @@ def _find_cache() -> Path | None:
 
 
 def _is_private(place: Path) -> bool:
-    """Make a folder if need be, and say whether it is ours alone: servers are made of what is in it."""
+    """Create a folder if needed, and return whether only this user can write to it, because servers run its contents."""
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = place.lstat()
@@ -117,7 +117,7 @@ def _is_private(place: Path) -> bool:
 
 
 def _is_complete(template: Path) -> bool:
-    """Say whether a template can be copied. One that lost a part, to a cleaner of temporary folders say, is removed."""
+    """Return whether a template is complete. An incomplete one, for example after a cleaner of temporary folders, is removed."""
     try:
         os.utime(template)
         if int((template / _ENTRIES).read_text()) == _count(template):
@@ -133,7 +133,7 @@ def _count(folder: Path) -> int:
 
 
 def _remove(template: Path) -> None:
-    # Renamed first: whoever copies it right now shall fail and not get half of it.
+    # Renamed first, so that a process that is copying it fails instead of getting half of it.
     aside = template.with_name(f"{_PARTIAL}{secrets.token_hex(8)}")
     with suppress(OSError):
         template.rename(aside)
@@ -141,7 +141,7 @@ def _remove(template: Path) -> None:
 
 
 def _publish(data: Path, template: Path) -> None:
-    """Leave a copy for the next start. The first one stays; a half-made one has another name."""
+    """Save a copy for the next start. An existing template is kept; an incomplete copy has another name."""
     partial = template.with_name(f"{_PARTIAL}{secrets.token_hex(8)}")
     try:
         for old in template.parent.iterdir():
@@ -165,14 +165,14 @@ def _run_initdb(data: Path, bindir: Path, run_folder: Path) -> None:
     answer = subprocess.run(words, capture_output=True, text=True, check=False, **options)
     verifier.unlink()
     if answer.returncode != 0:
-        raise UnreachableError(f"initdb did not make {data}: {answer.stderr.strip()}", retryable=False)
+        raise UnreachableError(f"initdb could not create {data}: {answer.stderr.strip()}", retryable=False)
     (data / PASSWORD_FILE).touch(mode=0o600)
     (data / PASSWORD_FILE).write_text(password)
     give(data / PASSWORD_FILE)
 
 
 def _build_verifier(password: str) -> str:
-    """Return what PostgreSQL stores for a password. One iteration: it is random, more would only cost time."""
+    """Return the SCRAM verifier of a password. One iteration is enough because the password is random."""
     salt = secrets.token_bytes(16)
     salted = hashlib.pbkdf2_hmac("sha256", password.encode(), salt, 1)
     stored = hashlib.sha256(hmac.digest(salted, b"Client Key", "sha256")).digest()
@@ -185,6 +185,6 @@ def _encode_base64(content: bytes) -> str:
 
 
 def flush_to_disk(data: Path, bindir: Path) -> None:
-    """Write a new cluster, which was made without waiting for the disk, to the disk."""
+    """Flush a new cluster to the disk, because it was created without fsync."""
     words, options = _process.build_command([bindir / "initdb", "-D", data, "--sync-only"])
     subprocess.run(words, capture_output=True, check=False, **options)

@@ -1,4 +1,4 @@
-"""One server process that never outlives us: not as an orphan, not by a Ctrl-C meant for us alone."""
+"""Run one server process that never outlives this process and is not ended by a Ctrl-C meant for this process."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _works(prefix: tuple[str, ...]) -> bool:
 
 
 def find_other_user() -> pwd.struct_passwd | None:
-    """Return the system user that has to run the server in our place; None: we can, in a namespace or as we are."""
+    """Return the OS user that must run the server instead; None if this process can, in a namespace or as it is."""
     if os.geteuid() != 0 or _works(_NAMESPACE):
         return None
     return pwd.getpwnam("nobody")
 
 
 class ProcessOptions(TypedDict, total=False):
-    """Arguments of `Popen` for a program of PostgreSQL."""
+    """The arguments of `Popen` for a PostgreSQL binary."""
 
     env: dict[str, str]
     stdin: int
@@ -53,7 +53,7 @@ class ProcessOptions(TypedDict, total=False):
 
 
 def build_command(words: Sequence[str | Path]) -> tuple[list[str | Path], ProcessOptions]:
-    """Return how to run a program of PostgreSQL, which refuses root: the words, and arguments for `Popen`."""
+    """Return the command and the arguments of `Popen` that run a PostgreSQL binary as a user other than root."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_"))}
     environment |= {"LC_ALL": "C", "TZ": "UTC"}
     options: ProcessOptions = {"env": environment, "stdin": subprocess.DEVNULL, "cwd": "/"}
@@ -64,7 +64,7 @@ def build_command(words: Sequence[str | Path]) -> tuple[list[str | Path], Proces
 
 
 class ServerProcess:
-    """A server process, started at once."""
+    """A server process, started by the constructor."""
 
     def __init__(self, words: Sequence[str | Path], log: Path, keep_open: int) -> None:
         """Start it.
@@ -72,7 +72,7 @@ class ServerProcess:
         Args:
             words: the server's program and arguments.
             log: the file its output is appended to.
-            keep_open: a descriptor that the server shall keep.
+            keep_open: a descriptor that the server inherits.
 
         Raises:
             OSError: the program cannot be started.
@@ -80,7 +80,7 @@ class ServerProcess:
         self.ended = threading.Event()
         self._watchdog: subprocess.Popen[bytes] | None = None
         started: Future[subprocess.Popen[bytes]] = Future()
-        # The kernel sends the death signal when the *thread* that started the child ends, so one that lasts starts it.
+        # The kernel sends the death signal when the *thread* that started the child ends, so a long-lived thread starts it.
         keeper = threading.Thread(target=self._keep, args=(words, log, keep_open, started), daemon=True)
         keeper.name = "pgfence-embedded"
         keeper.start()
@@ -105,7 +105,7 @@ class ServerProcess:
     def _start(self, words: Sequence[str | Path], log: Path, keep_open: int) -> subprocess.Popen[bytes]:
         words, options = build_command([*(_DEATH_SIGNAL if _works(_DEATH_SIGNAL) else ()), *words])
         with log.open("ab") as output:
-            # A session of its own: Ctrl-C in the terminal is for us, and we still need the server to clean up.
+            # In a separate session, because Ctrl-C in the terminal is for this process, which still needs the server to clean up.
             popen = subprocess.Popen(
                 words,
                 stdout=output,
@@ -115,17 +115,17 @@ class ServerProcess:
                 **options,
             )
         if not _works(_DEATH_SIGNAL):
-            # The pipe closes when we die.
+            # The pipe is closed when this process dies.
             self._watchdog = subprocess.Popen(
                 ["/bin/sh", "-c", _WATCHDOG, str(popen.pid)], stdin=subprocess.PIPE, start_new_session=True
             )
         return popen
 
     def stop(self, mode: Mode = "fast") -> None:
-        """Stop the server and wait until it is gone, with more force when it takes too long.
+        """Stop the server and wait until it has ended, by stronger signals if it takes too long.
 
         Args:
-            mode: "fast" disconnects everybody and shuts down cleanly, "immediate" is a crash.
+            mode: "fast" disconnects all clients and shuts down cleanly, "immediate" is a crash.
         """
         for number, patience in _ESCALATION[mode]:
             if not self.ended.is_set():

@@ -1,4 +1,4 @@
-"""A server with its folders, from start to clean-up."""
+"""A server and its folders, from start to clean-up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LOG_LINES = 20
 
 
 class Server:
-    """A PostgreSQL that can be stopped, crashed and started again, with the data and the port it had.
+    """A PostgreSQL server that can be stopped, crashed and restarted with the same data and port.
 
     Attributes:
         host: the address it listens on.
@@ -86,11 +86,11 @@ class Server:
             if durable:
                 _cluster.flush_to_disk(self.data, self.bindir)
         elif not (self.data / _cluster.PASSWORD_FILE).is_file():
-            raise ValueError(f"data_dir {self.data} is neither empty nor a data folder that pgfence.embedded made")
+            raise ValueError(f"data_dir {self.data} is neither empty nor a data folder that pgfence.embedded created")
         major = (self.data / "PG_VERSION").read_text().strip()
         if not re.match(rf"{major}\b", self.version):
             raise ValueError(
-                f"data_dir {self.data} was made by PostgreSQL {major}, the binaries in {self.bindir} are {self.version}: "
+                f"data_dir {self.data} was created by PostgreSQL {major}, but the binaries in {self.bindir} are {self.version}: "
                 f"choose others with {_binaries.VARIABLE}, or use another folder"
             )
         self.password = (self.data / _cluster.PASSWORD_FILE).read_text()
@@ -99,7 +99,7 @@ class Server:
         _cluster.give(hba)
 
     def start(self) -> None:
-        """Start the server and wait until it accepts connections. After a stop it has the same port.
+        """Start the server and wait until it accepts connections. After a stop it uses the same port.
 
         Raises:
             UnreachableError: it does not start. The message ends with its log.
@@ -113,14 +113,14 @@ class Server:
                 return
             self.stop()
             log = self.log.read_bytes()[logged:].decode(errors="replace")
-            # Somebody else may take the port between our look and the server's.
+            # Another process may take the port between this check and the server's start.
             if "could not bind" not in log:
                 break
         last = "\n".join(log.splitlines()[-_LOG_LINES:])
         raise UnreachableError(f"PostgreSQL {self.version} did not start:\n{last}", retryable=False)
 
     def stop(self, mode: Mode = "fast") -> None:
-        """Stop the server; nothing if it is not running.
+        """Stop the server. Does nothing if it is not running.
 
         Args:
             mode: "fast" shuts down cleanly, "immediate" is a crash: without `fsync` the data may not survive it.
@@ -130,7 +130,7 @@ class Server:
             self._process = None
 
     def close(self) -> None:
-        """Stop the server and remove what was made for this run, but not the data in a folder of the caller."""
+        """Stop the server and delete the files of this run, but not the data in a folder of the caller."""
         if os.getpid() != self._creator:
             return
         self.stop()
@@ -141,7 +141,7 @@ class Server:
         settings = self._settings | {
             "listen_addresses": self.host,
             "port": str(self.port),
-            # A list, in which a comma or a blank of a folder's name has to be quoted.
+            # The setting is a list, so a comma or a blank in the name of a folder must be quoted.
             "unix_socket_directories": '"{}"'.format(str(self.folder).replace('"', '""')),
             "hba_file": str(self.folder / "pg_hba.conf"),
         }
@@ -157,7 +157,7 @@ class Server:
         return False
 
     def _read_status(self) -> list[str]:
-        """Return the lines of the server's own file about itself; its first is the process, its eighth the state."""
+        """Return the lines of postmaster.pid: the first is the process id, the eighth the state."""
         try:
             return [line.strip() for line in (self.data / "postmaster.pid").read_text().splitlines()]
         except FileNotFoundError:
@@ -167,11 +167,11 @@ class Server:
 def _check_settings(settings: Mapping[Any, Any]) -> dict[str, str]:
     for name, value in settings.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"a setting is a text and its value too, not {name!r}: {value!r}")
+            raise TypeError(f"settings must be strings, not {name!r}: {value!r}")
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name, re.ASCII):
-            raise ValueError(f"{name!r} is no name of a server setting")
+            raise ValueError(f"{name!r} is not a valid name of a server setting")
         if name.lower() in _OURS:
-            raise ValueError(f"the setting {name} is made by pgfence.embedded itself")
+            raise ValueError(f"the setting {name} is set by pgfence.embedded itself")
         if "\x00" in value:
             raise ValueError(f"the value of {name} must not contain NUL")
     return {name.lower(): value for name, value in settings.items()}

@@ -1,4 +1,4 @@
-"""The scenes, played after the acts. A new one is a file with a SCENE, and its place in this list."""
+"""The scenes, in the order in which they are played after the acts. A new scene is a module with a SCENE, listed here."""
 
 from __future__ import annotations
 

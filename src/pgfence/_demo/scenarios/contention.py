@@ -1,6 +1,6 @@
-"""The same transfers guarded by a lock and by a version, on many accounts and on few: when which one wins.
+"""Make the same transfers under a lock and with a version, on many accounts and on few, to show when each one is faster.
 
-Under `TransactionLock` whoever comes later waits. With a version nobody waits, and whoever commits later does its work again.
+Under `TransactionLock` the later transaction waits. With a version no transaction waits, and the one that commits later is retried.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECONDS = 1.0
 MANY, FEW = 1000, 2
 _THOUGHT = 0.002
 _ATTEMPTS = 1000
-_TITLE = f"lock or version: the same transfers on {MANY:,} accounts and on {FEW}"
+_TITLE = f"lock or version, on {MANY:,} accounts and on {FEW}"
 _AUDIT = text(f"""
     SELECT count(*) FROM {SCHEMA}.versioned_account AS a
     WHERE balance <> (SELECT coalesce(sum(cents), 0) FROM {SCHEMA}.versioned_entry WHERE account = a.id)
@@ -65,12 +65,12 @@ class VersionedEntry(ContentionBase):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the processes did with one guard on some accounts, all together.
+    """The totals of all processes with one guard on some accounts.
 
     Attributes:
-        transfers: how many.
-        attempts: how often one was begun.
-        most: attempts that one transfer took.
+        transfers: number of transfers.
+        attempts: number of attempts.
+        most: the highest number of attempts for one transfer.
     """
 
     transfers: int
@@ -78,13 +78,13 @@ class Measured:
     most: int
 
     @property
-    def in_vain(self) -> int:
-        """Percent of the attempts that had to be made again."""
+    def retried(self) -> int:
+        """Percentage of the attempts that had to be retried."""
         return round(100 * (self.attempts - self.transfers) / self.attempts) if self.attempts else 0
 
 
 def play(engine: Engine) -> ScenarioResult:
-    """Let the processes work with each guard, on many accounts first."""
+    """Run the processes with each guard, on many accounts first."""
     ContentionBase.metadata.create_all(engine)
     with Session(engine) as session, session.begin():
         session.add_all(VersionedAccount(id=number) for number in range(MANY))
@@ -99,10 +99,7 @@ def play(engine: Engine) -> ScenarioResult:
         scene="contention",
         title=_TITLE,
         verdict=_judge(cells, off),
-        lines=(
-            *(_format_line(accounts, cells) for accounts in (MANY, FEW)),
-            f"Balances that differ from their journal: {off or 'none'}.",
-        ),
+        lines=(f"{_format_line(MANY, cells)}.", f"{_format_line(FEW, cells)}; wrong balances: {off or 'none'}."),
         figures=dict(_list_figures(cells, off)),
     )
 
@@ -119,9 +116,9 @@ def _measure(processes: Sequence[ScenarioProcess], accounts: int, guard: str) ->
 def _format_line(accounts: int, cells: dict[tuple[int, str], Measured]) -> str:
     locked, versioned = cells[accounts, "lock"], cells[accounts, "version"]
     return (
-        f"{accounts:>5,} accounts: {locked.transfers / SECONDS:,.0f} a second under a lock,"
-        f" {versioned.transfers / SECONDS:,.0f} by version: {versioned.in_vain} % of the attempts in vain,"
-        f" up to {versioned.most} for one transfer."
+        f"{accounts:>5,} accounts: {locked.transfers / SECONDS:,.0f}/s under a lock,"
+        f" {versioned.transfers / SECONDS:,.0f}/s by version ({versioned.retried} % of attempts retried,"
+        f" up to {versioned.most} per transfer)"
     )
 
 
@@ -129,20 +126,20 @@ def _list_figures(cells: dict[tuple[int, str], Measured], off: int) -> Iterator[
     for (accounts, guard), measured in cells.items():
         where = "many" if accounts == MANY else "few"
         yield f"{where}_{guard}", measured.transfers
-    yield "many_in_vain_percent", cells[MANY, "version"].in_vain
-    yield "few_in_vain_percent", cells[FEW, "version"].in_vain
+    yield "many_in_vain_percent", cells[MANY, "version"].retried
+    yield "few_in_vain_percent", cells[FEW, "version"].retried
     yield "accounts_off", off
 
 
 def _judge(cells: dict[tuple[int, str], Measured], off: int) -> Verdict:
     if off or not all(measured.transfers for measured in cells.values()):
         return Verdict.GUARD_FAILED
-    # Without a conflict nothing was there to be guarded.
-    return Verdict.OK if cells[FEW, "version"].in_vain else Verdict.CONTROL_FAILED
+    # Without a conflict the versions had nothing to prevent.
+    return Verdict.OK if cells[FEW, "version"].retried else Verdict.CONTROL_FAILED
 
 
 def main() -> None:
-    """Be one of the processes, until it is ended."""
+    """Run one of the processes until it is killed."""
     given = read_part()
     engine = create_engine_for(given["url"])
     sessions = sessionmaker(engine, class_=VersionedSession)

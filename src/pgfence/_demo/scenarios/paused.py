@@ -1,7 +1,7 @@
-"""A worker is stopped past the end of its lease and goes on later, as if nothing had been.
+"""Stop a worker until its lease has expired, and let it continue while its successor works.
 
-Each worker books every step twice: in a table without a fence, and in one that PostgreSQL guards. A worker that wakes up
-late writes to the first while its successor is at work; the second refuses it.
+Each worker writes every step twice: to a table without a fence, and to a fenced one. The worker that wakes up late still writes
+to the first table; the second one rejects it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 TTL = 1.0
 STEPS_BEFORE = 5
-_TITLE = "a worker that was stopped, and woke up"
+_TITLE = "a paused worker whose lease has expired"
 _TABLES = f"""
     CREATE TABLE {SCHEMA}.steps (token bigint, at timestamptz DEFAULT clock_timestamp());
     CREATE TABLE {SCHEMA}.fenced_steps (token bigint, at timestamptz DEFAULT clock_timestamp());
 """
-# Steps of an older token that were booked after the first step of a newer one.
+# Steps of an older token that were written after the first step of a newer one.
 _LATE = f"""
     SELECT count(*) FROM {SCHEMA}.{{table}} AS old
     WHERE EXISTS (SELECT FROM {SCHEMA}.{{table}} AS new WHERE new.token > old.token AND new.at < old.at)
@@ -39,7 +39,7 @@ _LATE = f"""
 
 
 def play(engine: Engine) -> ScenarioResult:
-    """Stop the first worker, let the second take over, and wake the first up."""
+    """Stop the first worker, wait until the second has taken over, and continue the first."""
     with engine.begin() as connection:
         connection.exec_driver_sql(_TABLES)
     schema.add_fence(engine, f"{SCHEMA}.fenced_steps", resource="steps")
@@ -61,12 +61,15 @@ def play(engine: Engine) -> ScenarioResult:
         scene="paused",
         title=_TITLE,
         verdict=_judge(late, late_fenced),
-        lines=(
-            f"Without a fence it wrote {late} step{'s' if late != 1 else ''} after its successor had begun.",
-            f"Behind the fence {late_fenced or 'none'}: PostgreSQL refused token {refused['token']}, it is {refused['newest']} now.",
-            f"Its handle says: lost, {told}.",
-        ),
+        lines=(_format_line(late, late_fenced, refused, told),),
         figures={"late": late, "late_fenced": late_fenced},
+    )
+
+
+def _format_line(late: int, late_fenced: int, refused: dict[str, int], told: str) -> str:
+    return (
+        f"Paused worker: {late} late write{'s' if late != 1 else ''} without a fence, {late_fenced or 'none'} with one"
+        f" (token {refused['token']} rejected, newest {refused['newest']}). Lease lost: {told}."
     )
 
 
@@ -77,7 +80,7 @@ def _judge(late: int, late_fenced: int) -> Verdict:
 
 
 def main() -> None:
-    """Be a worker: one that never looks whether it still holds its lease."""
+    """Run a worker that never checks whether it still holds its lease."""
     engine = create_engine_for(read_part()["url"])
     with engine.connect():
         say(ready=True)
@@ -87,7 +90,7 @@ def main() -> None:
     fenced_booking = text(f"INSERT INTO {SCHEMA}.fenced_steps (token) VALUES (:token)")
     for number in count():
         if stops and number == STEPS_BEFORE:
-            # Between two transactions: stopped inside one it would keep its successor waiting at the gate.
+            # Between two transactions: stopped inside of one, it would make its successor wait at the gate.
             say(stops=True)
             os.kill(os.getpid(), signal.SIGSTOP)
         with engine.begin() as connection:

@@ -1,7 +1,7 @@
-"""Every payment is asked for three times, while connections are ended: without keys, and with an idempotency key for each.
+"""Request every payment three times while connections are killed: without keys, and with an idempotency key for each payment.
 
-Whoever got no answer cannot know whether the payment was made, and asks again. Each payment is a row, so what was paid twice
-is counted where the money is.
+A client that gets no response cannot know whether the payment was made, and retries. Each payment is a row, so payments made
+twice are counted in the database.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _THOUGHT = 0.005
 _BETWEEN_FAULTS = 0.02
 _PATIENCE = 100
 _CLIENT = f"{NAMESPACE} client"
-_TITLE = f"{PAYMENTS} payments, each asked for {TIMES} times while connections are ended"
+_TITLE = f"{PAYMENTS} payments, each requested {TIMES} times while connections are killed"
 _END = text("""
     SELECT count(pg_terminate_backend(pid)) FROM (
         SELECT pid FROM pg_stat_activity
@@ -58,7 +58,7 @@ class RetriesBase(DeclarativeBase):
 
 
 class Payment(RetriesBase):
-    """One payment that was made. Nothing in the table keeps it from being made again."""
+    """One payment that was made. The table has no constraint against a second one."""
 
     __tablename__ = "payment"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -68,18 +68,18 @@ class Payment(RetriesBase):
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a client gets."""
+    """The result that a client receives."""
 
     payment: int
 
 
 class ClientAnswer(NamedTuple):
-    """What came of one request.
+    """The result of one request.
 
     Attributes:
-        number: of the payment.
-        receipt: which row made it, as the client was told.
-        sent: how often the request had to be sent until there was an answer.
+        number: number of the payment.
+        receipt: id of its row, as the client received it.
+        sent: how often the request was sent until there was a response.
     """
 
     number: int
@@ -89,15 +89,15 @@ class ClientAnswer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """What came of all requests.
+    """The totals of all requests.
 
     Attributes:
         made: payments that were made.
-        paid: numbers among them.
+        paid: distinct numbers among them.
         twice: numbers that were paid more than once.
         sent: requests.
-        ended: connections that were ended inside a transaction.
-        differ: numbers whose clients got different receipts.
+        ended: connections that were killed inside a transaction.
+        differ: numbers whose clients received different receipts.
     """
 
     made: int
@@ -109,7 +109,7 @@ class Storm:
 
 
 def play(engine: Engine) -> ScenarioResult:
-    """Let the clients ask without keys, then with them."""
+    """Run the clients without keys, then with keys."""
     RetriesBase.metadata.create_all(engine)
     with start_processes() as start:
         process = start(__name__, engine.url)
@@ -120,13 +120,19 @@ def play(engine: Engine) -> ScenarioResult:
         scene="retries",
         title=_TITLE,
         verdict=_judge(plain, keyed),
-        lines=(
-            f"Without keys {plain.made} were made: {plain.twice} of {plain.paid} were paid more than once.",
-            f"With keys {keyed.made} were made: {keyed.twice or 'none'} more than once.",
-            f"{keyed.ended} of {keyed.sent} transactions with keys lost their connection half way.",
-            f"Payments whose clients got different receipts: {keyed.differ or 'none'}.",
-        ),
+        lines=tuple(_format_lines(plain, keyed)),
         figures=dict(_list_figures(plain, keyed)),
+    )
+
+
+def _format_lines(plain: Storm, keyed: Storm) -> Iterator[str]:
+    yield (
+        f"{PAYMENTS} payments, requested {TIMES} times each, without keys: {plain.made} made,"
+        f" {plain.twice} of {plain.paid} more than once."
+    )
+    yield (
+        f"With keys: {keyed.made} made, {keyed.twice or 'none'} more than once, {keyed.differ or 'no'} different receipts;"
+        f" {keyed.ended} of {keyed.sent} transactions lost their connection."
     )
 
 
@@ -161,9 +167,9 @@ def _judge(plain: Storm, keyed: Storm) -> Verdict:
 
 
 def main() -> None:
-    """Fork the clients, and end their connections while they ask."""
+    """Fork the clients, and kill their connections while they send requests."""
     url = read_part()["url"]
-    # Neighbours of the list go to different processes, so that the same payment is asked for by several at once.
+    # Neighbours in the list go to different processes, so that several request the same payment at the same time.
     requests = [number for number in range(PAYMENTS) for _ in range(TIMES)]
     with get_context("fork").Pool(PROCESSES, _open, (url,)) as pool:
         engine = create_engine_for(url)
@@ -187,7 +193,7 @@ def _open(url: str) -> None:
 
 
 class _Client:
-    """What each process keeps."""
+    """The state of one process."""
 
     sessions: sessionmaker[Session]
 
@@ -205,7 +211,7 @@ def _ask_with_a_key(number: int) -> ClientAnswer:
 
 
 def _ask_server(number: int, pay: Callable[[Session], Receipt]) -> ClientAnswer:
-    """Ask until there is an answer, as a client does that has not lost its patience: the server may be gone for good."""
+    """Send the request until there is a response, at most `_PATIENCE` times, because the server may be gone for good."""
     for sent in count(1):
         try:
             with _Client.sessions.begin() as session:

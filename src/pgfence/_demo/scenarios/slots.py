@@ -1,4 +1,4 @@
-"""Twenty processes whose clocks are minutes apart do a job of a millisecond, once in each slot of time."""
+"""Run a job of a millisecond once per slot, in twenty processes whose clocks are minutes apart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COUNT = text(f"SELECT count(DISTINCT slot), count(*), count(DISTINCT process) F
 
 
 def play(engine: Engine) -> ScenarioResult:
-    """Let all of them try until enough slots were run."""
+    """Run the processes until enough slots are done."""
     with engine.begin() as connection:
         connection.exec_driver_sql(_TABLE)
     with start_processes() as start:
@@ -42,12 +42,14 @@ def play(engine: Engine) -> ScenarioResult:
     with engine.connect() as connection:
         slots, runs, processes = connection.execute(_COUNT).one()
     verdict = _judge(slots, runs)
-    each = ": each slot ran once" if verdict is Verdict.OK else ""
+    each = ", each slot once" if verdict is Verdict.OK else ""
     return ScenarioResult(
         scene="slots",
         title=_TITLE,
         verdict=verdict,
-        lines=(f"{slots} slots, {runs} runs, spread over {processes} processes{each}.",),
+        lines=(
+            f"Job on {PROCESSES} hosts, clocks up to {SKEW / 60:.0f} minutes wrong: {slots} slots, {runs} runs on {processes} hosts{each}.",
+        ),
         figures={"slots": slots, "runs": runs, "processes": processes},
     )
 

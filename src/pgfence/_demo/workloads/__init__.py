@@ -1,4 +1,4 @@
-"""The acts, in the order in which they are played. A new one is a file with an ACT, and its place in this list."""
+"""The acts, in the order in which they are played. A new act is a module with an ACT, listed here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`AdvisoryLock.connect()` around a longer job: several transactions at one till, which nobody else may touch meanwhile.
+"""`AdvisoryLock.connect()` around a longer job: several transactions at one till, which no other process may use meanwhile.
 
-The lock is on the connection that works. A process that loses it cannot write any more, so nothing stale is written.
+The job runs on the connection that holds the lock. A process that loses the lock has lost this connection, so it cannot write.
 """
 
 from __future__ import annotations

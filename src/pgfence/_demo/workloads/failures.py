@@ -1,4 +1,4 @@
-"""The longer jobs once more, while one holder is killed and another one's session is ended by an administrator."""
+"""The longer jobs again, while one holder is killed and the session of another is terminated by an administrator."""
 
 from __future__ import annotations
 
