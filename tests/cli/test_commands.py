@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import click
 import pytest
 
 import pgfence.cli.app
+import pgfence.cli.keys
 from pgfence.cli import main
 from pgfence.cli.codes import Code
 from pgfence.keys import LockKey
 from support.rows import every_row
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HELD = LockKey.of("nightly-billing", namespace="shop")
 
@@ -248,3 +248,24 @@ def test_an_unexpected_error_has_its_own_exit_code(
     monkeypatch.setattr(pgfence.cli.app.pgfence, "main", broken)
     assert main(["run"]) == 70
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_the_reference_lists_every_option() -> None:
+    """Each option of each command is in the section of docs/reference/cli.md about that command."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (pgfence [a-z ]+)\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
+    context = click.Context(pgfence.cli.app.pgfence)
+    commands = {
+        f"pgfence {name}": pgfence.cli.app.pgfence.get_command(context, name) for name in pgfence.cli.app.MODULES
+    }
+    commands["pgfence keys free"] = pgfence.cli.keys.keys.commands["free"]
+    assert sections.keys() == commands.keys()
+    missing = [
+        f"{name}: {option}"
+        for name, command in commands.items()
+        for parameter in command.params
+        if isinstance(parameter, click.Option)
+        for option in parameter.opts
+        if f"`{option}" not in sections[name]
+    ]
+    assert missing == []

@@ -197,7 +197,7 @@ def test_a_lock_that_nobody_takes_over_is_exit_code_1(
     # These locks are over too soon to tell of them, so nobody is known to hold one.
     acts(replace(transaction.ACT, faults=(Fault.KILL,)))
     assert demo(dsn, seconds="0.5", processes="3") == 1
-    assert "SIGKILL of a holder: no process had its lock afterwards" in capfd.readouterr().out
+    assert "SIGKILL: no process took over the lock." in capfd.readouterr().out
 
 
 def test_a_schema_of_that_name_is_left_alone(

@@ -9,7 +9,7 @@ import click
 
 from pgfence.cli.parser import Group, Option
 
-_MODULES = {
+MODULES = {
     "run": "run_command",
     "install": "install",
     "init": "init",
@@ -25,12 +25,12 @@ class _Commands(Group):
     """The commands, imported one by one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_MODULES)
+        return list(MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _MODULES:
+        if cmd_name not in MODULES:
             return None
-        found = getattr(import_module(f"pgfence.cli.{_MODULES[cmd_name]}"), cmd_name)
+        found = getattr(import_module(f"pgfence.cli.{MODULES[cmd_name]}"), cmd_name)
         assert isinstance(found, click.Command)
         return found
 

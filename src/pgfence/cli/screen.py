@@ -128,7 +128,7 @@ def _describe_verdict(figures: Figures, verdict: Verdict) -> list[str]:
     lines = [f"{figures.title}: {_format_lost(figures)}."] if figures.cents_lost else []
     after = [f"{each.fault} {_format_duration(each.seconds)}" for each in figures.takeovers if each.seconds is not None]
     if after:
-        lines.append(f"Lock of a killed holder taken over after: {', '.join(after)}.")
+        lines.append(f"Lock taken over after {', '.join(after)}.")
     lines += [f"{each.fault}: no process took over the lock." for each in figures.takeovers if each.seconds is None]
     if figures.retries:
         retries = ", ".join(f"{number} after {name}" for name, number in figures.retries.items())
