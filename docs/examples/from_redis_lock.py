@@ -1,0 +1,27 @@
+"""Two releases that replace a lock of redis-py by a lease.
+
+pip install "pgfence[psycopg]" redis
+export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
+pgfence install
+"""
+
+from collections.abc import Callable
+
+from redis import Redis
+from sqlalchemy import create_engine
+
+from pgfence import Lease
+
+engine = create_engine("postgresql+psycopg://")  # the server is that of PGHOST
+
+
+def release_n(redis: Redis, work: Callable[[], None]) -> None:
+    """Hold both locks, Redis outside."""
+    with redis.lock("billing", timeout=60), Lease(engine, "billing", ttl=60).hold():
+        work()
+
+
+def release_n_plus_1(work: Callable[[], None]) -> None:
+    """Hold the lease alone."""
+    with Lease(engine, "billing", ttl=60).hold():
+        work()
