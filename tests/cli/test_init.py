@@ -54,7 +54,7 @@ def test_alembic_itself_takes_a_template_by_its_path(template: str, capfd: pytes
     [
         ("[alembic]\n", "script_location is missing"),
         ("[alembic]\nscript_location = %(here)s/old\n", "old: `alembic` does not use migrations"),
-        ("no ini", "script_location is not to be read"),
+        ("no ini", "script_location is unreadable"),
     ],
 )
 def test_an_ini_file_that_is_there_stays_and_it_says_that_nothing_uses_the_new_environment(

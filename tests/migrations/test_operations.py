@@ -151,19 +151,19 @@ async def test_two_prefixes_fence_one_table_independently(
         (lambda op, at: op.add_fence("Entry", resource="r", schema=at, prefix="no_"), SchemaError, "--prefix no_"),
         (lambda op, at: op.create_pgfence(schema=at, version=99), ValueError, "version 99"),
         (lambda op, at: op.upgrade_pgfence(0, 1, schema=at), ValueError, "version 0"),
-        (lambda op, at: op.upgrade_pgfence(2, 1, schema=at, prefix="no_"), SchemaError, "no tables of pgfence"),
+        (lambda op, at: op.upgrade_pgfence(2, 1, schema=at, prefix="no_"), SchemaError, "no pgfence tables"),
         (lambda op, at: op.create_pgfence(schema=""), ValueError, "schema must not be empty"),
         (lambda op, at: op.create_pgfence(schema=at, version=True), ValueError, "version True"),
-        (lambda op, at: op.add_fence(MetaData, resource="r"), TypeError, "named by a str"),
-        (lambda op, at: op.add_fence("", resource="r"), ValueError, "cannot be named ''"),
-        (lambda op, at: op.drop_fence("T\0"), ValueError, "cannot be named"),
+        (lambda op, at: op.add_fence(MetaData, resource="r"), TypeError, "must be a str"),
+        (lambda op, at: op.add_fence("", resource="r"), ValueError, "'' cannot be the name"),
+        (lambda op, at: op.drop_fence("T\0"), ValueError, "cannot be the name"),
         (lambda op, at: op.drop_fence("Entry", schema=5), TypeError, "schema has the wrong type: int"),
         (lambda op, at: op.drop_version_trigger("Entry", schema=""), ValueError, "schema must not be empty"),
-        (lambda op, at: op.add_version_trigger("Entry", column=None, schema=at), TypeError, "column is named by a str"),
-        (lambda op, at: op.create_index_safely("ix", None, ["x"]), TypeError, "table is named by a str"),
+        (lambda op, at: op.add_version_trigger("Entry", column=None, schema=at), TypeError, "column must be a str"),
+        (lambda op, at: op.create_index_safely("ix", None, ["x"]), TypeError, "table must be a str"),
         (lambda op, at: op.create_index_safely("ix", "Entry", ["x"], schema=5), TypeError, "wrong type: int"),
         (lambda op, at: op.create_index_safely("ix", "Entry", []), ValueError, "needs columns"),
-        (lambda op, at: op.drop_index_safely(None), TypeError, "index is named by a str"),
+        (lambda op, at: op.drop_index_safely(None), TypeError, "index must be a str"),
     ],
 )
 async def test_what_cannot_be_done_is_reported_and_nothing_is_half_done(
@@ -469,7 +469,7 @@ def test_another_index_of_that_name_is_not_taken_for_ours(engine: Engine, tmp_pa
     project.write(f"op.execute('CREATE TABLE entry (book int, branch text)'); {other}")
     project.upgrade()
     project.write("op.create_index_safely('ix', 'entry', ['book'])")
-    with pytest.raises(ValueError, match="there is an index ix already"):
+    with pytest.raises(ValueError, match="there is already an index ix"):
         project.upgrade()
 
 

@@ -97,7 +97,7 @@ def test_a_doubtful_index_is_reported_and_stays(connection: Connection, other: s
     connection.exec_driver_sql(other)
     before = indexes(connection)
     columns, options = OTHERS[other]
-    with pytest.raises(ValueError, match=r"there is (an index )?ix already"):
+    with pytest.raises(ValueError, match=r"there is already (an index ix|something named ix)"):
         build(connection, "ix", columns, **options)
     assert indexes(connection) == before
 
@@ -119,7 +119,9 @@ def test_an_index_that_cannot_be_compared_is_recognised_in_the_words_of_the_serv
     connection.exec_driver_sql("CREATE FUNCTION f(entry) RETURNS int IMMUTABLE LANGUAGE sql AS 'SELECT ($1).book'")
     build(connection, "ix", [text("f(entry)")], unique=True)
     before = indexes(connection)
-    with pytest.raises(ValueError, match=r"does not exist; it is UNIQUE USING btree \(f\(entry\.\*\)\)\): if it is,"):
+    with pytest.raises(
+        ValueError, match=r"does not exist; it is UNIQUE USING btree \(f\(entry\.\*\)\)\): if it is the same,"
+    ):
         build(connection, "ix", [text("f(entry)")], unique=True)
     build(connection, "ix", [text("f(entry.*)")], unique=True)
     assert indexes(connection) == before
@@ -184,7 +186,7 @@ def test_a_role_that_cannot_compare_gets_an_error(connection: Connection) -> Non
     connection.exec_driver_sql(f"REVOKE TEMP ON {database} FROM PUBLIC; CREATE ROLE {role}")
     connection.exec_driver_sql(f"GRANT USAGE ON SCHEMA public TO {role}; SET ROLE {role}")
     try:
-        with pytest.raises(ValueError, match="not surely this one .*temporary"):
+        with pytest.raises(ValueError, match="may differ from this one .*temporary"):
             build(connection, "ix", [text("book ASC")])
     finally:
         connection.exec_driver_sql(

@@ -61,7 +61,7 @@ def test_an_installation_further_down_the_search_path_is_dropped_by_name_only(
     with tenant.connect() as connection:
         driver = connection.connection.dbapi_connection
         assert isinstance(driver, psycopg.Connection)
-        with pytest.raises(psycopg.errors.RaiseException, match="are in public, not in the first schema"):
+        with pytest.raises(psycopg.errors.RaiseException, match="are in schema public, not in the first schema"):
             driver.execute(script.encode())
         driver.rollback()
         assert found(connection, OURS) == [("public",)]
@@ -104,7 +104,7 @@ def test_a_translated_schema_is_where_everything_is_made_and_dropped(engine: Eng
 
 def test_tables_that_are_not_there_are_not_brought_to_a_version(engine: Engine, tmp_path: Path) -> None:
     """A misspelt schema ends the migration, or the script of it, and no second installation comes to be."""
-    with pytest.raises(SchemaError, match="no tables of pgfence in 'lokcs'.*create_pgfence"):
+    with pytest.raises(SchemaError, match="no pgfence tables in 'lokcs'.*create_pgfence"):
         perform(engine, lambda op: op.upgrade_pgfence(1, VERSION, schema="lokcs"))
     project = Project(tmp_path / "alembic", engine, MetaData())
     project.write(f"op.upgrade_pgfence(1, {VERSION}, schema='lokcs')")

@@ -116,10 +116,10 @@ def test_limit_and_schema_hold_outside_of_a_transaction_too(
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        ("upgrade head", 0, "there is no tenant"),
+        ("upgrade head", 0, "there are no tenants"),
         ("-x tenants= upgrade head", 255, "there is no schema ''"),
         ("-x tenants=a,nope upgrade head", 255, "there is no schema 'nope'"),
-        ("-x tenant=a upgrade head", 255, "this env.py knows -x tenants=a,b alone"),
+        ("-x tenant=a upgrade head", 255, "this env.py supports only -x tenants=a,b"),
     ],
 )
 def test_missing_tenants_are_reported(tmp_path: Path, own: str, words: str, code: int, told: str) -> None:

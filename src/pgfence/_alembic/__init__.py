@@ -1,10 +1,10 @@
-"""Alembic's side of the tables, fences and version triggers: operations, how they are done and written down, autogenerate.
+"""Alembic operations for tables, fences and version triggers: their implementation, rendering and autogenerate.
 
-Loaded by `pgfence_alembic`, the entry point that Alembic finds, when a directive or a comparison is asked for.
+Loaded on first use of a directive or a comparison by `pgfence_alembic`, the plugin that Alembic finds.
 """
 
 from __future__ import annotations
 
-# Without them Alembic would write and do operations that somebody else makes as those they are derived from.
+# Without these, Alembic would render and execute operations that other code derives from ours as their base classes.
 from pgfence._alembic import implementations as implementations
 from pgfence._alembic import renderers as renderers

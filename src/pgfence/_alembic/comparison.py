@@ -1,4 +1,4 @@
-"""Autogenerate: what the models ask for against what the database has, as operations in an order that can be reversed."""
+"""Autogenerate: compare the models with the database, and add operations in an order that can be reversed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Found(NamedTuple):
-    """A guard that a table has: whether it keeps anybody out, and whether a partition has it from its parent."""
+    """A guard that a table has: whether it is effective, and whether a partition has it from its parent."""
 
     guard: Guard
     holds: bool
@@ -37,10 +37,10 @@ class _Found(NamedTuple):
 
 
 def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
-    """Add what is missing and drop what no model asks for; pgfence's own tables are not created or dropped one by one."""
+    """Add what is missing and drop what no model declares; pgfence's own tables are not created or dropped one by one."""
     own = {_place(context, place) for table in context.sorted_tables if (place := place_of_own(table)) is not None}
     if context.dialect.name != "postgresql":
-        # The operations do nothing there.
+        # The operations do nothing on other databases.
         ours = _list_tables(context, own)
         ops.ops[:] = [op for op in ops.ops if _find_table_key(context, op) not in ours]
         return PriorityDispatchResult.CONTINUE
@@ -60,7 +60,7 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
         if needed and (making := _find_creation(connection, place, whole=place in own)) is not None:
             if isinstance(making, UpgradePgfence):
                 _remove_changes(context, ops, place)
-            # In front of tables that may refer to ours.
+            # Before tables that may refer to pgfence's.
             ops.ops.insert(0, making)
     # Guards are dropped at the front and added at the end: one is removed before its table is dropped, so the reversed migration
     # adds it after it has created the table again.
@@ -87,7 +87,7 @@ def _key_of(context: AutogenContext, schema: str | None, table: str) -> Key:
 
 
 def _identify(context: AutogenContext, guard: Guard) -> tuple[str, Key]:
-    """Return what a table has one of: the kind of a guard, and the table."""
+    """Return the kind of a guard and its table; a table has at most one guard of each kind."""
     return type(guard).__name__, _key_of(context, guard.target.schema, guard.target.name)
 
 
@@ -105,7 +105,7 @@ def _list_wanted(context: AutogenContext, connection: Connection, home: TableNam
                 yield AddVersionTrigger(table.name, column=column, **where)
         except (TypeError, ValueError) as error:
             raise CommandError(
-                f"what the table {table} says of its fence or version cannot be made: {error}"
+                f"the fence or version that table {table} declares cannot be created: {error}"
             ) from error
 
 
@@ -114,7 +114,7 @@ def _list_found(context: AutogenContext, connection: Connection, home: TableName
     for fence in migration_scripts.list_fences(connection, home.prefix):
         namespace, separator, rest = fence.parts[0].rpartition(SEPARATOR)
         resource = join_resource((rest, *fence.parts[1:]) if separator else fence.parts)
-        # Of another installation it is another fence: the way back puts that one back.
+        # A fence of another installation counts as different, and its reversal restores that one.
         functions = home.schema if fence.functions == settled else _key_of(context, fence.functions, "")[0]
         where: TableOptions = {"schema": fence.schema, "pgfence_schema": functions, "prefix": home.prefix}
         added = AddFence(fence.table, resource=resource, namespace=namespace, **where)
@@ -128,7 +128,7 @@ def _list_found(context: AutogenContext, connection: Connection, home: TableName
 def _is_concerned(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
     """Return whether a table is one that the models have, or that this migration drops."""
     key = _key_of(context, guard.target.schema, guard.target.name)
-    # The default schema as None, as models name it: the guard is compared with theirs.
+    # The default schema is None, as in the models, because the guard is compared with theirs.
     guard.target = type(guard.target)(key[1], key[0])
     for table in context.sorted_tables:
         if _key_of(context, table.schema, table.name) == key:
@@ -137,7 +137,7 @@ def _is_concerned(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> boo
 
 
 def _find_creation(connection: Connection, place: TableNames, *, whole: bool) -> CreatePgfence | UpgradePgfence | None:
-    """Return what makes or completes an installation; None if it is there. Fences alone are content with an older one."""
+    """Return the operation that creates or upgrades an installation; None if it is complete. For fences an older one suffices."""
     if tables.is_installed(connection, place):
         return None
     version = migration_scripts.read_version(connection, tables.resolve_schema(connection, place))
@@ -147,7 +147,7 @@ def _find_creation(connection: Connection, place: TableNames, *, whole: bool) ->
 
 
 def _remove_our_tables(context: AutogenContext, ops: UpgradeOps, places: set[TableNames]) -> None:
-    """Take out what would make our tables one by one, or drop those that no model has."""
+    """Remove operations that would create pgfence's tables one by one, or drop those that no model has."""
     ours = _list_tables(context, places)
     modelled = {_key_of(context, table.schema, table.name) for table in context.sorted_tables}
 
@@ -160,13 +160,13 @@ def _remove_our_tables(context: AutogenContext, ops: UpgradeOps, places: set[Tab
 
 
 def _remove_changes(context: AutogenContext, ops: UpgradeOps, place: TableNames) -> None:
-    """Take out changes to tables of ours that are brought to another version, which adds the columns itself."""
+    """Remove changes to pgfence's tables if they are brought to another version, which adds the columns itself."""
     ours = _list_tables(context, {place})
     ops.ops[:] = [op for op in ops.ops if not (isinstance(op, ModifyTableOps) and _find_table_key(context, op) in ours)]
 
 
 def _find_table_key(context: AutogenContext, op: MigrateOperation) -> Key | None:
-    """Return the table that an operation makes, drops or alters."""
+    """Return the table that an operation creates, drops or alters."""
     if isinstance(op, CreateTableOp | DropTableOp | ModifyTableOps):
         return _key_of(context, op.schema, op.table_name)
     return None

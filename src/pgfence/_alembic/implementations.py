@@ -1,4 +1,4 @@
-"""How the operations are done: on the connection of the migration, or as a script (`--sql`), which asks no server."""
+"""Execute the operations on the connection of the migration, or write them into a script (`--sql`) without a server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _perform(
 ) -> None:
     context = operations.migration_context
     if not _is_postgresql(operations):
-        _log.info("skipped on %s: pgfence's tables and triggers are for PostgreSQL", context.dialect.name)
+        _log.info("skipped on %s: pgfence's tables and triggers require PostgreSQL", context.dialect.name)
     elif context.as_sql:
         indexes.write(operations, script)
     else:
@@ -52,7 +52,7 @@ def _perform(
 
 
 def _translate_target(connection: Connection, target: Target) -> Target:
-    """Return a table where the connection's `schema_translate_map` leads to, as Alembic's own operations do."""
+    """Return a table with the schema that the connection's `schema_translate_map` selects, as Alembic's own operations do."""
     return replace(target, schema=translate_schema(connection, target.schema))
 
 
@@ -74,8 +74,8 @@ def _drop(operations: Operations, operation: DropPgfence) -> None:
     def work(connection: Connection, settled: TableNames) -> None:
         if translate_schema(connection, place.schema) is None and not migration_scripts.is_first(connection, settled):
             raise SchemaError(
-                f"the search path finds pgfence's tables in {settled.schema!r}, which is not its first schema: others may"
-                f" work with them, so they are dropped only by name, op.drop_pgfence(schema={settled.schema!r})",
+                f"the search path finds pgfence's tables in {settled.schema!r}, which is not its first schema, so other applications"
+                f" may use them. To drop them, name the schema: op.drop_pgfence(schema={settled.schema!r})",
                 needed=VERSION,
                 command=f"op.drop_pgfence(schema={settled.schema!r})",
             )
@@ -94,9 +94,9 @@ def _drop(operations: Operations, operation: DropPgfence) -> None:
 def _refuse_while_used(used: Sequence[str]) -> None:
     if used:
         raise SchemaError(
-            f"{used[0]} is held: its holder would go on with a token that the next one gets as well, or with an effect of"
-            f" which nobody knows. Stop whoever holds a lease or a key ({len(used)} held), or wait until they have expired,"
-            " and run this again",
+            f"{used[0]} is held: its holder would continue with a token that the next holder gets as well, or with an effect that"
+            f" is no longer recorded. Stop the processes that hold leases or keys ({len(used)} held), or wait until these have"
+            " expired, and run this again",
             needed=VERSION,
         )
 
@@ -109,8 +109,8 @@ def _change_version(operations: Operations, operation: UpgradePgfence) -> None:
     def work(connection: Connection, settled: TableNames) -> None:
         if migration_scripts.read_version(connection, settled) == 0:
             raise SchemaError(
-                f"there are no tables of pgfence in {settled.schema!r} to bring to another version: op.create_pgfence()"
-                " makes them",
+                f"there are no pgfence tables in {settled.schema!r} to bring to another version: create them with"
+                " op.create_pgfence()",
                 needed=version,
                 command="op.create_pgfence()",
             )

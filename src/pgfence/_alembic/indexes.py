@@ -1,4 +1,4 @@
-"""Indexes built beside running writers: outside of a transaction, over what was left behind, and not over another one."""
+"""Build indexes while other sessions write: outside a transaction, after an interrupted build, and never over another index."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pgfence.migrations")
 
 _UNRELATED = frozenset({"08", "25", "40", "53", "55", "57", "58", "XX"})
-"""Classes of SQLSTATE that say nothing of an index: the connection, the transaction, locks and resources of the server."""
+"""SQLSTATE classes unrelated to an index: the connection, the transaction, locks and resources of the server."""
 
 
 def create(operations: Operations, operation: CreateIndexSafely) -> None:
-    """Build an index on PostgreSQL, unless it is there.
+    """Build an index on PostgreSQL, unless it exists.
 
     Raises:
-        ValueError: something else has its name, or the table is one of partitions.
-        TransactionStateError: the transaction is none of Alembic's.
+        ValueError: its name is used by something else, or the table is partitioned.
+        TransactionStateError: the transaction was not begun by Alembic.
     """
     table, name = Target(operation.table_name, operation.schema), _name(operations, operation)
     build = build_plain_operation(operation)
@@ -51,12 +51,12 @@ def create(operations: Operations, operation: CreateIndexSafely) -> None:
             write(operations, [migration_scripts.build_index_cleanup(table, name)])
             operations.invoke(build)
         return
-    # Nobody else's index of that name is to be kept: what is there is looked at before.
+    # An index with that name may be a different one, so the existing one is compared first instead.
     build.if_not_exists = False
     connection = operations.get_bind()
     table = Target(table.name, translate_schema(connection, table.schema))
     if connection.in_transaction():
-        # Not after what the migration did before is committed.
+        # Checked before leaving the transaction, which commits what the migration did before.
         _expect_one_table(connection, table, name)
     with leave_transaction(operations):
         _expect_one_table(connection, table, name)
@@ -65,7 +65,7 @@ def create(operations: Operations, operation: CreateIndexSafely) -> None:
 
 
 def build_plain_operation(operation: CreateIndexSafely) -> CreateIndexOp:
-    """Return Alembic's operation for it."""
+    """Return the corresponding operation of Alembic."""
     return CreateIndexOp(
         operation.index_name,
         operation.table_name,
@@ -85,11 +85,13 @@ def write(operations: Operations, script: Iterable[str]) -> None:
 
 
 def _name(operations: Operations, operation: CreateIndexSafely) -> str:
-    """Return the name, which a convention of the MetaData may have made."""
+    """Return the name of the index, which a naming convention of the MetaData may provide."""
     index = operation.to_index(operations.migration_context)
     called: str | None = get_dialect().identifier_preparer.format_index(index)
     if called is None:
-        raise ValueError(f"the index of {operation.table_name!r} has no name, and the MetaData no convention for one")
+        raise ValueError(
+            f"the index of {operation.table_name!r} has no name, and the MetaData has no naming convention for one"
+        )
     return called[1:-1].replace('""', '"') if called.startswith('"') else called
 
 
@@ -97,28 +99,28 @@ def _expect_one_table(connection: Connection, table: Target, name: str) -> None:
     found = migration_scripts.find_index(connection, table, name)
     if migration_scripts.is_partitioned(connection, table) and not (found is not None and found.valid):
         raise ValueError(
-            f"{table} is a table of partitions, and PostgreSQL builds no index of all of them beside running writers: call"
-            " create_index_safely for each partition, and then op.create_index for the table, which takes these"
+            f"{table} is a partitioned table, and PostgreSQL cannot build an index on all of its partitions concurrently: call"
+            " create_index_safely for each partition, and then op.create_index for the table, which attaches these indexes"
         )
 
 
 def _is_there(operations: Operations, operation: CreateIndexSafely, table: Target, name: str) -> bool:
-    """Return whether that index is there already; drop it if its build was interrupted."""
+    """Return whether that index already exists; drop it if its build was interrupted."""
     connection = operations.get_bind()
     found = migration_scripts.find_index(connection, table, name)
     if found is None:
         return False
     if not found.of_this_table:
-        what = "an index {} already, of another table" if found.is_index else "{} already, which is no index"
-        raise ValueError(f"there is {what.format(found.called)}: rename one of them")
+        what = "an index {} of another table" if found.is_index else "something named {} that is not an index"
+        raise ValueError(f"there is already {what.format(found.called)}: rename one of them")
     if not found.valid:
         _log.warning(
-            "the index %s is invalid, left by an interrupted build: it is dropped and built again", found.called
+            "the index %s is invalid because its build was interrupted: dropping it and building it again", found.called
         )
         migration_scripts.drop_index(connection, found.called)
         return False
     _expect_same(operations, operation, table, found)
-    _log.info("the index %s is there already", found.called)
+    _log.info("the index %s already exists", found.called)
     return True
 
 
@@ -143,21 +145,21 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
         state = sqlstate_of(error)
         if state is None or state[:2] in _UNRELATED:
             raise
-        why, way_out = message_of(error), "drop it, or rename one of them"
+        why, advice = message_of(error), "drop it, or rename one of them"
         if state != migration_scripts.DIFFERS:
             why = f"building it on an empty copy of the table failed: {why}"
-            way_out = "if it is, write it in these words; else drop it, or rename one of them"
+            advice = "if it is the same, write it exactly like that; otherwise drop it, or rename one of them"
         raise ValueError(
-            f"there is an index {found.called} already, and it is not surely this one ({why}): {way_out}"
+            f"there is already an index {found.called}, which may differ from this one ({why}): {advice}"
         ) from error
 
 
 @contextmanager
 def leave_transaction(operations: Operations) -> Iterator[None]:
-    """Leave the transaction of the migration for a while, unless somebody has.
+    """Leave the transaction of the migration for the block, unless it was already left.
 
-    A build waits for every older transaction, and nobody who reads or writes waits behind it: lock_timeout, which is there
-    for other DDL, would end it for nothing.
+    A concurrent build waits for all older transactions, but no reader or writer waits behind it. A lock_timeout that is set for
+    other DDL would end it for no reason.
     """
     context = operations.migration_context
     if context.as_sql:
@@ -168,8 +170,8 @@ def leave_transaction(operations: Operations) -> Iterator[None]:
     in_autocommit = connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
     if not in_autocommit and context._in_external_transaction:
         raise TransactionStateError(
-            "an index is built beside running writers outside of a transaction, and this one was begun by env.py or by who"
-            " called it: let Alembic begin it (context.begin_transaction()), or use op.create_index()"
+            "an index is built concurrently outside a transaction, but env.py or its caller began this one: let Alembic begin it"
+            " (context.begin_transaction()), or use op.create_index()"
         )
     with nullcontext() if in_autocommit else context.autocommit_block(), migration_scripts.wait_for_locks(connection):
         yield

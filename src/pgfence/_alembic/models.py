@@ -1,4 +1,4 @@
-"""What the models of a MetaData ask for: which fence each table shall have, and where tables of pgfence itself are."""
+"""What the models of a MetaData declare: the fence of each table, and which tables are pgfence's own."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from sqlalchemy import Column, Table
 
 COUNTED = "pgfence_version"
-"""In the `info` of a version column; in that of a table, the column's name or None."""
+"""The key in the `info` of a version column, or in that of a table, where it contains the column's name or None."""
 
 _MARK = "\0"
-"""Around the name of a column in what a resource function returns; no resource may hold it."""
+"""Marks the name of a column in the result of a resource function; resources cannot contain it."""
 
 
 def place_of_own(table: Table) -> TableNames | None:
-    """Return the installation that a table belongs to; None if it is not one of ours."""
+    """Return the installation that a table belongs to; None if it is not one of pgfence's tables."""
     prefix = table.info.get(OWN)
     return None if prefix is None else TableNames(table.schema, prefix)
 
 
 def fence_of(table: Table) -> str | None:
-    """Return the resource that a table is fenced by, as `add_fence` takes it; None if it has no fence.
+    """Return the resource of a table's fence, as `add_fence` takes it; None if it has no fence.
 
     Raises:
-        CommandError: its class computes the resource in a way that cannot be read off.
+        CommandError: its class computes the resource in a way that a trigger cannot.
     """
     if MODEL in table.info:
         told: str | None = table.info[MODEL]
@@ -46,7 +46,7 @@ def fence_of(table: Table) -> str | None:
 
 
 def version_of(table: Table) -> str | None:
-    """Return the column that a trigger shall count in; None if the table has no such trigger."""
+    """Return the column in which a trigger counts; None if the table has no such trigger."""
     if COUNTED in table.info:
         told: str | None = table.info[COUNTED]
         return told
@@ -73,7 +73,7 @@ def _read_resource(model: Any) -> str:
             raise TypeError(f"it must return a str, not {type(text).__name__}")
     except Exception as error:
         raise CommandError(
-            f"{model.__name__}.__fence_resource__ cannot be read off for a trigger: {error}. Say it in its __table_args__:"
+            f"{model.__name__}.__fence_resource__ cannot be converted for a trigger: {error}. Declare it in its __table_args__:"
             f' {{"info": {{"{MODEL}": "close:{{column}}"}}}}, or None there for a table without a trigger'
         ) from error
     return _join_template(str(text).split(_MARK))
@@ -84,7 +84,7 @@ def _join_template(pieces: Iterable[str]) -> str:
 
 
 def join_resource(parts: tuple[str, ...]) -> str:
-    """Return what `add_fence` was called with, from the parts that a trigger has."""
+    """Return the argument of `add_fence` for the parts that a trigger has."""
     return _join_template(parts)
 
 
@@ -93,14 +93,14 @@ def _escape_braces(text: str) -> str:
 
 
 class _Symbol:
-    """A column of a row that may become part of a text, and nothing else."""
+    """A column of a row that can become part of a text, and has no other operations."""
 
     def __init__(self, column: Column[Any]) -> None:
         kind: Any = column.type
         if isinstance(kind, TypeDecorator) and type(kind).process_bind_param is TypeDecorator.process_bind_param:
             kind = kind.impl_instance
         if not isinstance(kind, String | Integer | Uuid | Date) or isinstance(kind, Enum):
-            raise TypeError(f"the column {column.name} is of a type that Python and PostgreSQL may spell differently")
+            raise TypeError(f"the column {column.name} has a type that Python and PostgreSQL may format differently")
         self._text = f"{_MARK}{column.name}{_MARK}"
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class _Symbol:
         return str(other) + self._text
 
     def _refuse(self, *_: object) -> Never:
-        raise TypeError("it does more with a column than put it into a text")
+        raise TypeError("it uses a column for more than its text")
 
     __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = __getitem__ = _refuse
     __hash__ = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What a migration can ask for. How it is done is in `implementations`, how it is written into a script in `renderers`."""
+"""The operations of a migration. `implementations` executes them, and `renderers` writes them into a script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSION_COLUMN = "version"
 
 
 class PlaceOperation(MigrateOperation):
-    """Something about one installation of pgfence."""
+    """An operation on one installation of pgfence."""
 
     def __init__(self, schema: str | None = None, prefix: str = PREFIX) -> None:
         expect_place(schema, prefix)
@@ -29,18 +29,18 @@ class PlaceOperation(MigrateOperation):
 
 
 class CreatePgfence(PlaceOperation):
-    """Make tables and functions."""
+    """Create tables and functions."""
 
     def __init__(self, schema: str | None = None, prefix: str = PREFIX, version: int = VERSION) -> None:
         super().__init__(schema, prefix)
         self.version = check_version(version)
 
     def reverse(self) -> DropPgfence:
-        """Return what undoes it."""
+        """Return the reverse operation."""
         return DropPgfence(self.place.schema, self.place.prefix, self.version)
 
     def to_diff_tuple(self) -> tuple[object, ...]:
-        """Return how `alembic check` names it."""
+        """Return the operation as `alembic check` shows it."""
         return "create_pgfence", self.place.schema, self.place.prefix, self.version
 
 
@@ -52,11 +52,11 @@ class DropPgfence(PlaceOperation):
         self.version = check_version(version)
 
     def reverse(self) -> CreatePgfence:
-        """Return what undoes it; the rows are gone."""
+        """Return the reverse operation, which does not restore rows."""
         return CreatePgfence(self.place.schema, self.place.prefix, self.version)
 
     def to_diff_tuple(self) -> tuple[object, ...]:
-        """Return how `alembic check` names it."""
+        """Return the operation as `alembic check` shows it."""
         return "drop_pgfence", self.place.schema, self.place.prefix
 
 
@@ -69,47 +69,47 @@ class UpgradePgfence(PlaceOperation):
         self.to = check_version(to)
 
     def reverse(self) -> UpgradePgfence:
-        """Return what undoes it."""
+        """Return the reverse operation."""
         return UpgradePgfence(self.to, self.from_, self.place.schema, self.place.prefix)
 
     def to_diff_tuple(self) -> tuple[object, ...]:
-        """Return how `alembic check` names it."""
+        """Return the operation as `alembic check` shows it."""
         return "upgrade_pgfence", self.from_, self.to, self.place.schema, self.place.prefix
 
 
 def check_version(version: int) -> int:
-    """Return a version of the tables that this release can make.
+    """Return a version of the tables that this release can create.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: it is another version.
     """
     if type(version) is not int or version not in range(1, VERSION + 1):
         raise ValueError(
-            f"this release of pgfence knows its tables up to version {VERSION}, and not version {version!r}"
+            f"this release of pgfence supports its tables up to version {VERSION}, not version {version!r}"
         )
     return version
 
 
 def _check_name(value: object, what: str, hint: str = "") -> str:
-    """Return a name, which may stand in a statement.
+    """Return a name that can be used in a statement.
 
     Raises:
-        TypeError: it is no str.
-        ValueError: it is empty, or holds NUL.
+        TypeError: it is not a str.
+        ValueError: it is empty, or contains NUL.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{what} is named by a str here{hint}, not by {value!r}")
+        raise TypeError(f"the name of {what} must be a str{hint}, not {value!r}")
     if not value or "\0" in value:
-        raise ValueError(f"{what} cannot be named {value!r}")
+        raise ValueError(f"{value!r} cannot be the name of {what}")
     return value
 
 
 def _check_table(value: object) -> str:
-    return _check_name(value, "a table", ", and its schema by schema=")
+    return _check_name(value, "a table", ", with its schema in schema=")
 
 
 class TableOptions(TypedDict, total=False):
-    """Where a table and pgfence's own are."""
+    """The schema of a table, and the installation of pgfence."""
 
     schema: str | None
     pgfence_schema: str | None
@@ -117,7 +117,7 @@ class TableOptions(TypedDict, total=False):
 
 
 class TableOperation(PlaceOperation):
-    """Something about one table of the application."""
+    """An operation on one table of the application."""
 
     def __init__(
         self, table: str, *, schema: str | None = None, pgfence_schema: str | None = None, prefix: str = PREFIX
@@ -133,7 +133,7 @@ class TableOperation(PlaceOperation):
 
 
 class AddFence(TableOperation):
-    """Let a table refuse every write outside the gate of its resource."""
+    """Make a table reject every write outside the gate of its resource."""
 
     def __init__(self, table: str, *, resource: str, namespace: str = "", **options: Unpack[TableOptions]) -> None:
         super().__init__(table, **options)
@@ -143,20 +143,20 @@ class AddFence(TableOperation):
 
     @property
     def definition(self) -> object:
-        """What two fences of one table may differ in."""
+        """The properties in which two fences of one table may differ."""
         return self.parts, self.place
 
     def reverse(self) -> DropFence:
-        """Return what undoes it."""
+        """Return the reverse operation."""
         return DropFence(self.target.name, resource=self.resource, namespace=self.namespace, **self.options)
 
     def to_diff_tuple(self) -> tuple[object, ...]:
-        """Return how `alembic check` names it."""
+        """Return the operation as `alembic check` shows it."""
         return "add_fence", self.target.schema, self.target.name, self.resource
 
 
 class DropFence(TableOperation):
-    """Take the fence off a table."""
+    """Remove the fence from a table."""
 
     def __init__(
         self, table: str, *, resource: str | None = None, namespace: str = "", **options: Unpack[TableOptions]
@@ -168,24 +168,24 @@ class DropFence(TableOperation):
         self.namespace = namespace
 
     def reverse(self) -> AddFence:
-        """Return what undoes it.
+        """Return the reverse operation.
 
         Raises:
-            ValueError: it does not say which resource the fence had.
+            ValueError: the resource of the fence is not known.
         """
         if self.resource is None:
             raise ValueError(
-                f"drop_fence({self.target.name!r}) can be reversed only with the resource= that the fence had"
+                f"drop_fence({self.target.name!r}) can be reversed only if it has the resource= of the fence"
             )
         return AddFence(self.target.name, resource=self.resource, namespace=self.namespace, **self.options)
 
     def to_diff_tuple(self) -> tuple[object, ...]:
-        """Return how `alembic check` names it."""
+        """Return the operation as `alembic check` shows it."""
         return "drop_fence", self.target.schema, self.target.name, self.resource
 
 
 class AddVersionTrigger(TableOperation):
-    """Let the server count the version of each row of a table."""
+    """Add the trigger that increments the version of each row of a table."""
 
     def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Unpack[TableOptions]) -> None:
         super().__init__(table, **options)
@@ -193,36 +193,36 @@ class AddVersionTrigger(TableOperation):
 
     @property
     def definition(self) -> object:
-        """What two triggers of one table may differ in."""
+        """The property in which two triggers of one table may differ."""
         return self.column
 
     def reverse(self) -> DropVersionTrigger:
-        """Return what undoes it."""
+        """Return the reverse operation."""
         return DropVersionTrigger(self.target.name, column=self.column, **self.options)
 
     def to_diff_tuple(self) -> tuple[object, ...]:
-        """Return how `alembic check` names it."""
+        """Return the operation as `alembic check` shows it."""
         return "add_version_trigger", self.target.schema, self.target.name, self.column
 
 
 class DropVersionTrigger(TableOperation):
-    """Take the trigger off a table."""
+    """Remove the version trigger from a table."""
 
     def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Unpack[TableOptions]) -> None:
         super().__init__(table, **options)
         self.column = _check_name(column, "a column")
 
     def reverse(self) -> AddVersionTrigger:
-        """Return what undoes it."""
+        """Return the reverse operation."""
         return AddVersionTrigger(self.target.name, column=self.column, **self.options)
 
     def to_diff_tuple(self) -> tuple[object, ...]:
-        """Return how `alembic check` names it."""
+        """Return the operation as `alembic check` shows it."""
         return "drop_version_trigger", self.target.schema, self.target.name
 
 
 class CreateIndexSafely(CreateIndexOp):
-    """Build an index beside running writers; what an interrupted build left behind is dropped first."""
+    """Build an index concurrently, after dropping what an interrupted build left behind."""
 
     def __init__(
         self,
@@ -238,13 +238,13 @@ class CreateIndexSafely(CreateIndexOp):
         super().__init__(index_name, _check_table(table_name), columns, **options)
 
     def reverse(self) -> DropIndexSafely:
-        """Return what undoes it."""
+        """Return the reverse operation."""
         assert self.index_name is not None
         return DropIndexSafely(self.index_name, self.table_name, schema=self.schema, _reverse=self)
 
 
 class DropIndexSafely(DropIndexOp):
-    """Drop an index beside running writers; none there is no error."""
+    """Drop an index concurrently. It is not an error if it does not exist."""
 
     def __init__(self, index_name: str, table_name: str | None = None, **options: Any) -> None:
         expect_place(options.get("schema"), PREFIX)
@@ -252,13 +252,13 @@ class DropIndexSafely(DropIndexOp):
         super().__init__(_check_name(index_name, "an index"), table_name, **options)
 
     def reverse(self) -> CreateIndexOp:
-        """Return what undoes it.
+        """Return the reverse operation.
 
         Raises:
-            ValueError: it does not know what the index was like.
+            ValueError: the definition of the index is not known.
         """
         if self._reverse is None:
             raise ValueError(
-                f"drop_index_safely({self.index_name!r}) cannot be reversed: it does not say of what columns"
+                f"drop_index_safely({self.index_name!r}) cannot be reversed, because it does not have the columns of the index"
             )
         return self._reverse

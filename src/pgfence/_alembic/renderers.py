@@ -1,4 +1,4 @@
-"""How the operations are written into a script. No database is asked."""
+"""Write the operations into a script, without accessing a database."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _render_place(place: TableNames) -> list[str]:
 
 
 def _render_options(**arguments: object) -> list[str]:
-    """Return the arguments that say something."""
+    """Return the arguments that differ from their defaults."""
     return [f"{name}={value!r}" for name, value in arguments.items() if value or name in {"resource", "prefix"}]
 
 

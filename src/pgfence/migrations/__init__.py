@@ -1,6 +1,6 @@
-"""One migration at a time, for pods that all run `alembic upgrade head` when they start.
+"""Run migrations in one process at a time, even if many processes run `alembic upgrade head` when they start.
 
-Importing it imports no Alembic; the plugin with the operations (`op.create_pgfence`, ...) is found by Alembic itself.
+Importing this module does not import Alembic, which finds the plugin with the operations (`op.create_pgfence`, ...) itself.
 """
 
 from __future__ import annotations

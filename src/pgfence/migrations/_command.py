@@ -1,4 +1,4 @@
-"""What the `alembic` command that runs env.py is about to do, as far as it can be known before `context.configure()`."""
+"""Determine what the `alembic` command that runs env.py is about to do, as far as known before `context.configure()`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE = "alembic_version"
 NEEDED = (1, 18, 0)
 """The first version of Alembic that loads plugins, and with them the operations."""
 
-# By the function that a command hands to run_migrations(). Whatever is not among them may write, and is locked.
+# Names of the functions that commands pass to run_migrations() and that only read. All others may write, and are locked.
 _LOOKS = {
     "_display_current_history",
     "display_version",
@@ -35,43 +35,43 @@ _LOOKS = {
 
 
 class VersionTable(NamedTuple):
-    """Where the version is kept."""
+    """The table that contains the current revision."""
 
     name: str
     schema: str | None
 
 
 def _find_environment() -> EnvironmentContext | None:
-    """Return Alembic's environment; None where env.py is not run by Alembic."""
+    """Return Alembic's environment; None if Alembic does not run env.py."""
     found: EnvironmentContext | None = getattr(sys.modules.get("alembic.context"), "_proxy", None)
     return found
 
 
 def is_read_only() -> bool:
-    """Whether the command reads the version and changes nothing: `current`, `check`, `history`, `revision`, `show`."""
+    """Return whether the command only reads the version: `current`, `check`, `history`, `revision` or `show`."""
     environment = _find_environment()
     if environment is None or (function := _function_of(environment)) not in _LOOKS:
         return False
     if function == "retrieve_migrations" and (reason := find_too_old()):
         log.warning("fences and version triggers are not compared: %s", reason)
-    # Alembic itself spares `current` alone: `check` and `revision` would make the version table.
+    # Alembic itself does this only for `current`: `check` and `revision` would create the version table.
     environment.context_opts["dont_mutate"] = True
     return True
 
 
 def find_too_old() -> str | None:
-    """Say what this Alembic lacks, if it is one of those that load no operations of others."""
+    """Return what this version of Alembic lacks; None if it loads plugins' operations."""
     version = getattr(sys.modules.get("alembic"), "__version__", "")
     if not version or tuple(int(digits) for digits in re.findall(r"\d+", version)[:3]) >= NEEDED:
         return None
     needed = ".".join(map(str, NEEDED))
     return (
-        f"pgfence's operations need Alembic {needed} or newer, and this is {version}: pip install 'alembic>={needed}'"
+        f"pgfence's operations need Alembic {needed} or later, but this is {version}: pip install 'alembic>={needed}'"
     )
 
 
 def explain(error: BaseException) -> None:
-    """Add a note to the error of a migration that calls an operation which this Alembic has not loaded."""
+    """Add a note to the error of a migration that uses an operation which this version of Alembic has not loaded."""
     from pgfence_alembic import Directives
 
     unknown = isinstance(error, AttributeError) and any(f"'{name}'" in str(error) for name in vars(Directives))
@@ -80,7 +80,7 @@ def explain(error: BaseException) -> None:
 
 
 def expect_one_head() -> None:
-    """Refuse an upgrade to `head` where there are several, or with two revisions of one name, before anything is locked."""
+    """Reject an upgrade to `head` if there are several heads, or revisions with the same id, before anything is locked."""
     environment = _find_environment()
     if environment is None or _function_of(environment) != "upgrade":
         return
@@ -92,7 +92,7 @@ def expect_one_head() -> None:
             heads = environment.script.get_heads()
         except UserWarning as doubled:
             raise _command_error(
-                f"{doubled}, and only one of them would be applied. Give one of the files another id"
+                f"{doubled}, and only one of them would be applied. Give one of the files a different id"
             ) from None
         except RevisionError as broken:
             raise _command_error(str(broken)) from broken
@@ -104,8 +104,8 @@ def _describe_heads(scripts: ScriptDirectory, heads: list[str]) -> str:
     lines = [[each.revision for each in scripts.iterate_revisions(head, "base")] for head in heads]
     common = next((each for each in lines[0] if all(each in line for line in lines)), None)
     files = " and ".join(f"{head} ({scripts.get_revision(head).path})" for head in heads)
-    after = f", which part after {common}" if common else ""
-    return f"Multiple head revisions are present: {files}{after}. `alembic merge heads` makes one of them"
+    after = f", which diverge after {common}" if common else ""
+    return f"Multiple head revisions are present: {files}{after}. Merge them with `alembic merge heads`"
 
 
 def _command_error(reason: str) -> Exception:
@@ -132,10 +132,10 @@ def find_version_table() -> VersionTable:
 
 
 def is_at_head(connection: Connection) -> bool:
-    """Whether the command is an upgrade for which Alembic finds nothing to apply.
+    """Return whether the command is an upgrade for which Alembic finds nothing to apply.
 
-    Alembic's own walk decides: with `depends_on`, or with a destination before the head, an up-to-date version table does not
-    hold the heads.
+    Alembic's own traversal decides: with `depends_on`, or with a destination before the head, an up-to-date version table does
+    not contain the heads.
     """
     environment = _find_environment()
     if environment is None or not (destination := _target_of(environment)):
@@ -150,17 +150,17 @@ def is_at_head(connection: Connection) -> bool:
     try:
         return not list(environment.script.iterate_revisions(destination, found, implicit_base=True))
     except RevisionError:
-        # Another process may be about to change what was read. Under the lock Alembic looks again, and raises its own error.
+        # Another process may be about to change what was read. Under the lock Alembic reads again, and raises its own error.
         return False
 
 
 def writes_version(statement: Any) -> bool:
-    """Whether a statement records a revision."""
+    """Return whether a statement records a revision."""
     return getattr(statement, "is_dml", False) and _is_version_table(statement.table)
 
 
 def makes_version_table(statement: Any) -> bool:
-    """Whether a statement makes the table for the revisions."""
+    """Return whether a statement creates the version table."""
     return isinstance(statement, CreateTable) and _is_version_table(statement.element)
 
 

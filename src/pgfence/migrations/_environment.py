@@ -1,4 +1,4 @@
-"""A new migration environment, from one of our templates, by Alembic itself."""
+"""Create a new migration environment from one of pgfence's templates, by Alembic itself."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def list_templates() -> list[str]:
 
 
 def make(directory: Path, template: str, ini: Path) -> None:
-    """Make an environment, and the ini file beside it unless it is there.
+    """Create an environment, and the ini file unless it exists.
 
     Raises:
         ImportError: Alembic is not installed.
-        FileExistsError: the directory is there, and something in it, or it is a file.
+        FileExistsError: the directory exists and is not empty, or it is a file.
     """
     from alembic import command
     from alembic.config import Config
@@ -34,15 +34,15 @@ def make(directory: Path, template: str, ini: Path) -> None:
 
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(directory)
-    with redirect_stdout(io.StringIO()):  # it names each file, whatever messaging_opts say
+    with redirect_stdout(io.StringIO()):  # Alembic prints each file name, whatever messaging_opts is
         command.init(Ours(ini), str(directory), template=template)
 
 
 def find_location(ini: Path) -> str | None:
-    """Return where an ini file says that the environment is, or why it cannot be read; None where it says nothing."""
+    """Return the environment's location in an ini file, or why the file cannot be read; None if it has none."""
     from alembic.config import Config
 
     try:
         return Config(ini).get_main_option("script_location")
     except (configparser.Error, UnicodeDecodeError) as error:
-        return f"not to be read ({type(error).__name__})"
+        return f"unreadable ({type(error).__name__})"

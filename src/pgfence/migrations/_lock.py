@@ -1,4 +1,4 @@
-"""Whether a migration needs the lock, and the lock around it."""
+"""Decide whether a migration needs the lock, and hold the lock around it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def migration_lock(
     key: LockKey | None = None,
     unsupported: Literal["skip", "raise"] = "skip",
 ) -> AbstractContextManager[None, None]:
-    """Let one process migrate at a time; the others wait, and find nothing to do.
+    """Let one process migrate at a time. The others wait, and then find nothing to apply.
 
     ::
 
@@ -45,44 +45,45 @@ def migration_lock(
                 with context.begin_transaction():
                     context.run_migrations()
 
-    Promised: the lock is held by the session that migrates, from before the version is read until the block ends, whatever
-    commits in between; so it is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY.
-    While it waits the connection is in autocommit and holds no snapshot, and it is handed over without a transaction. No
-    revision is recorded once the lock is gone. If the process dies the server frees the lock, at the latest a second after
-    (on Linux), also in the middle of a statement. `alembic current`, `check` and others that only look take no lock; nor does
-    an upgrade for which Alembic finds nothing to apply.
+    Guarantees: the session that migrates holds the lock from before the version is read until the block ends, whatever commits
+    in between, so it is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY. While it
+    waits, the connection is in autocommit and holds no snapshot; the block gets it without a transaction. No revision is
+    recorded after the lock is lost. If the process dies, even in the middle of a statement, the server releases the lock after
+    at most a second (on Linux). `alembic current`, `check` and other commands that only read take no lock, and neither does an
+    upgrade for which Alembic finds nothing to apply.
 
-    Not promised: order among those who wait. Processes that migrate without it, and other version tables under other keys.
+    Limitations: waiters are not ordered. Processes that migrate without this lock, and other version tables with other keys,
+    are not excluded.
 
     Args:
-        connection: the one that migrates, outside a transaction. In Alembic's async template the lock belongs into the
-            function that `run_sync` calls.
-        timeout: seconds to wait; None is the configured default (30), `math.inf` for ever.
-        key: instead of one made of the version table's schema and name, which are read from the ini file (`version_table`,
-            `version_table_schema`): the key that older releases of the project use, or one for several version tables. With
-            a key the lock is always taken, even if there is nothing to apply according to the default version table.
-        unsupported: on another database than PostgreSQL: log it and do nothing, or raise.
+        connection: the connection that migrates, outside a transaction. In Alembic's async template use the lock in the function
+            that `run_sync` calls.
+        timeout: seconds to wait. None is the configured default (30 s), `math.inf` waits indefinitely.
+        key: replaces the key computed from the version table's schema and name, which are read from the ini file
+            (`version_table`, `version_table_schema`): pass the key that older releases of the project use, or one for several
+            version tables. With a key the lock is always taken, even if the default version table shows nothing to apply.
+        unsupported: what to do on a database other than PostgreSQL: "skip" logs it and does nothing, "raise" raises.
 
     Raises:
-        LockTimeoutError: somebody else migrates; it says who, and what they are doing.
-        LockLostError: in the block, before a revision is recorded: the session that held the lock is gone, or gave it away;
-            and for an error of the driver's that ends the block, if the session is gone.
-        TransactionStateError: the connection is in a transaction, on entering or on leaving; or what is returned is entered
-            for the second time.
-        alembic.util.CommandError: an upgrade to `head` where there are several, two revisions with one id, or a cycle of revisions.
+        LockTimeoutError: another process is migrating; the message says which one, and what it is doing.
+        LockLostError: in the block, before a revision is recorded, if the session that held the lock has ended or released it;
+            also instead of a driver error that ends the block, if the session has ended.
+        TransactionStateError: the connection is in a transaction, on entering or on leaving; or the returned block is entered a
+            second time.
+        alembic.util.CommandError: an upgrade to `head` with several heads, two revisions with one id, or a cycle of revisions.
         PoolerError, StandbyError: session locks are not safe on this server.
-        UnsupportedServerError: it is no PostgreSQL that pgfence knows, and `unsupported="raise"`.
-        UnreachableError: the server cannot be reached. That ends the wait, because the connection is yours. Or it does not
+        UnsupportedServerError: the server is not a PostgreSQL that pgfence supports, and `unsupported="raise"`.
+        UnreachableError: the server cannot be reached, which ends the wait because the connection is yours. Or it does not
             respond: a wait then ends a few seconds after its timeout, and a release after 30 s.
         TypeError, ValueError: an argument cannot be used.
     """
     if not isinstance(connection, Connection):
         raise TypeError(
-            f"migration_lock() takes the Connection that migrates, not {type(connection).__name__}: an engine's connect(), or"
-            " inside the function that run_sync calls"
+            f"migration_lock() takes the Connection that migrates, not {type(connection).__name__}: use the engine's connect(), or"
+            " call it in the function that run_sync calls"
         )
     if key is not None and not isinstance(key, LockKey):
-        raise TypeError(f"key must be a LockKey, e.g. LockKey.raw(1346918401), not {type(key).__name__}")
+        raise TypeError(f"key must be a LockKey, such as LockKey.raw(1346918401), not {type(key).__name__}")
     if unsupported not in ("skip", "raise"):
         raise ValueError(f"unsupported must be 'skip' or 'raise', not {unsupported!r}")
     limit = None if timeout is None else seconds(timeout)
@@ -90,13 +91,13 @@ def migration_lock(
 
 
 class _Once(SafeContext[None]):
-    """The block, which is entered once."""
+    """A block that can be entered once."""
 
     _entered = False
 
     def __enter__(self) -> None:
         if self._entered:
-            raise TransactionStateError("this migration_lock() was entered before: call it again for another block")
+            raise TransactionStateError("this migration_lock() was already entered: call it again for another block")
         self._entered = True
         super().__enter__()
 
@@ -104,7 +105,7 @@ class _Once(SafeContext[None]):
 @contextmanager
 def _hold_lock(connection: Connection, limit: float | None, key: LockKey | None, unsupported: str) -> Iterator[None]:
     if connection.dialect.name != "postgresql" and unsupported == "skip":
-        log.info("no migration lock: %s has no session locks that pgfence knows", connection.dialect.name)
+        log.info("no migration lock: %s has no session locks that pgfence supports", connection.dialect.name)
         yield
         return
     style_of(connection.dialect)
@@ -113,7 +114,7 @@ def _hold_lock(connection: Connection, limit: float | None, key: LockKey | None,
         return
     if connection.in_transaction():
         raise TransactionStateError(
-            "the migration lock must be taken before anything else on this connection, which is in a transaction: it would"
+            "the migration lock must be acquired before anything else on this connection, which is in a transaction: it would"
             " keep a snapshot, and what Alembic commits would not be committed. Enter migration_lock() right after connect()"
         )
     _command.expect_one_head()
@@ -142,7 +143,7 @@ def _default_key() -> LockKey:
 
 def _refuse_to_write() -> None:
     raise TransactionStateError(
-        "no revision was left to apply when migration_lock() was entered, so the lock was not taken, and now a revision is to"
-        " be recorded. Run the command again; where there are several version tables, or env.py alone knows"
-        " the name of it, pass migration_lock(connection, key=LockKey.of(...))"
+        "no revision was left to apply when migration_lock() was entered, so the lock was not taken, but now a revision is about"
+        " to be recorded. Run the command again; if there are several version tables, or only env.py determines the name of the"
+        " table, pass migration_lock(connection, key=LockKey.of(...))"
     )

@@ -1,7 +1,7 @@
-"""The migration lock: a session lock of the lock manager's on the very connection that migrates, with a wait of its own.
+"""The migration lock: a session lock of the lock manager on the connection that migrates, with its own way to wait.
 
-Of the ways to wait that were tried beside CREATE INDEX CONCURRENTLY, only polling in autocommit neither hung nor deadlocked:
-a session that waits in the server, or that is idle in a transaction, keeps a snapshot which the index build waits for.
+Of the ways to wait that were tried together with CREATE INDEX CONCURRENTLY, only polling in autocommit neither hung nor
+deadlocked: a session that waits in the server, or is idle in a transaction, keeps a snapshot for which the index build waits.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ UNKNOWN = "Nothing is known about the migration lock"
 
 
 class MigrationLock:
-    """One lock on the caller's connection, which is handed back as it was."""
+    """One lock on the caller's connection, which is returned in its original state."""
 
     def __init__(self, connection: Connection, key: LockKey, limit: float) -> None:
         """Describe the lock.
 
         Args:
-            connection: the one that migrates.
-            key: of the lock.
-            limit: seconds from now to wait for it.
+            connection: the connection that migrates.
+            key: the key of the lock.
+            limit: seconds to wait for it, from now.
         """
         self._connection = connection
         self._key = key
@@ -69,11 +69,11 @@ class MigrationLock:
         self._manager = get_manager(connection.engine, config_of(connection, pin=True))
         self._hold: SessionHold
         self._settings: dict[str, str] = {}
-        """What was in force before the lock was taken."""
+        """The settings before the lock was acquired."""
         self._wrote = False
 
     def _drive(self, function: Callable[P, Coro[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a coroutine function of the manager's to its end. With an async driver env.py runs in a greenlet of SQLAlchemy's."""
+        """Run a coroutine function of the manager to its end. With an async driver env.py runs in a greenlet of SQLAlchemy."""
         if not self._connection.dialect.is_async:
             return run_sync(function, *args, **kwargs)
         from sqlalchemy.util import await_only
@@ -83,10 +83,10 @@ class MigrationLock:
     # ------------------------------------------------------------ statements
 
     def ask(self, question: Callable[[Connection], T]) -> T:
-        """Ask the server in autocommit, before the deadline, while nothing is held.
+        """Query the server in autocommit, before the deadline, while the lock is not held.
 
         Raises:
-            UnreachableError: the server went away, or does not respond.
+            UnreachableError: the connection was lost, or the server does not respond.
         """
         session = self._drive(self._manager.pool.borrow_unjudged, self._connection)
         try:
@@ -97,7 +97,7 @@ class MigrationLock:
 
     @contextmanager
     def _use_autocommit(self, session: LockConnection, seconds: float) -> Iterator[Connection]:
-        """Yield the session as a Connection in autocommit, and leave the mode as it was."""
+        """Yield the session as a Connection in autocommit, and restore its mode afterwards."""
         engine, dbapi_connection = self._connection.engine, session.dbapi_connection
         before = dbapi_connection.autocommit
         try:
@@ -110,12 +110,12 @@ class MigrationLock:
                 raise told from error
             raise
         finally:
-            with suppress(Exception):  # a connection that broke has no mode, and its own error says more
+            with suppress(Exception):  # a broken connection has no mode, and its own error is more useful
                 dbapi_connection.autocommit = before
 
     @contextmanager
     def _limit_time(self, session: LockConnection, seconds: float) -> Iterator[None]:
-        """Have the watcher shut the socket down if the block takes longer: no driver ends a wait for a server that hangs."""
+        """Have the watcher shut down the socket if the block takes longer, because no driver ends a wait for a hung server."""
         session.begin(seconds)
         try:
             yield
@@ -127,7 +127,7 @@ class MigrationLock:
             session.statement_started = 0.0
 
     def _choose_budget(self) -> float:
-        """Return how many seconds a statement may take while the lock is waited for."""
+        """Return the number of seconds that a statement may take while waiting for the lock."""
         return max(0.0, self._deadline - clock()) + RELEASE_BUDGET
 
     def _no_response_error(self, seconds: float) -> UnreachableError:
@@ -140,16 +140,16 @@ class MigrationLock:
         """Wait until this session holds the lock.
 
         Raises:
-            LockTimeoutError: another session held it all the time.
+            LockTimeoutError: another session held it until the timeout.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
-            UnreachableError: the server went away, or does not respond.
+            UnreachableError: the connection was lost, or the server does not respond.
         """
         try:
             self._hold = self._wait()
         except PoolerError as error:
             raise PoolerError(
-                f"{error}. For migrations alone: give env.py a URL that leads past the pooler, as MIGRATION_URL is in the"
-                " env.py that pgfence init makes",
+                f"{error}. For migrations alone, give env.py a URL that bypasses the pooler, such as MIGRATION_URL in the env.py"
+                " that `pgfence init` creates",
                 mode=error.mode,
             ) from error
         session = self._hold.session
@@ -174,7 +174,7 @@ class MigrationLock:
             pause = min(between(SHORTEST_PAUSE, LONGEST_PAUSE), self._deadline - now)
             self._drive(self._manager.carrier.sleep, pause)
         if logged > began:
-            log.info("the migration lock %s is ours after %.1f s", self._name, clock() - began)
+            log.info("acquired the migration lock %s after %.1f s", self._name, clock() - began)
         return hold
 
     def _try(self) -> SessionHold | None:
@@ -197,13 +197,13 @@ class MigrationLock:
     def _find_holders(self, own: Connection) -> tuple[list[Holder], str]:
         found = activity.find_holders(own, (self._key,))
         doing = migration_lock.describe_sessions(own, [each.backend_pid for each in found if each.backend_pid])
-        told = [f"{each}: {doing.get(each.backend_pid or 0, migration_lock.UNSEEN)}" for each in found]
-        return found, "; ".join(told) or "held by nobody at this moment"
+        descriptions = [f"{each}: {doing.get(each.backend_pid or 0, migration_lock.UNSEEN)}" for each in found]
+        return found, "; ".join(descriptions) or "not held at this moment"
 
     def _timeout_error(self, found: list[Holder], doing: str) -> LockTimeoutError:
         return LockTimeoutError(
-            f"no migration lock {self._name} within {self._limit:g} s: {doing}. Wait longer (timeout=); or, if the process behind that"
-            " backend is gone, end it with pg_terminate_backend()",
+            f"could not acquire the migration lock {self._name} within {self._limit:g} s: {doing}. Wait longer (timeout=); or, if the"
+            " process behind that backend is gone, end it with pg_terminate_backend()",
             names=[self._key.label],
             keys=[self._key],
             timeout=self._limit,
@@ -242,7 +242,7 @@ class MigrationLock:
                 event.remove(self._connection, name, listener)
 
     def expect_held(self) -> None:
-        """Raise unless this session still has it. One round trip, in the caller's transaction."""
+        """Raise unless this session still holds the lock. One round trip, in the caller's transaction."""
         try:
             with self._limit_time(self._hold.session, STATEMENT_BUDGET):
                 held = activity.is_mine(self._connection, (self._key,))
@@ -253,8 +253,8 @@ class MigrationLock:
 
     def _lost_error(self) -> LockLostError:
         return LockLostError(
-            f"the migration lock {self._name} is lost: the session that held it has ended, or was told to unlock everything"
-            " (pg_advisory_unlock_all, DISCARD ALL). What was not committed until then is not recorded",
+            f"the migration lock {self._name} was lost: the session that held it has ended, or has released all its locks"
+            " (pg_advisory_unlock_all, DISCARD ALL). What was not committed by then is not recorded",
             names=[self._key.label],
             reason="killed",
         )
@@ -262,11 +262,11 @@ class MigrationLock:
     # ------------------------------------------------------------ release
 
     def release(self) -> None:
-        """Release the lock, or close the connection if that cannot be proven.
+        """Release the lock, or close the connection if the release cannot be confirmed.
 
         Raises:
-            LockLostError: it was lost before.
-            TransactionStateError: a transaction is open that has written something, which is rolled back.
+            LockLostError: the lock was lost before.
+            TransactionStateError: an open transaction has written something, and was rolled back.
         """
         try:
             written = self._end_transaction()
@@ -280,12 +280,12 @@ class MigrationLock:
             raise self._lost_error() from error
         if written:
             raise TransactionStateError(
-                "the migration lock's block ended inside a transaction, which was rolled back with what it had written. Run"
-                " migrations in `with context.begin_transaction():`, and commit what else is done in the block"
+                "the block of migration_lock() ended inside a transaction, which was rolled back with everything it had written."
+                " Run migrations in `with context.begin_transaction():`, and commit other work that the block does"
             )
 
     def _end_transaction(self) -> bool:
-        """End the caller's transaction; say whether something is lost with it."""
+        """End the caller's transaction, and return whether writes were lost with it."""
         connection, wrote = self._connection, self._wrote
         if not connection.in_transaction():
             return False
@@ -293,14 +293,14 @@ class MigrationLock:
         with self._limit_time(session, STATEMENT_BUDGET):
             written = not session.dbapi_connection.autocommit and migration_lock.has_written(connection)
         if written and not wrote:
-            # Alembic makes its version table in a transaction that is begun by looking for it, and commits it with a revision.
+            # Alembic creates its version table in the transaction in which it looks for it, and commits it with a revision.
             connection.commit()
             return False
         connection.rollback()
         return written
 
     def _give_back(self) -> None:
-        """Put the settings back and unlock; the manager closes a connection on which the lock might stay."""
+        """Restore the settings and unlock; the manager closes a connection on which the lock might remain."""
         hold = self._hold
         try:
             if hold.state == "held" and self._is_attached():
@@ -313,14 +313,14 @@ class MigrationLock:
         self._drive(self._manager.release, hold, leaving=True, failing=True)
 
     def _is_attached(self) -> bool:
-        # SQLAlchemy reconnects after a lost connection without a word.
+        # SQLAlchemy reconnects silently after a lost connection.
         connection = self._connection
         return not (connection.closed or connection.invalidated) and (
             connection.connection.dbapi_connection is self._hold.session.dbapi_connection
         )
 
     def abandon(self, error: BaseException) -> None:
-        """Release the lock after a migration that failed, or close the connection. Why it failed says more than we could.
+        """Release the lock after a failed migration, or close the connection. The migration's own error is kept.
 
         Raises:
             LockLostError: it failed because the session has ended.
@@ -339,15 +339,15 @@ class MigrationLock:
             self._give_back()
         except Exception:
             lost = True
-            log.debug("the migration lock could not be released: its session is closed", exc_info=True)
+            log.debug("the migration lock could not be released, so its session was closed", exc_info=True)
         if lost and isinstance(error, Exception) and is_driver_error(error):
             raise self._lost_error() from error
 
     def _explain_wait(self, error: BaseException) -> None:
-        """Add a note to the error of a statement that waited for a lock until `lock_timeout`: who has locks on tables."""
+        """Add a note to the error of a statement that hit `lock_timeout`: which sessions hold locks on tables."""
         with self._use_autocommit(self._hold.session, STATEMENT_BUDGET) as own:
             found = migration_lock.describe_lockers(own)
         if found:
             error.add_note(
-                f"These transactions still have locks on tables, and one may be in the way: {'; '.join(found)}"
+                f"These transactions still hold locks on tables, and one of them may be blocking: {'; '.join(found)}"
             )

@@ -1,6 +1,6 @@
 """The operations behind the directives of `op`, for `process_revision_directives` and Alembic's `Rewriter`.
 
-Importing this module loads what Alembic needs to do these operations and to write them down.
+Importing this module loads what Alembic needs to execute and render these operations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Run migrations: one process at a time, however many start them.
+"""Run migrations in one process at a time, however many start them.
 
-The database is that of MIGRATION_URL, DATABASE_URL or sqlalchemy.url of the ini file: the first that is set. It must be reached
-without a pooler in transaction mode. The driver is the ini file's where a URL names none. Exit code 75: somebody else
-has been migrating for longer than LOCK_WAIT.
+The database URL is that of MIGRATION_URL, DATABASE_URL or sqlalchemy.url in the ini file, whichever is set first. It must not
+lead through a pooler in transaction mode. If a URL has no driver, that of the ini file is used. The exit code is 75 if another
+process has been migrating for longer than LOCK_WAIT.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from pgfence.migrations import migration_lock
 # target_metadata = Base.metadata
 target_metadata = None
 
-LOCK_WAIT = 600  # seconds for whoever migrates at this moment
-DDL_WAIT = "5s"  # for a table that others use: they all wait behind a statement that waits
+LOCK_WAIT = 600  # seconds to wait for another process that is migrating
+DDL_WAIT = "5s"  # for a table that is in use: all other sessions wait behind a statement that waits for it
 DDL_ATTEMPTS = 5
 EX_TEMPFAIL = 75
 
@@ -49,8 +49,8 @@ def url() -> URL:
 
 
 def limit_waits(connection: Connection) -> None:
-    # For one transaction at a time: a session behind a pooler is somebody else's afterwards. autocommit_block() has none, and
-    # is not reached behind a pooler.
+    # Set for each transaction, because a pooler may give the session to another client afterwards. autocommit_block() has no
+    # transaction, and is not used through a pooler.
     if connection.dialect.name == "postgresql":
         autocommit = connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
         cursor = connection.connection.cursor()
@@ -66,7 +66,7 @@ def migrate(connection: Connection) -> None:
             context.run_migrations()
 
 
-def waited_in_vain(error: DBAPIError) -> bool:
+def is_lock_timeout(error: DBAPIError) -> bool:
     return (getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)) == "55P03"
 
 
@@ -78,8 +78,8 @@ async def online() -> None:
                 await connection.run_sync(migrate)
             return
         except DBAPIError as error:
-            # What is committed stays, and the next attempt goes on after it.
-            if not waited_in_vain(error) or attempt == DDL_ATTEMPTS:
+            # Committed migrations remain, and the next attempt continues after them.
+            if not is_lock_timeout(error) or attempt == DDL_ATTEMPTS:
                 raise
             await asyncio.sleep(attempt)
 
@@ -93,7 +93,7 @@ def offline() -> None:
 try:
     offline() if context.is_offline_mode() else asyncio.run(online())
 except LockTimeoutError as busy:
-    if config.cmd_opts is None:  # not from the command line: an application that upgrades itself handles it
+    if config.cmd_opts is None:  # run by an application that upgrades itself and handles the error
         raise
     print(busy, file=sys.stderr)
     sys.exit(EX_TEMPFAIL)

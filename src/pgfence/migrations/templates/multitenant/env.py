@@ -1,8 +1,8 @@
-"""Run the migrations of each tenant's schema, all of them under one lock, one process at a time.
+"""Run the migrations of each tenant's schema, all of them under one lock, in one process at a time.
 
-The database is that of MIGRATION_URL, DATABASE_URL or sqlalchemy.url of the ini file: the first that is set. It must be reached
-without a pooler in transaction mode. The driver is the ini file's where a URL names none. Exit code 75: somebody else
-has been migrating for longer than LOCK_WAIT.
+The database URL is that of MIGRATION_URL, DATABASE_URL or sqlalchemy.url in the ini file, whichever is set first. It must not
+lead through a pooler in transaction mode. If a URL has no driver, that of the ini file is used. The exit code is 75 if another
+process has been migrating for longer than LOCK_WAIT.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ target_metadata = None
 
 KEY = LockKey.of("tenants", namespace="migrations")
 
-LOCK_WAIT = 600  # seconds for whoever migrates at this moment
-DDL_WAIT = "5s"  # for a table that others use: they all wait behind a statement that waits
+LOCK_WAIT = 600  # seconds to wait for another process that is migrating
+DDL_WAIT = "5s"  # for a table that is in use: all other sessions wait behind a statement that waits for it
 DDL_ATTEMPTS = 5
 EX_TEMPFAIL = 75
 
@@ -60,11 +60,11 @@ def tenants(connection: Connection) -> list[str]:
     connection.rollback()
     options = context.get_x_argument(as_dictionary=True)
     if others := options.keys() - {"tenants"}:
-        raise CommandError(f"-x {', '.join(others)}: this env.py knows -x tenants=a,b alone")
+        raise CommandError(f"-x {', '.join(others)}: this env.py supports only -x tenants=a,b")
     if "tenants" not in options:
         found = [schema for schema in schemas if schema.startswith("tenant_")]
         if not found:
-            log.warning("there is no tenant: no schema's name begins with tenant_")
+            log.warning("there are no tenants: no schema has a name that begins with tenant_")
         return found
     asked = options["tenants"].split(",")
     if missing := [schema for schema in asked if schema not in schemas]:
@@ -77,8 +77,8 @@ def migrate(connection: Connection) -> None:
 
     @event.listens_for(connection, "begin")
     def set_up(connection: Connection) -> None:
-        # For one transaction at a time: a session behind a pooler is somebody else's afterwards. autocommit_block() has none,
-        # and is not reached behind a pooler.
+        # Set for each transaction, because a pooler may give the session to another client afterwards. autocommit_block() has no
+        # transaction, and is not used through a pooler.
         autocommit = connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
         cursor = connection.connection.cursor()
         for name, value in settings.items():
@@ -87,13 +87,13 @@ def migrate(connection: Connection) -> None:
 
     with migration_lock(connection, timeout=LOCK_WAIT, key=KEY):
         for schema in tenants(connection):
-            # Every name without a schema is the tenant's, the version table's too.
+            # Every name without a schema refers to the tenant's, including the version table.
             settings["search_path"] = connection.dialect.identifier_preparer.quote(schema)
             connection.dialect.default_schema_name = schema
             context.configure(connection=connection, **OPTIONS)
             with context.begin_transaction():
                 context.run_migrations()
-            connection.commit()  # the next tenant begins with a transaction of its own
+            connection.commit()  # so that the next tenant begins a new transaction
 
 
 def migrate_once(engine: Engine) -> None:
@@ -106,7 +106,7 @@ async def migrate_once_async(engine: Engine) -> None:
         await connection.run_sync(migrate)
 
 
-def waited_in_vain(error: DBAPIError) -> bool:
+def is_lock_timeout(error: DBAPIError) -> bool:
     return (getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)) == "55P03"
 
 
@@ -117,8 +117,8 @@ def online() -> None:
             asyncio.run(migrate_once_async(engine)) if engine.dialect.is_async else migrate_once(engine)
             return
         except DBAPIError as error:
-            # What is committed stays, and the next attempt goes on after it.
-            if not waited_in_vain(error) or attempt == DDL_ATTEMPTS:
+            # Committed migrations remain, and the next attempt continues after them.
+            if not is_lock_timeout(error) or attempt == DDL_ATTEMPTS:
                 raise
             time.sleep(attempt)
 
@@ -132,7 +132,7 @@ def offline() -> None:
 try:
     offline() if context.is_offline_mode() else online()
 except LockTimeoutError as busy:
-    if config.cmd_opts is None:  # not from the command line: an application that upgrades itself handles it
+    if config.cmd_opts is None:  # run by an application that upgrades itself and handles the error
         raise
     print(busy, file=sys.stderr)
     sys.exit(EX_TEMPFAIL)
