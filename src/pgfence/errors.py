@@ -171,7 +171,7 @@ class UnreachableError(PgfenceError):
 
 
 class TransactionStateError(PgfenceError):
-    """The state of the caller's transaction is one in which the lock or fence would not protect it."""
+    """The caller's transaction is in a state in which the lock or fence would not protect it."""
 
 
 class CapacityError(PgfenceError):
@@ -258,10 +258,10 @@ class VersionConflictError(PgfenceError):
 
 
 class VersionRequiredError(PgfenceError):
-    """A change of a versioned row has no version.
+    """A change to a versioned row does not say which version it is based on.
 
-    This is a request without If-Match (428), a merge() of an object that has none, or a statement that would leave the versions
-    of its rows unchanged.
+    The cause is a request without If-Match (428), a merge() of an object that has no version, or a statement that would leave
+    the versions of its rows unchanged.
     """
 
     http_status = 428

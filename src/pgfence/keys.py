@@ -155,7 +155,7 @@ class LockKey:
 
     @property
     def space(self) -> Literal["bigint", "pair"]:
-        """Which of PostgreSQL's two key spaces it belongs to."""
+        """The one of PostgreSQL's two key spaces that it belongs to."""
         return self._space
 
     @property

@@ -63,7 +63,7 @@ def evict(
         TypeError: one of them is not a str, or the engine is not an engine.
         LockTimeoutError: a transaction that writes with the old token is still open; `holders` has the candidates. Nothing was
             done.
-        SchemaError: the tables are missing, or this role may not do it. Nothing was done.
+        SchemaError: the tables are missing, or this role lacks privileges. Nothing was done.
         StandbyError: the server accepts no writes. Nothing was done.
         UnreachableError: the server did not respond. If the connection was lost partway, check before you retry.
     """
@@ -139,7 +139,7 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
         ValueError: scope, key, reason or actor cannot be used.
         TypeError: one of them is not a str.
         LockTimeoutError: a transaction that is about to store the result is open. Nothing was done.
-        SchemaError: the tables are missing or older than version 2, or this role may not do it. Nothing was done.
+        SchemaError: the tables are missing or older than version 2, or this role lacks privileges. Nothing was done.
         StandbyError: the server accepts no writes. Nothing was done.
         UnreachableError: the server did not respond. If the connection was lost partway, check before you retry.
     """

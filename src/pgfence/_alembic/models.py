@@ -37,8 +37,8 @@ def fence_of(table: Table) -> str | None:
         CommandError: its class computes the resource in a way that a trigger cannot.
     """
     if MODEL in table.info:
-        told: str | None = table.info[MODEL]
-        return told
+        declared: str | None = table.info[MODEL]
+        return declared
     for column in table.columns:
         if (model := column.info.get(MODEL)) is not None:
             return _read_resource(model) if model.__fence__ == "gate" else None
@@ -48,8 +48,8 @@ def fence_of(table: Table) -> str | None:
 def version_of(table: Table) -> str | None:
     """Return the column in which a trigger counts; None if the table has no such trigger."""
     if COUNTED in table.info:
-        told: str | None = table.info[COUNTED]
-        return told
+        declared: str | None = table.info[COUNTED]
+        return declared
     for column in table.columns:
         if COUNTED in column.info and column.server_onupdate is not None and not column.system:
             return column.name

@@ -124,8 +124,8 @@ def _refuse_by_name(method: F) -> F:
     def expect_known(self: object, error: TypeError, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             return  # raised inside the method, not by the call itself
-        if told := refuse_misuse(self, args, kwargs):
-            raise told from None
+        if misuse := refuse_misuse(self, args, kwargs):
+            raise misuse from None
 
     if inspect.iscoroutinefunction(method):
 
@@ -144,8 +144,8 @@ def _refuse_by_name(method: F) -> F:
         @wraps(method)
         def check_call_quickly(self: object, *args: object, timeout: object = None, **kwargs: object) -> object:
             # `acquire` is called most often, and checking args and kwargs is cheaper than passing them on.
-            if (args or kwargs) and (told := refuse_misuse(self, args, kwargs)):
-                raise told
+            if (args or kwargs) and (misuse := refuse_misuse(self, args, kwargs)):
+                raise misuse
             return method(self, timeout=timeout)
 
         return check_call_quickly  # type: ignore[return-value]

@@ -48,8 +48,8 @@ def open_connection(session: Session, bind_arguments: dict[str, Any]) -> Connect
 
 def raise_connecting(engine: Engine, error: Exception) -> None:
     """Raise UnreachableError or the like if an error comes from connecting; otherwise return."""
-    if told := find_connect_error(engine, error, NOT_COMMITTED):
-        raise told from error
+    if unreachable := find_connect_error(engine, error, NOT_COMMITTED):
+        raise unreachable from error
 
 
 class BeginFactory(Protocol[W_co]):

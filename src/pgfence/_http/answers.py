@@ -56,9 +56,9 @@ def find_claim_problem(error: Exception, request: str) -> ProblemResponse | None
     return ProblemResponse(NOT_CLAIMED)
 
 
-def log_lapse(request: object, told: str) -> None:
+def log_lapse(request: object, description: str) -> None:
     """Log what happens to the key of a request that has failed."""
-    log.warning("%s: %s", request, told)
+    log.warning("%s: %s", request, description)
 
 
 def build_replay(stored: StoredResult) -> Reply:

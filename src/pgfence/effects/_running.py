@@ -208,8 +208,8 @@ class RunningAttempt:
         except BaseException as error:
             # Also after a cancellation or a signal: the statement may not have arrived.
             self._manager.carrier.run_cleanup(partial(self._finish_later, values, error))
-            if told := self._unanswered_error(error):
-                raise told from error
+            if unanswered := self._unanswered_error(error):
+                raise unanswered from error
             raise
         self._note_finished(newest)
 
@@ -225,8 +225,8 @@ class RunningAttempt:
         except Exception as error:
             if sqlstate_of(error) == LOCK_NOT_AVAILABLE:  # that transaction is still open
                 return False
-            if told := self._unanswered_error(error):
-                raise told from error
+            if unanswered := self._unanswered_error(error):
+                raise unanswered from error
             raise
         if newest == 0:
             return False
@@ -345,10 +345,10 @@ class RunningAttempt:
     def _finish_values(
         self, status: str | None, text: str | None, reply: Reply | None, *, inside: bool = False
     ) -> Values:
-        told: Values = (None, None, None)
+        response: Values = (None, None, None)
         if reply is not None:
-            told = reply.status, json.dumps(reply.headers), reply.body
-        return self._wanted.keep, status, text, *told, not inside
+            response = reply.status, json.dumps(reply.headers), reply.body
+        return self._wanted.keep, status, text, *response, not inside
 
     def _finish_later(self, values: Values, error: BaseException) -> None:
         """Store it in the background, unless the server itself has rejected what is to be stored."""

@@ -112,12 +112,12 @@ def _class_of(row: AnyRow, mapper: Mapper[Guarded]) -> type[Guarded]:
     """Return the class of a row. With inheritance its discriminator determines it."""
     if len(list(mapper.self_and_descendants)) == 1:
         return mapper.class_
-    told = mapper.polymorphic_on
-    if told is None or told not in row._mapping:
+    discriminator = mapper.polymorphic_on
+    if discriminator is None or discriminator not in row._mapping:
         raise undetermined_error(
             mapper.class_, "the class of a row cannot be determined from the table with the fencing column"
         )
-    return mapper.polymorphic_map.get(row._mapping[told], mapper).class_
+    return mapper.polymorphic_map.get(row._mapping[discriminator], mapper).class_
 
 
 def _find_column(cls: type[Guarded], name: str) -> Column[object]:

@@ -152,7 +152,7 @@ class FencedHeld(_HasToken, Held):
             resources: the resources whose gates are entered; by default the one of its name.
 
         Raises:
-            PgfenceError: on entering, as for `fence`; inside the block, if a statement meets a fence.
+            PgfenceError: on entering, as for `fence`; inside the block, if a fence rejects a statement.
         """
         return begin_fenced(factory, _collect_tokens(self, resources), self._hold.place)
 

@@ -106,8 +106,8 @@ class MigrationLock:
                 with open_sqlalchemy_connection(engine, dbapi_connection) as own:
                     yield own
         except Exception as error:
-            if told := translate_connect_error(engine, error, UNKNOWN):
-                raise told from error
+            if unreachable := translate_connect_error(engine, error, UNKNOWN):
+                raise unreachable from error
             raise
         finally:
             with suppress(Exception):  # a broken connection has no mode, and its own error is more useful

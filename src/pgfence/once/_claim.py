@@ -128,8 +128,8 @@ class SlotRequest(AcquireRequest):
             )
             warn_of_clock(self, set_back)
             if outcome == "granted":
-                told = decode_json(checkpoint)
-                return Granted(token, expires_at, remaining, hold_remaining, told, slot=found.slot, attempt=attempt)
+                data = decode_json(checkpoint)
+                return Granted(token, expires_at, remaining, hold_remaining, data, slot=found.slot, attempt=attempt)
             if outcome == "busy":
                 *who, since = holder
                 return Busy(remaining, holder_of(self, (*who, token, since, expires_at)))
