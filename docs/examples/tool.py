@@ -22,7 +22,7 @@ def rebuild() -> None:
     stop = threading.Event()
     held.on_lost(stop.set)
     with held:
-        for _step in range(3):
+        for _step in range(3):  # your work, step by step
             held.check()  # raises LockLostError if the lock is lost
             if stop.is_set():
                 break
@@ -31,7 +31,7 @@ def rebuild() -> None:
 @cli.command()
 def compact() -> None:
     with AdvisoryLock(engine, "rebuild").connect() as connection:
-        connection.execute(text("SELECT 1"))
+        connection.execute(text("SELECT 1"))  # your work
         connection.commit()  # the lock is kept
         with Session(connection) as session:
             session.execute(text("SELECT 1"))
