@@ -193,10 +193,11 @@ def test_a_standby_is_refused(standby: Standby) -> None:
 
 
 def test_the_other_commands_do_not_pay_for_it() -> None:
-    """`pgfence run` imports nothing of the demo and of the other commands, and no lock that was not asked for."""
+    """`pgfence run` imports nothing of the demo and of the other commands, no lock that was not requested, and no Rich."""
     code = "import sys; from pgfence.cli import main; main(['run', '--help']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
     assert "pgfence.cli.run" in done.stdout.split()
+    assert "rich" not in done.stdout.split()
     others = (
         "_demo",
         "_admin",
