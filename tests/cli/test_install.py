@@ -146,3 +146,14 @@ def test_a_server_that_takes_no_writes_is_78(
     least = role({"default_transaction_read_only": "on"})
     assert main(["install", "--dsn", least, "--schema", str(place.schema)]) == Code.REFUSED
     assert "standby" in capfd.readouterr().err
+
+
+def test_ctrl_c_prints_no_traceback(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The exit code is that of a process that SIGINT has ended."""
+
+    def interrupt(_engine: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(schema, "create_all", interrupt)
+    assert main(["install", "--dsn", "postgresql://127.0.0.1:1/d"]) == 130
+    assert capfd.readouterr().err.strip() == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import sys
 import traceback
 from typing import TYPE_CHECKING
@@ -58,6 +59,8 @@ def _perform(words: Sequence[str]) -> int:
     except (MisuseError, TextError) as error:
         Console().warn(f"error: {error}")
         return Code.MISUSE
+    except click.Abort:  # Click's form of Ctrl-C
+        return Code.SIGNAL + signal.SIGINT
     except Exception:
         traceback.print_exc()
         return Code.BUG
