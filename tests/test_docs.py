@@ -39,7 +39,7 @@ def called(page: Path) -> str:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", [page for page in all_pages() if any(pages.blocks(page))], ids=called)
 def test_the_examples_of_a_page_run(page: Path, dsn: str) -> None:
-    """What a page shows works as it stands, in the order in which it is read, in a database of its own."""
+    """The examples of a page work as written, in reading order, in a separate database."""
     command = [sys.executable, "-X", "dev", "-W", "error", pages.__file__, str(page)]
     with database(dsn, "page") as own:
         done = subprocess.run(
@@ -49,7 +49,7 @@ def test_the_examples_of_a_page_run(page: Path, dsn: str) -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    """Whatever `pgfence` exports is described on a page of the reference."""
+    """Every name that `pgfence` exports is described on a page of the reference."""
     reference = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
     modules = re.findall(r"automodule:: (\S+)", reference)
     for name in pgfence.__all__:
@@ -126,7 +126,7 @@ def test_each_how_to_is_on_the_list_of_tasks() -> None:
 
 
 def test_the_decision_tree_says_what_its_page_says() -> None:
-    """Each answer in the picture is an answer in the list below it."""
+    """Each result in the picture is also in the list below it."""
     picture = (ROOT / "docs" / "_static" / "which-one.svg").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "choose" / "which-one.md").read_text(encoding="utf-8")
     answers = re.findall(r'class="answer"[^>]*>([^<]+)<', picture)

@@ -459,7 +459,7 @@ def parse(path: Path) -> ast.Module:
 
 @cache
 def modules() -> list[Path]:
-    """Return our modules: without the front door, and without the files that become somebody else's environment."""
+    """Return the modules of the package, without its `__init__` and without the templates that `pgfence init` copies."""
     found = (path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
     return sorted(path for path in found if "templates" not in path.parts)
 
@@ -540,7 +540,7 @@ def test_imports_point_downward() -> None:
 
 @cache
 def followed(start: Path) -> frozenset[Path]:
-    """Return the modules of ours that a module imports, for annotations too."""
+    """Return the modules of the package that a module imports, for annotations too."""
     files = {".".join(("pgfence", *p.relative_to(ROOT).with_suffix("").parts)): p for p in modules()}
     names = [name for name, _ in imports(start, typing=True)]
     return frozenset(files[n] for name in names for n in (name, name.rpartition(".")[0]) if n in files) - {start}
@@ -604,7 +604,7 @@ def test_sql_stays_in_its_room() -> None:
 
 
 def test_nothing_swallows_a_cancel_or_an_interrupt() -> None:
-    """Whoever catches BaseException raises again; nobody suppresses it."""
+    """Code that catches BaseException raises it again; none suppresses it."""
     found = []
     for path in modules():
         for node in ast.walk(parse(path)):
@@ -665,7 +665,7 @@ def test_every_function_name_begins_with_a_verb() -> None:
 
 
 def test_annotations_are_never_evaluated_at_import() -> None:
-    """Types of optional libraries may stand in signatures because nothing evaluates them."""
+    """Types of optional libraries may be used in signatures, because nothing evaluates them."""
     found = []
     for path in modules():
         code = [n for n in parse(path).body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]

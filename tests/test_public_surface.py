@@ -66,7 +66,7 @@ def is_public(name: str) -> bool:
 
 
 def members(cls: type) -> Iterator[tuple[str, object]]:
-    """Yield the public members that a class of ours has by itself or from a base of ours."""
+    """Yield the public members that a class defines itself or inherits from a class of pgfence."""
     # What Guided has is there to be refused with the right form in the message.
     ours = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "pgfence" and base is not Guided]
     for name in sorted({name for base in ours for name in vars(base) if is_public(name)}):
@@ -171,7 +171,7 @@ def test_exports_are_sorted_and_complete(module_name: str) -> None:
 
 
 def test_the_front_door_shows_nothing_else() -> None:
-    """`pgfence.<tab>` shows the names of `__all__` and the modules beneath, no import of ours."""
+    """`pgfence.<tab>` shows the names of `__all__` and the modules beneath, no other import."""
     beneath = {module.name for module in pkgutil.iter_modules(pgfence.__path__)}
     shown = {name for name in vars(pgfence) if not name.startswith("_")}
     assert shown - beneath - {"TYPE_CHECKING", "annotations"} <= set(pgfence.__all__)

@@ -75,5 +75,5 @@ def test_the_async_twin_awaits_what_may_wait(name: str) -> None:
 
 @every_row("name", PAIRS)
 def test_twins_are_both_documented(name: str) -> None:
-    """The async twin says what it promises in words of its own or points to its twin."""
+    """The async twin documents its guarantees itself or refers to its twin."""
     assert all(cls.__doc__ for cls in twin_of(name))

@@ -269,7 +269,7 @@ def test_missing_tables_and_rights_are_refused(
 
 
 def test_no_server_is_69(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """A server that does not answer is never reported as a free name; the message has no password."""
+    """A server that does not respond is never reported as a free name; the message has no password."""
     words = ["evict", name, *WHY, "--yes", "--dsn", "postgresql://nobody:secret@127.0.0.1:1/nothing"]
     assert main(words) == 69
     assert "secret" not in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""`pgfence init`: what it makes, keeps and refuses."""
+"""`pgfence init`: what it creates, keeps and rejects."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_it_makes_a_whole_environment(template: str, capfd: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_alembic_itself_takes_a_template_by_its_path(template: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """--path prints the folder for `alembic init -t`, which makes the same files; an environment is made of each."""
+    """--path prints the folder for `alembic init -t`, which creates the same files, once for each template."""
     assert main(["init", "--path", "--template", template]) == Code.OK
     folder = capfd.readouterr().out.strip()
     assert main(["init", "ours", "--quiet", "-c", "ours.ini", "-t", template]) == Code.OK
@@ -77,7 +77,7 @@ def test_the_ini_file_may_stand_in_a_directory_that_is_made_with_the_environment
 
 
 def test_an_ini_file_that_names_the_new_environment_is_enough(capfd: pytest.CaptureFixture[str]) -> None:
-    """It was made before, or by hand."""
+    """The file was created before, or manually."""
     Path("alembic.ini").write_text("[alembic]\nscript_location = %(here)s/migrations\n", encoding="utf-8")
     assert main(["init", "migrations"]) == Code.OK
     assert "created migrations. Next: set target_metadata" in capfd.readouterr().err

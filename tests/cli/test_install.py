@@ -86,7 +86,7 @@ def test_the_script_is_printed_without_a_server_and_works_in_psql(
 def test_the_settings_of_the_applications_engine_count(
     dsn: str, place: TableNames, admin: psycopg.Connection[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """--engine brings schema and prefix along; options that say otherwise are refused."""
+    """--engine uses its schema and prefix; options that contradict them are rejected."""
     module = tmp_path / f"app_{place.schema}.py"
     module.write_text(
         "from sqlalchemy import create_engine\nfrom pgfence import configure\n"
@@ -120,7 +120,7 @@ def test_misuse_is_64_and_says_why(words: list[str], message: str, capfd: pytest
 
 
 def test_no_server_is_69(capfd: pytest.CaptureFixture[str]) -> None:
-    """The line says where nobody answered, and shows no password."""
+    """The line says which server did not respond, and shows no password."""
     assert main(["install", "--dsn", "postgresql://somebody:hunter2@127.0.0.1:1/d"]) == Code.UNAVAILABLE
     said = capfd.readouterr().err
     assert "127.0.0.1:1/d" in said
@@ -131,7 +131,7 @@ def test_no_server_is_69(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_role_that_may_not_is_78(
     place: TableNames, role: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The line holds the server's reason and the command for somebody who may."""
+    """The line contains the server's reason and the command for a role with that right."""
     least = role()
     assert main(["install", "--dsn", least, "--schema", str(place.schema)]) == Code.REFUSED
     said = capfd.readouterr().err

@@ -35,7 +35,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, dsn: str) -> None:
 
 
 class Terminal(io.StringIO):
-    """A standard input at which somebody sits."""
+    """A standard input that is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -196,7 +196,7 @@ def test_a_key_under_which_nothing_is_stuck(name: str, capfd: pytest.CaptureFixt
 def test_misuse_is_rejected_before_anything_is_done(
     words: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 64, and what to change; among them options that stand before the command they are meant for."""
+    """Exit code 64, and what to change; also for options that precede the command they are meant for."""
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert main(["keys", *words]) == 64
     assert said in capfd.readouterr().err
@@ -205,7 +205,7 @@ def test_misuse_is_rejected_before_anything_is_done(
 def test_servers_that_cannot_be_used_have_codes_of_their_own(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No answer is 69, missing tables are 78 and the command that makes them; for programs too."""
+    """No response is 69, missing tables are 78 and the command that creates them; for programs too."""
     for words in (["keys"], ["keys", "free", "s", "k", *WHY, "--yes"]):
         assert main([*words, "--prefix", "no_such_"]) == 78
         assert "pgfence install --prefix no_such_" in capfd.readouterr().err

@@ -98,7 +98,7 @@ def test_no_rights_is_78_and_no_server_is_69(role: Callable[..., str], capfd: py
 def test_a_purge_that_the_server_ends_is_75(
     dsn: str, admin: psycopg.Connection[Any], role: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The role's own lock_timeout, while somebody changes the table: the server's words, and no traceback."""
+    """The role's own lock_timeout, while the table is being altered: the server's message, and no traceback."""
     login = role({"lock_timeout": "50ms"})
     admin.execute(
         f"GRANT SELECT, UPDATE, DELETE ON pgfence_idempotency_key TO {login.split('//')[1].split(':')[0]}".encode()

@@ -66,7 +66,7 @@ def test_the_command_does_not_inherit_the_connection(cli: Cli, name: str) -> Non
 def test_a_signal_reaches_the_command_and_the_lock_is_freed(
     cli: Cli, name: str, backend: Callable[[], int | None], signum: signal.Signals, code: int
 ) -> None:
-    """SIGTERM and SIGINT are the command's to handle; its code is passed on and the lock given back."""
+    """SIGTERM and SIGINT are for the command to handle; its code is passed on and the lock released."""
     script = "trap 'exit 5' TERM; trap 'exit 6' INT; echo ready; while :; do sleep 0.05; done"
     with cli.started(name, "--", "sh", "-c", script) as process:
         assert first_line(process) == "ready"
@@ -90,7 +90,7 @@ def test_a_signal_reaches_the_command_and_the_lock_is_freed(
 def test_a_command_that_cannot_be_started(
     cli: Cli, name: str, backend: Callable[[], int | None], program: str, code: int, said: str
 ) -> None:
-    """127 and 126 as in a shell, and the lock is given back."""
+    """127 and 126 as in a shell, and the lock is released."""
     (cli.folder / "plain").write_text("echo")
     (cli.folder / "garbage").write_bytes(b"\x00\x01\x02")
     (cli.folder / "garbage").chmod(0o755)
@@ -201,7 +201,7 @@ def terminate(admin: psycopg.Connection[Any], pid: int | None) -> None:
 def test_a_lost_lock_stops_the_command(
     cli: Cli, name: str, admin: psycopg.Connection[Any], backend: Callable[[], int | None]
 ) -> None:
-    """C042: when the backend is gone the command gets SIGTERM at once, and the code says that the lock was lost."""
+    """C042: when the backend dies the command gets SIGTERM at once, and the code says that the lock was lost."""
     script = "trap 'echo stopping; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
     with cli.started(name, "--", "sh", "-c", script) as process:
         assert first_line(process) == "ready"
@@ -240,7 +240,7 @@ def test_the_command_may_outlive_its_lock(
 
 
 def test_a_loss_at_the_very_end_is_no_success(cli: Cli, dsn: str, name: str, backend: Callable[[], int | None]) -> None:
-    """C005: lost before it was given back, the lock may have been another's already: 76, whatever the command says."""
+    """C005: lost before it was released, another process may have held the lock: 76, for any code of the command."""
     key = LockKey.of(name).value % 2**64
     program = (
         "import os, psycopg, signal; signal.signal(15, signal.SIG_IGN)\n"

@@ -42,7 +42,7 @@ def test_the_command_runs_with_a_token_that_grows(cli: Cli, name: str) -> None:
 
 
 def test_a_short_job_keeps_its_name_for_the_minimum(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C088: a node that comes soon after a job of milliseconds is refused; after the minimum it is let in."""
+    """C088: a node that comes soon after a job of milliseconds is rejected; after the minimum it is admitted."""
     assert cli.run("--lease", "--min-hold", "50", name, "--", "true").returncode == 0
     assert cli.run("--lease", "--min-hold", "50", name, "--", "true").returncode == 75
     assert 49.9 < free_after(admin, name) < 50.1
@@ -51,7 +51,7 @@ def test_a_short_job_keeps_its_name_for_the_minimum(cli: Cli, name: str, admin: 
 
 
 def test_a_crash_within_the_minimum_refuses_others_too(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C088: after a kill within the minimum the name stays taken until the TTL is over, which is no shorter."""
+    """C088: after a kill within the minimum the name stays taken until the TTL is over, which is not shorter."""
     with cli.started(
         "--lease", "--ttl", "60", "--min-hold", "50", name, "--", "sh", "-c", "echo ready; read x"
     ) as process:
@@ -101,7 +101,7 @@ def test_a_job_that_hangs_is_stopped_at_the_maximum(cli: Cli, name: str) -> None
 
 
 def test_a_paused_run_learns_on_waking_that_it_lost(cli: Cli, name: str) -> None:
-    """C073: stopped past its TTL, it finds the lease gone when it is woken, and stops the command: 76."""
+    """C073: stopped past its TTL, it finds the lease lost when it is woken, and stops the command: 76."""
     with cli.started("--lease", "--ttl", "1", name, "--", "sh", "-c", "echo ready; exec sleep 60") as process:
         assert first_line(process) == "ready"
         process.send_signal(signal.SIGSTOP)

@@ -54,7 +54,7 @@ def test_a_refused_login_is_unreachable_too(cli: Cli, dsn: str, name: str) -> No
 
 
 def test_a_server_that_cannot_do_it_has_a_code_of_its_own(cli: Cli, dsn: str, name: str) -> None:
-    """A pooler in transaction mode is refused with 78, and the command does not run."""
+    """A pooler in transaction mode is rejected with 78, and the command does not run."""
     (cli.folder / "pooled.py").write_text(
         "from sqlalchemy import create_engine\n"
         "from pgfence.config import configure\n"
@@ -108,7 +108,7 @@ def test_a_url_picks_its_driver(cli: Cli, dsn: str, name: str, scheme: str) -> N
 
 
 def test_the_option_comes_before_the_environment(cli: Cli, dsn: str, name: str) -> None:
-    """`--dsn` names the server, whatever DATABASE_URL says."""
+    """`--dsn` overrides DATABASE_URL."""
     done = cli.run("--dsn", dsn, name, "--", "true", DATABASE_URL="postgresql://127.0.0.1:1/d")
     assert done.returncode == 0
 

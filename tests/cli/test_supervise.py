@@ -213,7 +213,7 @@ def test_a_lost_lock_stops_the_command() -> None:
 
 
 def test_a_command_that_was_stopped_by_a_signal_still_ends_on_a_loss() -> None:
-    """A stopped command is continued so that it can hear SIGTERM."""
+    """A stopped command is continued so that it receives SIGTERM."""
     with supervised("sh", "-c", "echo ready; kill -STOP $$; echo continued") as (process, lose):
         assert line(process) == "ready"
         lose()

@@ -63,7 +63,7 @@ os.write(1, b"[over]\\n")
 
 
 class Shell:
-    """An interactive shell under a terminal of its own, and the hands on its keyboard."""
+    """An interactive shell on a separate terminal, and its keyboard."""
 
     def __init__(self, master: int, folder: Path) -> None:
         self._master = master
@@ -116,7 +116,7 @@ class Shell:
         raise AssertionError("the job does not stop")
 
     def expect(self, text: str) -> str:
-        """Wait for a text on the screen; return what stood before it."""
+        """Wait for a text on the screen; return the text before it."""
         deadline = time.monotonic() + 20
         while text not in self._seen:
             ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
@@ -242,7 +242,7 @@ WAYS = {name: getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "
 
 @pytest.mark.parametrize(("way", "place"), [*((way, "") for way in (*WAYS, "loss")), ("TERM", "&"), ("loss", "&")])
 def test_what_a_shell_started_ends_with_it(tmp_path: Path, way: str, place: str) -> None:
-    """The program that a script has started does not work on without the lock, whatever ends the script."""
+    """The program that a script has started does not continue without the lock, however the script ends."""
     with terminal(tmp_path) as shell:
         # A background program of sh ignores INT and QUIT. It is an orphan once its subshell has ended.
         shell.type(f"{shell.supervised} sh -c '({shell.work} &); {shell.work}; echo goes on' {place}\n")

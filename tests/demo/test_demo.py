@@ -203,7 +203,7 @@ def test_a_lock_that_nobody_takes_over_is_exit_code_1(
 def test_a_schema_of_that_name_is_left_alone(
     dsn: str, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What somebody else has there stays, and the message says what to do."""
+    """An existing schema is unchanged, and the message says what to do."""
     admin.execute(f"CREATE SCHEMA {SCHEMA} CREATE TABLE mine ()")
     try:
         assert demo(dsn) == 78
@@ -248,7 +248,7 @@ def test_a_process_that_ends_unexpectedly_ends_the_demo(engine: Engine, admin: p
 
 
 def test_a_mistake_in_a_workload_is_reported(engine: Engine, admin: psycopg.Connection[Any]) -> None:
-    """An error that is no loss ends the process that met it, and its words come through."""
+    """An error that is not a loss ends the process that raised it, and its text is reported."""
 
     def break_the_bank() -> None:
         admin.execute(f"ALTER TABLE IF EXISTS {SCHEMA}.pgbench_history RENAME TO elsewhere")

@@ -47,7 +47,7 @@ sys.exit(pgfence.cli.main())
 def running(
     *words: str, env: dict[str, str] | None = None, program: tuple[str, str] = COMMAND
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run the command in a process of its own, and kill it in any case."""
+    """Run the command in a separate process, and kill it in any case."""
     command = [sys.executable, "-X", "dev", "-W", "error", *program, "demo", *words]
     with subprocess.Popen(
         command,
@@ -107,7 +107,7 @@ def test_a_signal_ends_it_and_leaves_nothing(
 
 
 def test_when_the_command_is_killed_its_processes_and_server_end(eventually: Callable[..., Any]) -> None:
-    """SIGKILL lets nobody clean up: the processes end with their input, the server with its parent."""
+    """SIGKILL allows no clean-up: the processes end with their input, the server with its parent."""
     with running("--seconds", "60", "--processes", "3") as process:
         read_until(process, "no guard")
         processes = relatives(process)
@@ -186,7 +186,7 @@ def test_what_cannot_be_used_is_one_line(
 
 
 def test_a_standby_is_refused(standby: Standby) -> None:
-    """A lock taken there excludes nobody, and a schema cannot be made."""
+    """A lock acquired there excludes no other session, and a schema cannot be created."""
     code, said = failed("--dsn", standby.dsn)
     assert code == 78
     assert "standby" in said

@@ -39,7 +39,7 @@ server.close()
 
 @pytest.fixture
 def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A function that makes a program fail for every process started from now on, as where it is refused."""
+    """A function that makes a program fail for every process started from now on, as on hosts that forbid it."""
 
     def fail(program: str) -> None:
         (tmp_path / program).write_text("#!/bin/sh\nexit 1\n")
@@ -66,7 +66,7 @@ def test_the_server_ends_when_its_process_is_killed(
 
 
 def test_a_watchdog_ends_with_the_server(without: Callable[[str], None], script: Callable[..., Script]) -> None:
-    """A watchdog process must be gone before the server's process id can be reused."""
+    """A watchdog process must end before the server's process id can be reused."""
     without("setpriv")
     running = script("""
 from pathlib import Path
@@ -107,7 +107,7 @@ with closing(Server(fsync=False)) as server:
 def test_root_without_namespaces_runs_it_as_nobody(
     without: Callable[[str], None], script: Callable[..., Script], tmp_path: Path
 ) -> None:
-    """Where user namespaces are refused, as in a plain container, the server runs as nobody and can be stopped."""
+    """Without user namespaces, as in a plain container, the server runs as nobody and can be stopped."""
     _needs_nobody()
     without("unshare")
     running = script(SERVER)

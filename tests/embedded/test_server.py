@@ -82,7 +82,7 @@ def test_two_servers_at_once_do_not_collide() -> None:
 
 
 def test_nothing_is_left_after_the_block(temporary: Path) -> None:
-    """The process is gone and so is every folder, also when the body raises."""
+    """The process and every folder are removed, also when the body raises."""
     with pytest.raises(ZeroDivisionError), embedded.server(fsync=False) as url:
         assert list(temporary.iterdir())
         raise ZeroDivisionError
@@ -123,7 +123,7 @@ def test_a_data_dir_in_use_is_refused(kept: Path) -> None:
 
 
 def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
-    """A folder that is neither empty nor made by us is left alone."""
+    """A folder that is neither empty nor created by pgfence is left unchanged."""
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ValueError, match="neither empty nor"), embedded.server(data_dir=tmp_path):
         pass
@@ -189,7 +189,7 @@ def test_a_wrong_variable_is_an_error_that_names_it(tmp_path: Path, monkeypatch:
 
 
 def test_a_long_temporary_folder_does_not_break_the_socket(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of a socket has little more than 100 bytes; with a longer folder everything is elsewhere, and goes as well."""
+    """The path of a socket is limited to about 100 bytes; for a longer folder all files are elsewhere, and are removed too."""
     deep = temporary / ("deep" * 40)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
@@ -209,7 +209,7 @@ def test_a_folder_with_an_odd_name_is_no_trouble(temporary: Path, monkeypatch: p
 
 
 def test_a_port_taken_by_another_process_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that is gone between the look and the server's own bind costs a second try, not the start."""
+    """A port that is taken between the check and the server's own bind costs a second try, not the start."""
     with _server.socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -32,14 +32,14 @@ def _kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def template(_kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The one template of a cache that tests share, made by an earlier start."""
+    """The only template of a cache that tests share, created by an earlier start."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(_kept))
     (made,) = (_kept / "pgfence").iterdir()
     return made
 
 
 def test_the_second_start_copies_the_template(template: Path) -> None:
-    """What initdb made once is kept and copied; the kept copy has no trace of the server that ran."""
+    """The result of initdb is kept and copied; the copy that is kept has no trace of the server that ran."""
     assert not (template / "postmaster.pid").exists()
     with own(fsync=False) as second:
         assert second.password == (template / "pgfence_password").read_text()
@@ -86,14 +86,14 @@ def test_an_incomplete_template_is_created_again(template: Path, part: str) -> N
 
 
 def test_a_start_that_fails_keeps_the_template(template: Path) -> None:
-    """A wrong setting is not the template's fault, and somebody else may be copying it."""
+    """A wrong setting is not the template's fault, and another process may be copying it."""
     with pytest.raises(UnreachableError, match="did not start"), own(settings={"max_connections": "-7"}):
         pass
     assert template.exists()
 
 
 def test_unused_templates_are_deleted(cache: Path) -> None:
-    """What was not copied for a month is removed when another template is made."""
+    """A template that was not copied for a month is removed when another one is created."""
     old = cache / "pg-9.0-old"
     old.mkdir(parents=True)
     cache.chmod(0o700)

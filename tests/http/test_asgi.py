@@ -1,4 +1,4 @@
-"""What is particular to ASGI: receive and send, cancels, clients that go away, work after the answer, and frameworks."""
+"""The specifics of ASGI: receive and send, cancellation, clients that disconnect, work after the response, and frameworks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_a_client_that_goes_away_before_its_body_is_complete_has_asked_for
 
 
 async def test_a_client_that_goes_away_later_is_answered_for_all_that(site: Site) -> None:
-    """The application does not hear of it while it works, goes on to its end, and the client's next request gets the answer."""
+    """The application is not notified, runs to its end, and the client's next request gets the response."""
     told = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -121,7 +121,7 @@ async def test_a_client_that_goes_away_later_is_answered_for_all_that(site: Site
 
 
 async def test_the_application_sees_a_disconnect_while_it_responds(site: Site) -> None:
-    """A stream of events is sent as it comes, and ends when nobody listens; it is not given again."""
+    """A stream of events is sent as it comes, and ends when the client disconnects; it is not replayed."""
     seen: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -147,7 +147,7 @@ async def test_the_application_sees_a_disconnect_while_it_responds(site: Site) -
 async def test_a_client_that_goes_away_while_its_answer_flows_does_not_pay_twice(
     site: Site, spec: str, kind: str
 ) -> None:
-    """The framework ends the answer in the middle: by a cancel where it hears of it, by an error where it cannot send."""
+    """The framework ends the response in the middle: by cancelling if it is notified, by an error if it cannot send."""
     paid: list[int] = []
 
     async def pay(_: Request) -> StreamingResponse:
@@ -180,7 +180,7 @@ async def test_a_client_that_goes_away_while_its_answer_flows_does_not_pay_twice
 
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_an_answer_that_fails_while_it_flows_frees_the_key(site: Site, leaves: bool) -> None:
-    """C101: a status that is none, or an error of the application: nobody has paid, whether or not the client has gone."""
+    """C101: an invalid status, or an error of the application: nothing was paid, whether or not the client disconnected."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         kind = [(b"content-type", b"text/event-stream")]
@@ -199,7 +199,7 @@ async def test_an_answer_that_fails_while_it_flows_frees_the_key(site: Site, lea
 
 
 async def test_a_cancel_leaves_the_key_until_its_time_is_over(site: Site) -> None:
-    """Nobody knows what the application was doing: the next request waits for the ttl, whatever `on_failure` says."""
+    """The outcome is unknown: the next request waits for the ttl, for any `on_failure`."""
     reached = asyncio.Event()
 
     async def pay(_: Asked) -> Answer:
@@ -224,7 +224,7 @@ async def test_a_cancel_leaves_the_key_until_its_time_is_over(site: Site) -> Non
 
 @pytest.mark.parametrize("site", ["psycopg_async", "asyncpg"], indirect=True)
 async def test_a_cancel_at_any_await_leaves_a_key_that_can_be_asked_for_again(site: Site) -> None:
-    """Later its answer is given, or the request is handled: never a second answer, never a claim that stays alive."""
+    """Later its response is replayed, or the request is handled: never a second response, never a claim that stays alive."""
     keys: list[str] = []
 
     async def work() -> None:
@@ -252,7 +252,7 @@ async def test_a_cancel_at_any_await_leaves_a_key_that_can_be_asked_for_again(si
 
 
 async def test_an_application_that_does_not_answer_frees_the_key(site: Site) -> None:
-    """C101: no answer, or half of one, is a failure; the server sees what it would see without us."""
+    """C101: no response, or half of one, is a failure; the server sees what it would see without the middleware."""
     half = [{"type": "http.response.start", "status": 200}, {"type": "http.response.body", "more_body": True}]
     for messages in ([], half[:1], half):
 
@@ -283,7 +283,7 @@ async def test_headers_may_be_read_only_once(site: Site) -> None:
 
 
 async def test_a_length_of_too_many_digits_is_too_long(site: Site) -> None:
-    """413 like any other; no number is made of it."""
+    """413 like any other; it is not parsed as a number."""
     call = Call(site)
     call.scope["headers"].append((b"content-length", b"5" * 5000))
     await call.through(site.middleware)
@@ -304,7 +304,7 @@ async def test_an_answer_begins_once(site: Site) -> None:
 
 
 async def test_credentials_are_the_same_in_any_order(site: Site) -> None:
-    """HTTP/2 clients send a cookie in pieces, and nobody promises an order of different headers."""
+    """HTTP/2 clients send a cookie in pieces, and the order of different headers is not guaranteed."""
     for n, credentials in enumerate(
         (
             [(b"authorization", b"me"), (b"cookie", b"a=1; b=2")],
@@ -319,7 +319,7 @@ async def test_credentials_are_the_same_in_any_order(site: Site) -> None:
 
 
 async def test_work_after_the_answer_is_no_part_of_it(site: Site) -> None:
-    """A background task runs when the client has its answer and the key is done; its failure changes nothing."""
+    """A background task runs when the client has its response and the key is done; its failure changes nothing."""
     app = FastAPI()
 
     def afterwards() -> None:
@@ -357,7 +357,7 @@ async def test_ways_to_answer_that_cannot_be_recorded_are_not_offered(site: Site
 
 
 async def test_a_streamed_answer_is_sent_when_it_is_complete(site: Site) -> None:
-    """Within `max_body` a stream is an answer like others, and given again in one piece."""
+    """Within `max_body` a stream is a response like others, and replayed in one piece."""
 
     async def pay(_: Request) -> StreamingResponse:
         async def pieces() -> AsyncIterator[bytes]:
@@ -473,7 +473,7 @@ async def test_a_mounted_application_has_routes_of_its_own(site: Site) -> None:
 
 
 async def test_a_principal_that_is_no_text_is_a_mistake(site: Site) -> None:
-    """It is told to the developer, and not taken for nobody."""
+    """It raises for the developer, and is not treated as a missing principal."""
     site.behind(principal=lambda scope: 7)
     with pytest.raises(TypeError, match="principal must return a str or None, not int"):
         await site.ask()

@@ -1,4 +1,4 @@
-"""`pgfence.fastapi` in an application of FastAPI, on every driver: locks, keys and answers for errors."""
+"""`pgfence.fastapi` in an application of FastAPI, on every driver: locks, keys and responses for errors."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def shop(world: World, admin: psycopg.Connection[Any]) -> Iterator[Shop]:
 
 @pytest.mark.every_driver
 async def test_the_lock_is_held_from_before_the_endpoint_until_its_commit(shop: Shop) -> None:
-    """The endpoint finds the lock held in its own transaction; after the answer it is free."""
+    """The endpoint finds the lock held in its own transaction; after the response it is free."""
     seen = []
 
     def closes(account_id: int, session: Any = Depends(shop.session, scope="function")) -> None:
@@ -260,7 +260,7 @@ async def test_a_lock_is_named_by_what_the_endpoint_would_get(shop: Shop) -> Non
 
 
 async def test_a_name_that_cannot_be_one_is_the_clients_mistake(shop: Shop) -> None:
-    """A text in the path that is no part of a name is 422, before anything is asked for."""
+    """A text in the path that cannot be part of a name is 422, before anything is requested."""
 
     def closes(name: str) -> None:
         raise AssertionError
@@ -307,7 +307,7 @@ async def test_those_who_wait_leave_the_holder_a_thread_to_run_on(shop: Shop) ->
 @pytest.mark.every_driver
 @pytest.mark.sync_only
 async def test_a_request_that_is_cancelled_while_it_waits_has_done_with_its_connection(shop: Shop) -> None:
-    """The pool gets it when its thread has ended the wait, and not while the thread is still at work on it."""
+    """The connection is returned when its thread has ended the wait, and not while the thread still uses it."""
 
     def closes(account_id: int) -> None:
         raise AssertionError
@@ -356,7 +356,7 @@ async def test_a_session_in_another_scope_is_refused(shop: Shop) -> None:
 
 
 async def test_a_session_that_is_not_shared_is_refused(shop: Shop) -> None:
-    """Without the cache the endpoint gets a session of its own, also where nobody asks for it in another scope."""
+    """Without the cache the endpoint gets a separate session, also without another scope."""
 
     def closes(account_id: int, session: Any = Depends(shop.session, scope="function", use_cache=False)) -> None:
         raise AssertionError
@@ -507,7 +507,7 @@ async def test_an_undeclared_field_is_rejected(shop: Shop) -> None:
 
 @pytest.mark.parametrize("names", [(), ("account:{}",), ("account:{user.id}",)])
 def test_names_that_can_never_work_are_refused_where_they_stand(names: tuple[str, ...]) -> None:
-    """A lock without a name, or with a field that is no parameter, is a ValueError in the decorator."""
+    """A lock without a name, or with a field that is not a parameter, is a ValueError in the decorator."""
     with pytest.raises(ValueError, match="needs a name"):
         Locked(*names, session=user)
 
@@ -545,7 +545,7 @@ async def test_a_replay_in_the_endpoints_own_response_is_marked_in_its_headers(s
 
 @pytest.mark.every_driver
 async def test_requests_at_the_same_time_have_one_effect(shop: Shop) -> None:
-    """C095: they wait for the first one's commit, and get its answer."""
+    """C095: they wait for the first one's commit, and get its response."""
     shop.pays()
     async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
         answers = await asyncio.gather(*(client.post("/payments", json={"amount": 5}) for _ in range(8)))
@@ -600,7 +600,7 @@ async def test_an_async_endpoint_on_a_sync_session_is_refused(shop: Shop) -> Non
 
 
 async def test_another_request_under_the_key_is_422_and_another_users_key_is_another(shop: Shop) -> None:
-    """C102: a body or query that differs is refused without the stored answer; another principal or path is independent."""
+    """C102: another body or query is rejected without the stored response; another principal or path is independent."""
     shop.pays()
     shop.pays("/refunds")
     async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
@@ -648,7 +648,7 @@ async def test_what_a_client_says_of_the_host_hides_nothing(shop: Shop) -> None:
 async def test_a_request_without_one_usable_key_and_a_principal_is_400(
     shop: Shop, headers: list[tuple[str, str]], body: bytes, code: str | None
 ) -> None:
-    """C108: whatever a client sends, the answer says what is wrong, and nothing was done."""
+    """C108: for any input, the response says what is wrong, and nothing was done."""
     shop.pays()
     usual = [("x-user", "ann"), ("Content-Type", "application/json")]
     if any(name == "x-user" for name, _ in headers):
@@ -777,7 +777,7 @@ class Reads(APIRoute):
 @pytest.mark.matrix
 @pytest.mark.parametrize("how", ["form", "bytes", "before"])
 async def test_a_form_is_compared_by_what_it_says_whoever_reads_it(shop: Shop, how: str) -> None:
-    """C103: a retry has another boundary, also where the endpoint reads the form or its bytes, or somebody has before."""
+    """C103: a retry has another boundary, also if the endpoint, or code before it, reads the form or its bytes."""
     once = Idempotent(session=shop.session, principal=user, result=int)
 
     async def parses(request: Request, call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
@@ -834,7 +834,7 @@ async def test_a_form_that_can_be_read_in_no_usual_way_is_compared_as_it_is(shop
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", "multipart/form-data; boundary=b"])
 async def test_a_body_that_a_dependency_has_used_up_is_no_empty_form(shop: Shop, kind: str) -> None:
-    """C102: what was sent cannot be known any more, so no body is the same as another: the program is wrong, and is told."""
+    """C102: its content is not known any more, so it is equal to no other: the program gets an error."""
     once = Idempotent(session=shop.session, principal=user, result=int)
 
     async def signed(request: Request) -> None:
@@ -919,7 +919,7 @@ def takes_key(key: Annotated[str, Depends(idempotency_key)]) -> str:
 
 
 def problems(operation: dict[str, Any]) -> dict[str, set[str]]:
-    """Return the codes that an operation is documented to answer, by status."""
+    """Return the documented error codes of an operation, by status."""
     found = {}
     for status, response in operation["responses"].items():
         if (problem := response.get("content", {}).get("application/problem+json")) is not None:
@@ -1091,7 +1091,7 @@ async def fails() -> None:
 
 
 def test_in_a_websocket_the_error_goes_on() -> None:
-    """There is no status to answer with: it ends the connection, and the server logs it."""
+    """There is no status to respond with: it ends the connection, and the server logs it."""
     app = FastAPI()
     install_error_handlers(app)
 

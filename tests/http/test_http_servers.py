@@ -53,7 +53,7 @@ class Client:
         return answers[-1]
 
     def pids(self, note: str) -> list[int]:
-        """Return in which processes a payment was made."""
+        """Return the processes in which a payment was made."""
         return [pid for (pid,) in self.admin.execute("SELECT pid FROM payment WHERE note = %s", [note])]
 
     @contextmanager
@@ -122,7 +122,7 @@ def test_a_process_that_is_killed_gives_its_key_to_the_next(shop: Client, key: s
 
 
 def test_bad_requests_leave_the_connection_usable(shop: Client, key: str) -> None:
-    """No key, two keys, one that is too long, and a body that is: each has its answer, and a good one follows."""
+    """No key, two keys, one that is too long, and such a body: each gets its response, and a good request follows."""
     for headers, body, status in (
         ([], b"a", 400),
         ([("idempotency-key", "a"), ("idempotency-key", "b")], b"a", 400),

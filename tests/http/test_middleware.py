@@ -98,7 +98,7 @@ async def test_of_concurrent_requests_one_runs_and_the_others_get_retry_after(si
 
 
 async def test_of_many_whose_handlers_fail_at_random_one_succeeds(site: Site) -> None:
-    """C095, C101: twenty clients who ask until it works, an application that often does not: one success, one answer."""
+    """C095, C101: twenty clients retry until it works, with an application that often fails: one success, one response."""
     done: list[bytes] = []
 
     async def pay(_: Asked) -> Answer:
@@ -284,7 +284,7 @@ async def test_any_text_is_a_principal_and_no_other_one(site: Site) -> None:
 
 
 async def test_another_request_with_the_key_is_refused_done_or_in_progress(site: Site) -> None:
-    """C102, C104: 422 for another body, query or content type; it wins over 409, and the stored answer is not in it."""
+    """C102, C104: 422 for another body, query or content type; it wins over 409, and does not contain the stored response."""
     gate = Gate()
 
     async def slow(_: Asked) -> Answer:
@@ -327,7 +327,7 @@ async def test_failures_are_handled_again_and_refusals_are_answers(site: Site) -
 
 
 async def test_an_error_frees_the_key_and_goes_on_to_the_server(site: Site) -> None:
-    """C101: what the application raised is not ours, and the next request is handled at once."""
+    """C101: an error of the application propagates unchanged, and the next request is handled at once."""
     failing = True
 
     async def pay(_: Asked) -> Answer:
@@ -482,7 +482,7 @@ async def test_a_handler_may_use_the_only_connection_of_the_pool(world: World, a
 
 
 async def test_an_exhausted_pool_does_not_block_a_key(world: World, admin: psycopg.Connection[Any]) -> None:
-    """Claims, records and replays are made on sessions of our own."""
+    """Claims, records and replays use connections of pgfence."""
     site = Site(world, admin, pool_size=1, max_overflow=0, pool_timeout=1)
     async with world.enter(site.engine.connect()):
         got = await asyncio.gather(*(site.ask(f"k{n}", who=world.other()) for n in range(4)))
@@ -495,7 +495,7 @@ async def test_an_exhausted_pool_does_not_block_a_key(world: World, admin: psyco
 async def test_without_an_answer_of_the_database_nothing_is_handled(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """503 where it cannot be reached, 500 without tables; the client learns the kind, the log the rest."""
+    """503 if it cannot be reached, 500 without tables; the client gets the kind of error, the log the details."""
     nowhere = site.world.engine(dsn="postgresql://nobody:secret@127.0.0.1:9/nowhere")
     bare = site.world.engine()
     configure(bare, prefix="missing_")

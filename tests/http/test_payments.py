@@ -38,7 +38,7 @@ ODD_BODIES = [
 
 @pytest.fixture(scope="module")
 def own(dsn: str) -> Iterator[str]:
-    """A database of their own."""
+    """A separate database."""
     with database(dsn, "payments") as made:
         yield made
 
@@ -56,7 +56,7 @@ def once(url: str, key: str) -> Answer:
 
 
 def order(url: str, key: str) -> Answer:
-    """Order something, and ask until there is an answer: neither silence nor 409."""
+    """Order something, and retry until there is a response other than silence or 409."""
     answers: list[Answer] = []
     eventually(lambda: answers.append(once(url, key)) or answers[-1].status not in (0, 409, 503), deadline=45)
     return answers[-1]
@@ -64,7 +64,7 @@ def order(url: str, key: str) -> Answer:
 
 @pytest.mark.timeout(180)
 def test_a_server_that_dies_at_any_moment_leaves_one_charge_and_one_answer(servers: Servers, own: str) -> None:
-    """C099: SIGKILL before and after each statement, commit and call of an order; the client asks until it has its answer."""
+    """C099: SIGKILL before and after each statement, commit and call of an order; the client retries until it gets a response."""
     healthy = servers.api()
     before = len(servers.charges())
     assert order(healthy, "all-is-well").status == 201
@@ -108,7 +108,7 @@ CHARGED = b'HTTP/1.1 201 Created\r\nContent-Length: 13\r\n\r\n{"id":"ch_x"}'
 
 
 def test_a_provider_that_does_not_answer_is_asked_again_at_once(servers: Servers) -> None:
-    """C101: a cut connection, half an answer, one that is none: 503, the key is free, and the next request is told the charge."""
+    """C101: a cut connection, half a response, an invalid one: 503, the key is free, and the next request gets the charge."""
     with payments.provider_that_says([*NO_ANSWERS.values(), CHARGED]) as provider:
         url = servers.api(provider=provider)
         answers = [once(url, "a-bad-line") for _ in (*NO_ANSWERS, CHARGED)]
@@ -143,7 +143,7 @@ def test_invalid_bodies_and_keys_are_client_errors(servers: Servers, path: str) 
 
 @pytest.mark.timeout(3600 if WHOLE else 60)
 def test_no_request_makes_a_500(servers: Servers) -> None:
-    """C108: requests that fit the schema, and such as do not, with keys that are used before: each has an answer below 500."""
+    """C108: requests that fit the schema, and others, with keys that were used before: each status is below 500."""
     url = servers.api()
     operations = [found.ok() for found in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations()]
     kinds = [operation.as_strategy(mode) for operation in operations for mode in schemathesis.GenerationMode]

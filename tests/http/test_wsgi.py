@@ -80,7 +80,7 @@ def begun(middleware: Any, site: Site, sent: list[Any], **more: Any) -> Any:
 
 
 async def test_parts_are_read_before_they_are_sent_and_closed_afterwards(site: Site) -> None:
-    """The key is done when the server gets the first part; what the application does in `close` comes after the answer."""
+    """The key is done when the server gets the first part; the application's `close` runs after the response."""
     parts = Parts(b"a", b"", b"b")
     sent: list[Any] = []
 
@@ -131,7 +131,7 @@ async def test_write_is_a_part_like_others(site: Site) -> None:
 
 
 async def test_an_error_may_change_the_answer_until_it_is_sent(site: Site) -> None:
-    """`start_response` with `exc_info`: a new answer before anything was sent; after that, the error itself."""
+    """`start_response` with `exc_info`: a new response before anything was sent; after that, the error itself."""
 
     def app(environ: Any, start_response: Any) -> Any:
         write = start_response("200 OK", [("content-type", "text/plain")])
@@ -155,7 +155,7 @@ async def test_an_error_may_change_the_answer_until_it_is_sent(site: Site) -> No
 
 
 async def test_an_application_that_starts_no_response_is_an_error(site: Site) -> None:
-    """Neither none nor two beginnings are an answer."""
+    """Neither no call nor two calls of `start_response` are a response."""
 
     def none(environ: Any, start_response: Any) -> Any:
         return [b"a"]
@@ -197,7 +197,7 @@ async def test_a_long_answer_is_sent_as_it_comes(site: Site) -> None:
 
 
 async def test_the_part_that_completes_a_length_waits_until_it_is_recorded(site: Site) -> None:
-    """A client that was told the length knows the end of its answer: by then there is a record."""
+    """A client that knows the length knows the end of its response: by then there is a record."""
 
     def app(environ: Any, start_response: Any) -> Any:
         write = start_response("200 OK", [("content-length", "40")])
@@ -213,7 +213,7 @@ async def test_the_part_that_completes_a_length_waits_until_it_is_recorded(site:
 
 @pytest.mark.parametrize("kind", ["text/event-stream", "Text/Event-Stream; charset=utf-8"])
 async def test_an_event_is_sent_before_the_next_one_is_made(site: Site, kind: str) -> None:
-    """Whoever reads a stream of events is never behind, whatever it writes at the same time."""
+    """A reader of a stream of events is never behind, also if it writes at the same time."""
     made: list[int] = []
 
     def app(environ: Any, start_response: Any) -> Any:
@@ -235,7 +235,7 @@ async def test_an_event_is_sent_before_the_next_one_is_made(site: Site, kind: st
 
 @pytest.mark.parametrize("read", [0, 1])
 async def test_a_long_answer_that_the_server_gives_up_is_not_done_twice(site: Site, read: int) -> None:
-    """Its client has gone away: the request was processed; also if the server never asked for a part."""
+    """Its client has disconnected: the request was processed; also if the server never asked for a part."""
     parts = Parts(*[b"0123456789"] * 5)
 
     def app(environ: Any, start_response: Any) -> Any:
@@ -314,7 +314,7 @@ async def test_an_error_before_the_first_byte_of_a_long_answer_changes_it(site: 
 
 
 async def test_an_error_in_a_long_answer_frees_the_key(site: Site) -> None:
-    """C101: the client has half an answer, and asks again."""
+    """C101: the client has half a response, and retries."""
 
     def app(environ: Any, start_response: Any) -> Any:
         start_response("200 OK", [])
@@ -327,7 +327,7 @@ async def test_an_error_in_a_long_answer_frees_the_key(site: Site) -> None:
 
 
 async def test_the_file_of_a_server_is_read(site: Site) -> None:
-    """What a file wrapper would send past the application is recorded like any other answer."""
+    """A file that a wrapper would send past the application is recorded like any other response."""
 
     def app(environ: Any, start_response: Any) -> Any:
         start_response("200 OK", [("content-type", "text/plain")])
@@ -359,7 +359,7 @@ async def test_a_body_without_a_length_is_read_where_the_server_ends_it(site: Si
 
 
 async def test_a_body_whose_end_is_unknown_is_refused(site: Site) -> None:
-    """411 where a server hands on a chunked body as it is: taken for none, all of them would be one request."""
+    """411 if a server passes on a chunked body undecoded: taken as empty, all of them would be one request."""
     send = serve(site, echo)
     for announced in ({"CONTENT_LENGTH": "", "HTTP_TRANSFER_ENCODING": "chunked"}, {"CONTENT_LENGTH": "+5"}):
         got = send(body=b"abcde", **announced)
@@ -368,14 +368,14 @@ async def test_a_body_whose_end_is_unknown_is_refused(site: Site) -> None:
 
 
 async def test_a_length_of_too_many_digits_is_too_long(site: Site) -> None:
-    """413 like any other; no number is made of it."""
+    """413 like any other; it is not parsed as a number."""
     sent: list[Any] = []
     begun(IdempotencyMiddleware(echo, site.engine), site, sent, CONTENT_LENGTH="5" * 5000)
     assert sent[0].startswith("413 ")
 
 
 async def test_half_a_body_is_no_request(site: Site) -> None:
-    """The client has gone away in the middle: 400 to nobody, and nothing was claimed."""
+    """The client disconnected in the middle: 400, and nothing was claimed."""
     got = serve(site, echo)(body=b"abc", CONTENT_LENGTH="5")
     assert (got.status, site.rows()) == (400, [])
     assert "ended before" in got.problem
@@ -415,7 +415,7 @@ async def test_a_path_without_its_first_slash_needs_a_key_too(site: Site) -> Non
 
 
 async def test_flask_behind_it(site: Site) -> None:
-    """`app.wsgi_app` is wrapped: answers, errors that Flask makes an answer of, streams, and work at the end of a request."""
+    """`app.wsgi_app` is wrapped: responses, errors that Flask turns into responses, streams, and work at the end of a request."""
     app = Flask("shop")
     paid: list[Any] = []
     closed: list[str] = []

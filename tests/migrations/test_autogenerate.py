@@ -202,7 +202,7 @@ class Wide(Base):
     ],
 )
 def test_a_resource_is_read_off_its_function_or_refused(resource: Any, told: str) -> None:
-    """Columns put into a text can be read off; whatever else a function does is refused, with where to say it."""
+    """Columns formatted into a text can be derived; any other function is rejected, with where to name the resource."""
     key = secrets.token_hex(4)
     options: dict[str, Any] = {"__fence_resource__": staticmethod(resource) if callable(resource) else resource}
     bases = (Fenced, type(f"Base{key}", (DeclarativeBase,), {}))
@@ -283,7 +283,7 @@ def test_a_version_trigger_made_by_a_script_is_found_again(engine: Engine, own: 
 
 @pytest.mark.parametrize("made", [False, True])
 def test_on_another_database_our_tables_are_none_of_a_revisions_business(tmp_path: Path, made: bool) -> None:
-    """On SQLite, where many run their tests, check is quiet and a revision has only what is theirs, whatever is there."""
+    """On SQLite, which many use in tests, check is quiet and a revision contains only the application's changes."""
     other = create_engine(f"sqlite:///{tmp_path / 'file.db'}")
     metadata = models(entry=by_book)
     schema.tables(metadata)
@@ -322,7 +322,7 @@ def test_tables_in_other_schemas_and_partitions_are_compared(engine: Engine, tmp
 
 
 def test_a_schema_that_is_not_compared_is_left_alone(engine: Engine, tmp_path: Path) -> None:
-    """Fences in schemas, or on tables, that env.py leaves out are neither dropped nor made."""
+    """Fences in schemas, or on tables, that env.py leaves out are neither dropped nor created."""
     rows(
         engine,
         "CREATE SCHEMA other; CREATE TABLE other.t (book text); CREATE TABLE out (book text); CREATE TABLE skipped (book text)",
@@ -450,7 +450,7 @@ def test_our_tables_in_the_models_are_one_operation(engine: Engine, tmp_path: Pa
 
 @pytest.mark.parametrize("prefix", ["pgfence_", "strange "])
 def test_our_tables_outside_of_the_models_are_not_dropped(engine: Engine, tmp_path: Path, prefix: str) -> None:
-    """Tables that `pgfence install` has created are ignored, whatever their prefix is."""
+    """Tables that `pgfence install` has created are ignored, with any prefix."""
     configure(engine, prefix=prefix)
     schema.create_all(engine)
     project = Project(tmp_path / "alembic", create_engine(engine.url), MetaData())
@@ -461,7 +461,7 @@ def test_our_tables_outside_of_the_models_are_not_dropped(engine: Engine, tmp_pa
 
 
 def test_functions_that_are_missing_are_made(engine: Engine, tmp_path: Path) -> None:
-    """Tables that `MetaData.create_all` made are completed by what makes functions and version."""
+    """Tables created by `MetaData.create_all` are completed with functions and version."""
     metadata = MetaData()
     schema.tables(metadata)
     metadata.create_all(engine)
@@ -519,7 +519,7 @@ def test_triggers_of_others_stay(engine: Engine, tmp_path: Path) -> None:
 def test_an_env_py_without_the_comparison_is_reported(
     engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, plugins: Any, prefix: str
 ) -> None:
-    """Alembic compares with those plugins only that env.py names: where ours would have had something to say, the log says so."""
+    """Alembic compares only with plugins that env.py names: if pgfence's would have found a difference, the log says so."""
     metadata: MetaData = MetaData()
     project = Project(tmp_path / "alembic", engine, metadata, autogenerate_plugins=plugins)
     if plugins is None:
@@ -559,7 +559,7 @@ def test_nothing_is_asked_of_the_database_when_a_revision_is_written(engine: Eng
 
 
 async def test_every_driver_finds_the_same(world: World) -> None:
-    """On each driver, async ones under run_sync as in an async env.py, what has been made is found, and nothing else."""
+    """On each driver, async ones under run_sync as in an async env.py, existing objects are found, and nothing else."""
     place = f"drivers_{secrets.token_hex(4)}"
     metadata = MetaData(schema=place)
     for table in (*models(entry=lambda row: f"close:{row.book}").tables.values(), *counted("server").tables.values()):

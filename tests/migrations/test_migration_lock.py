@@ -1,4 +1,4 @@
-"""The migration lock by itself: who has it, what is left on the connection, what is refused."""
+"""The migration lock alone: who has it, what is left on the connection, what is rejected."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def test_limits_of_the_site_end_no_wait_and_hold_for_what_migrates(world: 
 
 
 async def test_the_settings_of_a_holder_cost_one_statement_and_one_to_put_back(world: World, key: LockKey) -> None:
-    """The lock itself goes through the driver, like any lock on a connection of the caller's."""
+    """The lock itself is taken through the driver, like any lock on a connection of the caller."""
     asked: list[str] = []
 
     def work(connection: Connection) -> None:
@@ -208,7 +208,7 @@ async def test_settings_that_changed_between_two_locks_are_put_back_as_they_were
 async def test_a_lock_that_this_thread_holds_is_waited_for_until_the_timeout(
     world: World, dsn: str, key: LockKey, admin: psycopg.Connection[Any]
 ) -> None:
-    """A second connection of the same thread or task is one more process that waits; the first one goes on."""
+    """A second connection of the same thread or task waits like another process; the first one is unaffected."""
 
     def work(connection: Connection) -> None:
         pid = pid_of(connection)
@@ -223,7 +223,7 @@ async def test_a_lock_that_this_thread_holds_is_waited_for_until_the_timeout(
 
 
 async def test_a_transaction_on_entering_is_refused(world: World, key: LockKey) -> None:
-    """C050: Alembic would take it for somebody else's, commit nothing, and refuse autocommit_block()."""
+    """C050: Alembic would treat it as external, commit nothing, and reject autocommit_block()."""
 
     def work(connection: Connection) -> None:
         connection.execute(text("SELECT 1"))
@@ -234,7 +234,7 @@ async def test_a_transaction_on_entering_is_refused(world: World, key: LockKey) 
 
 
 async def test_what_it_returns_is_entered_once(world: World, key: LockKey) -> None:
-    """One after the other and one in the other, it says so, and the first block goes on."""
+    """Entered again, one after the other or nested, it raises, and the first block continues."""
 
     def work(connection: Connection) -> None:
         lock = migration_lock(connection, key=key)
@@ -249,7 +249,7 @@ async def test_what_it_returns_is_entered_once(world: World, key: LockKey) -> No
 async def test_an_uncommitted_write_is_reported_and_a_read_is_not(
     world: World, admin: psycopg.Connection[Any], key: LockKey
 ) -> None:
-    """Otherwise all DDL would be lost without a word; the lock is given back all the same."""
+    """Otherwise all DDL would be lost silently; the lock is still released."""
 
     def work(connection: Connection) -> None:
         pid = pid_of(connection)
@@ -431,7 +431,7 @@ def test_another_database_is_skipped_or_refused(caplog: pytest.LogCaptureFixture
 
 
 def test_what_is_no_connection_and_no_key_is_a_type_error() -> None:
-    """An engine, a name instead of a key, a word that it does not know, an impossible time."""
+    """An engine, a name instead of a key, an unknown option, an impossible time."""
     engine = create_engine("sqlite://")
     with pytest.raises(TypeError, match="takes the Connection"):
         migration_lock(engine)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What stands in a migration: operations on the connection of a migration, as a script, reversed, and written down."""
+"""Operations in migrations: on the connection of a migration, as a script, reversed, and rendered."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def write(admin: psycopg.Connection[Any], place: str) -> None:
 async def test_an_installation_comes_and_goes_with_its_fence(
     world: World, place: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Tables, functions and a fence are made on the migration's own connection, and nothing of them stays."""
+    """Tables, functions and a fence are created on the migration's own connection, and dropped without a trace."""
     at: dict[str, Any] = {"schema": place, "pgfence_schema": place, "prefix": "a_"}
 
     def up(op: Any) -> None:
@@ -220,7 +220,7 @@ async def test_a_foreign_trigger_with_our_name_stays(
 async def test_tables_are_not_dropped_while_they_are_used(
     world: World, place: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A downgrade past a fenced table, or past a lease or a key that is held, is refused with what to do first."""
+    """A downgrade past a fenced table, or past a held lease or key, is rejected with what to do first."""
 
     def up(op: Any) -> None:
         op.create_pgfence(schema=place)
@@ -284,7 +284,7 @@ def test_a_script_drops_nothing_that_is_still_used(engine: Engine, tmp_path: Pat
 
 
 def test_tables_want_a_transaction(engine: Engine) -> None:
-    """In an autocommit block they could be left half made, which is refused."""
+    """In an autocommit block they could be left incomplete, which is rejected."""
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         op: Any = Operations(MigrationContext.configure(connection))
         with pytest.raises(TransactionStateError, match="autocommit"):
@@ -312,7 +312,7 @@ def test_another_database_is_left_alone(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def script_of(engine: Engine, folder: Path, *directives: str) -> str:
-    """Return what `alembic upgrade --sql` prints of some directives, without what it says of its own table."""
+    """Return the output of `alembic upgrade --sql` for some directives, without the part about Alembic's own table."""
     project = Project(folder / secrets.token_hex(4), engine, MetaData(), version_table=f"v_{secrets.token_hex(4)}")
     project.write("; ".join(directives))
     whole = project.sql()
@@ -385,7 +385,7 @@ def triggers(connection: psycopg.Connection[Any]) -> list[Any]:
 
 
 def test_a_script_of_a_resource_without_its_column_stops(engine: Engine, tmp_path: Path) -> None:
-    """Run against a table that lacks the column, or whose column has no one spelling, the script ends with nothing made."""
+    """On a table without the column, or whose column has no unique text form, the script fails and creates nothing."""
     with psycopg.connect(engine.url.set(drivername="postgresql").render_as_string(False), autocommit=True) as psql:
         psql.execute(f"CREATE TABLE entry ({COLUMNS}, at timestamptz)")
         for column in ("page", "at"):
@@ -464,7 +464,7 @@ def test_an_index_in_a_callers_transaction_is_rejected(engine: Engine) -> None:
     "other", ["op.create_index('ix', 'entry', ['branch'])", "op.create_index('ix', 'entry', ['book'], unique=True)"]
 )
 def test_another_index_of_that_name_is_not_taken_for_ours(engine: Engine, tmp_path: Path, other: str) -> None:
-    """An index of other columns, or one that is unique where ours is not, ends the migration with both named."""
+    """An index on other columns, or a unique one instead of a plain one, ends the migration with both named."""
     project = Project(tmp_path / "alembic", engine, MetaData())
     project.write(f"op.execute('CREATE TABLE entry (book int, branch text)'); {other}")
     project.upgrade()

@@ -1,4 +1,4 @@
-"""The project's own environment: made from the template, and what its revisions install."""
+"""The project's own environment: created from the template, and what its revisions install."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def partitions(connection: psycopg.Connection[Any], parent: str, child: str) -> 
 
 
 def refused(connection: psycopg.Connection[Any], *tables: str) -> list[bool]:
-    """Return for each table whether a write by its name is refused."""
+    """Return for each table whether a write by its name is rejected."""
     return [_refused(connection, table) for table in tables]
 
 
@@ -113,7 +113,7 @@ def test_what_a_partition_has_from_its_parent_comes_and_goes_with_that(
 def test_a_parent_takes_no_partition_of_another_resource(
     engine: Engine, own_connection: psycopg.Connection[Any]
 ) -> None:
-    """Its fence would replace the partition's: that is told, and the partition's stays."""
+    """Its fence would replace the partition's: that raises, and the partition's is kept."""
     partitions(own_connection, "parent", "child")
     schema.create_all(engine)
     schema.add_fence(engine, "child", resource="b")
@@ -176,7 +176,7 @@ HOLES: dict[str, Callable[[psycopg.Connection[Any]], Any]] = {
 def test_a_fence_that_holds_no_more_is_proposed_again(
     engine: Engine, tmp_path: Path, own_connection: psycopg.Connection[Any], hole: str
 ) -> None:
-    """One switched off, and one for every statement of a table that a parent's name now writes to, are made anew."""
+    """A disabled one, and a statement-level one on a table that can be written through a parent, are created again."""
     project = Project(tmp_path / "alembic", engine, models("entry", pgfence_fence="a", pgfence_version="version"))
     project.generate()
     project.upgrade()

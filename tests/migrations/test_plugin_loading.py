@@ -79,7 +79,7 @@ def test_the_module_of_operations_is_enough_to_write_them_down() -> None:
 
 
 def test_a_failure_of_the_entry_point_is_logged_and_alembic_goes_on() -> None:
-    """Whatever fails in the registration, `alembic` works, and the log says that the operations are missing."""
+    """After any failure in the registration, `alembic` works, and the log says that the operations are missing."""
     told = python(
         "import pgfence_alembic; pgfence_alembic._register = None; import alembic.op;"
         "assert hasattr(alembic.op, 'create_table') and not hasattr(alembic.op, 'create_pgfence')"

@@ -66,7 +66,7 @@ def test_pods_that_migrate_at_once_all_succeed(
 
 
 def test_without_the_lock_pods_fail(tmp_path: Path, own: str) -> None:
-    """C048: the control: the same pods in the same environment, with the lock taken out."""
+    """C048: the control: the same pods in the same environment without the lock."""
     project = Project(tmp_path, "sync", "psycopg", own, changed=[(LOCK, "if connection:")])
     failed = 0
     for _ in range(20 if FULL else 3):
@@ -236,7 +236,7 @@ def test_a_revision_that_alembic_does_not_know_is_its_error(tmp_path: Path, own:
 def test_a_fork_is_refused_before_anything_is_locked(
     tmp_path: Path, own: str, revision: str, before: str, told: str
 ) -> None:
-    """C055: two heads with their files, one id twice, a cycle: an error while another process has the lock; no table is made."""
+    """C055: two heads with their files, one id twice, a cycle: an error while another process has the lock; no table is created."""
     project = Project(tmp_path, "sync", "psycopg", own)
     versions = tmp_path / "migrations" / "versions"
     script = (versions / "003.py").read_text(encoding="utf-8")
@@ -311,7 +311,7 @@ def test_tenants_share_revisions_made_from_the_models(tmp_path: Path, own: str) 
     ("template", "driver"), [("sync", "psycopg"), ("async", "asyncpg"), ("multitenant", "psycopg2")]
 )
 def test_a_script_needs_no_server_and_takes_no_lock(tmp_path: Path, own: str, template: str, driver: str) -> None:
-    """What `--sql` prints is made without a connection, and leaves what the upgrade does when it is run."""
+    """The output of `--sql` is created without a connection, and has the effect of the upgrade when it is run."""
     project = Project(tmp_path, template, driver, own)
     nowhere = f"postgresql+{driver}://127.0.0.1:1/nowhere"
     script = project.run("upgrade", "head", "--sql", MIGRATION_URL=nowhere)
@@ -331,7 +331,7 @@ def test_a_script_needs_no_server_and_takes_no_lock(tmp_path: Path, own: str, te
     [("sync", "psycopg2"), ("async", "asyncpg"), ("multitenant", "psycopg"), ("multitenant", "asyncpg")],
 )
 def test_a_table_in_use_is_tried_again(tmp_path: Path, own: str, template: str, driver: str) -> None:
-    """DDL gives way to those who use the table after DDL_WAIT, and what was committed before is not done once more."""
+    """DDL gives way to other sessions after DDL_WAIT, and committed steps are not repeated."""
     changed = [('DDL_WAIT = "5s"', 'DDL_WAIT = "200ms"'), ("sleep(attempt)", "sleep(0.1)")]
     project = Project(tmp_path, template, driver, own, changed=changed)
     with psycopg.connect(own) as user:

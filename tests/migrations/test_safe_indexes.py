@@ -1,4 +1,4 @@
-"""`create_index_safely` over what is there: the same index stays, what a build left is replaced, anything else is told."""
+"""`create_index_safely` beside existing objects: the same index stays, the remains of a build are replaced, others are an error."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def indexes(connection: Connection, schema: str = "public") -> list[tuple[Any, .
 
 @pytest.mark.parametrize("kind", SAME)
 def test_the_same_index_stays(connection: Connection, kind: str) -> None:
-    """Built twice it is the same one, whatever is said of it; nothing else is left behind."""
+    """Built twice it is the same one, in any notation; nothing else is left behind."""
     columns, options = SAME[kind]
     build(connection, "ix %", columns, **options)
     before = indexes(connection)
@@ -93,7 +93,7 @@ def test_the_same_index_stays(connection: Connection, kind: str) -> None:
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_doubtful_index_is_reported_and_stays(connection: Connection, other: str) -> None:
-    """An index that differs in anything, a table or a view of that name ends the migration; it is not taken for ours."""
+    """An index that differs, a table or a view of that name ends the migration; it is not taken for the wanted one."""
     connection.exec_driver_sql(other)
     before = indexes(connection)
     columns, options = OTHERS[other]
@@ -180,7 +180,7 @@ def test_a_table_of_partitions_is_refused_before_anything_is_committed(engine: E
 
 
 def test_a_role_that_cannot_compare_gets_an_error(connection: Connection) -> None:
-    """Whoever may make no temporary table learns that, and not that all is well."""
+    """A role that may not create temporary tables gets an error, not a success."""
     connection.exec_driver_sql("CREATE INDEX ix ON entry (book)")
     role, database = f"no_temp_{secrets.token_hex(4)}", f'DATABASE "{connection.engine.url.database}"'
     connection.exec_driver_sql(f"REVOKE TEMP ON {database} FROM PUBLIC; CREATE ROLE {role}")

@@ -123,7 +123,7 @@ def test_limit_and_schema_hold_outside_of_a_transaction_too(
     ],
 )
 def test_missing_tenants_are_reported(tmp_path: Path, own: str, words: str, code: int, told: str) -> None:
-    """Nothing is migrated, and it is said; no tenant at all is no error, for the first one may come later."""
+    """Nothing is migrated, and the output says so; without any tenant it is not an error, because the first may come later."""
     with_tenants(own, "a")
     project = Project(tmp_path, "multitenant", "psycopg", own)
     ended = project.run(*words.split())

@@ -1,4 +1,4 @@
-"""The page about handing over: the lease is taken in the API's process and released in a Celery worker's."""
+"""The page about handing over: the lease is acquired in the API's process and released in a Celery worker's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def held(engine: Engine, user: int) -> bool:
 
 
 def test_a_second_request_is_refused_until_the_worker_is_done(queue: Queue, engine: Engine) -> None:
-    """The API's process is gone, its task waits: still held. A worker adopts the lease and gives it back."""
+    """The API's process has ended, its task waits: still held. A worker adopts the lease and releases it."""
     assert json.loads(queue.run(API)) == [202, 409, 202]
     assert held(engine, 1)
     with queue.worker("exports:queue"):
@@ -91,5 +91,5 @@ def test_a_message_that_is_delivered_twice_is_adopted_once(queue: Queue, engine:
 
 
 def test_a_worker_in_asyncio_adopts_as_well(queue: Queue) -> None:
-    """A reference that the sync half has made is good for the async one."""
+    """A reference from a sync lease works for an async one."""
     assert queue.run(ASYNC_WORKER) == "False\n"

@@ -41,7 +41,7 @@ PAGE = (ROOT / "docs" / "testing" / "your-own-tests.md").read_text(encoding="utf
 
 @pytest.mark.timeout(120)
 def test_the_pytest_files_of_the_pages_pass() -> None:
-    """As a reader would run them: a server of their own, no configuration, every test."""
+    """As a reader would run them: a separate server, no configuration, every test."""
     command = [
         sys.executable,
         "-m",

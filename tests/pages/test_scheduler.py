@@ -1,4 +1,4 @@
-"""The page about schedulers: its program on two replicas, each with a scheduler of its own that runs."""
+"""The page about schedulers: its program on two replicas, each with its own running scheduler."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def replicas(own: str, code: str) -> Iterator[tuple[Script, Script]]:
 
 
 def test_one_replica_sends_the_digest_of_the_day(own: str) -> None:
-    """Both schedulers fire; one job runs, the other is skipped, and who asks by hand afterwards is skipped too."""
+    """Both schedulers fire; one job runs, the other is skipped, and a manual run afterwards is skipped too."""
     with replicas(own, REPLICA) as both:
         assert sorted(one.read_line() for one in both) == ["3 None", "None None"]
 

@@ -1,4 +1,4 @@
-"""The page about cron jobs: the commands of its crontab, systemd unit and Kubernetes manifest are taken from it and run."""
+"""The page about cron jobs: the commands of its crontab, systemd unit and Kubernetes manifest are extracted and run."""
 
 from __future__ import annotations
 

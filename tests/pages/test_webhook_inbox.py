@@ -100,7 +100,7 @@ def test_an_event_is_taken_once_whenever_its_process_dies(own: str) -> None:
 
 
 def test_a_storm_of_repetitions_has_one_effect_for_each_event(own: str) -> None:
-    """Five of each of ten events, six at a time: every answer is 204, and order and mails have each event once."""
+    """Five of each of ten events, six at a time: every response is 204, and order and mails have each event once."""
     with closing(Script(pages.reader(own, STORM))) as script:
         assert script.read_line(60) == "[204]"
     assert books(own) == (10, 10)

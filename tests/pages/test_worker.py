@@ -78,7 +78,7 @@ def own(dsn: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("how", ["hung", "stopped"])
 def test_a_worker_that_was_overtaken_writes_nothing_more(own: str, how: str) -> None:
-    """The next one goes on behind the last chunk that was committed; the first is told, and its late write is refused."""
+    """The next one continues after the last committed chunk; the first is notified, and its late write is rejected."""
     with ExitStack() as stack:
         first = stack.enter_context(closing(Script(pages.reader(own, FIRST))))
         first.wait_for("hangs")
