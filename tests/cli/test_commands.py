@@ -39,7 +39,7 @@ def test_version_prints_the_version_of_the_package(capsys: pytest.CaptureFixture
 
 
 @every_row("words", [["--help"], ["run", "--help"], ["run", "-h"], ["key", "--help"]])
-def test_help_is_no_misuse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_not_misuse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Asking for help ends with 0 and says how to write the command."""
     assert main(words) == 0
     assert "Usage: pgfence" in capsys.readouterr().out

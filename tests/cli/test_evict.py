@@ -85,7 +85,7 @@ def test_a_dry_run_only_shows(name: str, admin: psycopg.Connection[Any], capfd: 
     assert (audited(admin, name), newest(admin, name)) == ([], token)
 
 
-def test_the_answer_yes_evicts(
+def test_answering_yes_evicts(
     name: str, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a terminal it shows the holder and asks; the question goes to stderr."""
@@ -136,7 +136,7 @@ def test_a_session_lock_is_freed(
     assert len(audited(admin, name)) == 1
 
 
-def test_a_name_that_nobody_has(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_name_without_a_holder(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A mistyped name ends with 67, with and without --dry-run, before any question."""
     assert main(["evict", name, *WHY, "--dry-run"]) == 67
     assert main(["evict", name, *WHY, "--yes"]) == 67
@@ -255,7 +255,7 @@ def test_misuse_is_64_and_one_line(words: list[str], capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err
 
 
-def test_missing_tables_and_rights_are_refused(
+def test_missing_tables_and_rights_are_reported(
     name: str, role: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """78, with the command that makes the tables or the GRANT; no password in it."""

@@ -57,9 +57,7 @@ def test_alembic_itself_takes_a_template_by_its_path(template: str, capfd: pytes
         ("no ini", "script_location is unreadable"),
     ],
 )
-def test_an_ini_file_that_is_there_stays_and_it_says_that_nothing_uses_the_new_environment(
-    text: str, said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_existing_ini_file_is_kept_with_a_warning(text: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     """It may hold what the project needs; `alembic` would go on in the old environment, without the lock."""
     Path("alembic.ini").write_text(text, encoding="utf-8")
     assert main(["init", "migrations", "--quiet"]) == Code.OK
@@ -69,7 +67,7 @@ def test_an_ini_file_that_is_there_stays_and_it_says_that_nothing_uses_the_new_e
     assert err.endswith("until you set script_location = %(here)s/migrations\n")
 
 
-def test_the_ini_file_may_stand_in_a_directory_that_is_made_with_the_environment() -> None:
+def test_the_ini_file_may_be_in_a_new_directory() -> None:
     """Beside the environment, or in it."""
     assert main(["init", "sub/migrations", "-c", "sub/alembic.ini", "--quiet"]) == Code.OK
     assert main(["init", "other", "-c", "other/alembic.ini", "--quiet"]) == Code.OK
@@ -96,7 +94,9 @@ def test_an_ini_file_that_names_the_new_environment_is_enough(capfd: pytest.Capt
         (["new", "-c", "migrations"], "migrations is not a file"),
     ],
 )
-def test_what_cannot_be_made_is_misuse(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_cannot_be_created_is_misuse(
+    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Nothing is written over, and the message says what is wrong."""
     Path("migrations").mkdir()
     Path("migrations", "env.py").write_text("mine", encoding="utf-8")

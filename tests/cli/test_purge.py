@@ -35,7 +35,9 @@ def expire(admin: psycopg.Connection[Any], count: int, table: str = "pgfence_ide
     )
 
 
-def test_it_says_how_many_are_gone(admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_the_number_of_deleted_keys(
+    admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
     """One line on stdout, none with --quiet; nothing to do is a success too."""
     expire(admin, 25)
     assert main(["purge", "--batch", "10"]) == 0

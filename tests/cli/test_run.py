@@ -239,7 +239,9 @@ def test_the_command_may_outlive_its_lock(
     assert process.returncode == 4
 
 
-def test_a_loss_at_the_very_end_is_no_success(cli: Cli, dsn: str, name: str, backend: Callable[[], int | None]) -> None:
+def test_a_loss_at_the_very_end_is_not_a_success(
+    cli: Cli, dsn: str, name: str, backend: Callable[[], int | None]
+) -> None:
     """C005: lost before it was released, another process may have held the lock: 76, for any code of the command."""
     key = LockKey.of(name).value % 2**64
     program = (

@@ -50,7 +50,7 @@ def test_a_short_job_keeps_its_name_for_the_minimum(cli: Cli, name: str, admin: 
     assert cli.run("--lease", "--wait", "20", name, "--", "true").returncode == 0
 
 
-def test_a_crash_within_the_minimum_refuses_others_too(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
+def test_a_crash_within_the_minimum_blocks_others_too(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
     """C088: after a kill within the minimum the name stays taken until the TTL is over, which is not shorter."""
     with cli.started(
         "--lease", "--ttl", "60", "--min-hold", "50", name, "--", "sh", "-c", "echo ready; read x"
@@ -100,7 +100,7 @@ def test_a_job_that_hangs_is_stopped_at_the_maximum(cli: Cli, name: str) -> None
     assert (process.returncode, report["outcome"], report["loss_reason"]) == (76, "lost", "overdue")
 
 
-def test_a_paused_run_learns_on_waking_that_it_lost(cli: Cli, name: str) -> None:
+def test_a_paused_run_stops_on_waking_after_a_loss(cli: Cli, name: str) -> None:
     """C073: stopped past its TTL, it finds the lease lost when it is woken, and stops the command: 76."""
     with cli.started("--lease", "--ttl", "1", name, "--", "sh", "-c", "echo ready; exec sleep 60") as process:
         assert first_line(process) == "ready"

@@ -64,7 +64,9 @@ def test_of_eight_hosts_one_runs_and_in_the_next_slot_one_more(
 
 
 @pytest.mark.parametrize(("options", "code"), [((), 75), (("-E", "9"), 9), (("--on-busy", "ok"), 0)])
-def test_a_later_caller_learns_that_the_slot_is_done(cli: Cli, name: str, options: tuple[str, ...], code: int) -> None:
+def test_a_later_caller_exits_because_the_slot_is_done(
+    cli: Cli, name: str, options: tuple[str, ...], code: int
+) -> None:
     """C088: long after the short job, the slot is done and not free; the message names it, and when there is a next."""
     assert cli.run("--once-per", "day", name, "--", "true").returncode == 0
     done = cli.run("--once-per", "day", *options, name, "--", "echo", "again")
@@ -84,7 +86,7 @@ def test_quiet_says_nothing_of_a_slot_that_is_done(cli: Cli, name: str) -> None:
 @pytest.mark.parametrize(
     "options", [("-q",), ("-E", "9"), ("--on-busy", "ok", "-q"), ("--wait", "60"), ("--json", "-q")]
 )
-def test_a_slot_done_by_a_clock_that_was_ahead_is_no_ordinary_done(
+def test_a_slot_done_by_a_wrong_clock_has_its_own_exit_code(
     cli: Cli, name: str, options: tuple[str, ...], admin: psycopg.Connection[Any]
 ) -> None:
     """65, in spite of every option that makes "done" silent or a success, with the statement that lets the job run again."""
@@ -281,7 +283,7 @@ def test_without_a_server_the_slot_is_unknown(cli: Cli, way: str, code: int, ran
     assert (done.returncode, done.stdout) == (code, ran)
 
 
-def test_a_namespace_has_slots_of_its_own(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
+def test_each_namespace_has_its_own_slots(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
     """The same name in another namespace is another job."""
     assert cli.run("--once-per", YEARLY, name, "--", "true").returncode == 0
     assert cli.run("--once-per", YEARLY, "--namespace", "shop", name, "--", "true").returncode == 0

@@ -43,7 +43,7 @@ def test_without_a_server_the_user_decides(
     assert "s3cret" not in done.stderr
 
 
-def test_a_refused_login_is_unreachable_too(cli: Cli, dsn: str, name: str) -> None:
+def test_a_rejected_login_is_unreachable_too(cli: Cli, dsn: str, name: str) -> None:
     """A rejected login counts as unreachable; the message has the reason and no password."""
     done = cli.run(name, "--", "echo", "ran", DATABASE_URL=f"{dsn.rpartition('/')[0]}/no_such_database")
     assert (done.returncode, done.stdout) == (69, "")
@@ -53,7 +53,7 @@ def test_a_refused_login_is_unreachable_too(cli: Cli, dsn: str, name: str) -> No
     assert not password or str(password) not in done.stderr
 
 
-def test_a_server_that_cannot_do_it_has_a_code_of_its_own(cli: Cli, dsn: str, name: str) -> None:
+def test_an_unsuitable_server_has_its_own_exit_code(cli: Cli, dsn: str, name: str) -> None:
     """A pooler in transaction mode is rejected with 78, and the command does not run."""
     (cli.folder / "pooled.py").write_text(
         "from sqlalchemy import create_engine\n"

@@ -126,7 +126,7 @@ def test_a_command_that_does_not_exist_raises_and_leaves_nothing() -> None:
     assert guards() == []
 
 
-def test_the_command_has_our_standard_streams_and_its_environment() -> None:
+def test_the_command_has_the_standard_streams_and_its_environment() -> None:
     """Stdin passes through, stdout and stderr are ours, the environment is the one given."""
     with supervised("sh", "-c", "cat; echo $GIVEN; echo oops >&2") as (process, _):
         out, err = process.communicate(b"through\n", timeout=20)
@@ -134,7 +134,7 @@ def test_the_command_has_our_standard_streams_and_its_environment() -> None:
     assert err.startswith(b"oops\n")
 
 
-def test_the_command_inherits_what_was_open_at_our_start() -> None:
+def test_the_command_inherits_descriptors_open_at_the_start() -> None:
     """Descriptors of the caller are open in the command; those of pgfence, such as the guard's pipes, are not."""
     if not Path("/proc/self/fd").exists():
         pytest.skip("needs /proc")
@@ -221,7 +221,7 @@ def test_a_command_that_was_stopped_by_a_signal_still_ends_on_a_loss() -> None:
     assert b"code=143 signal=15 stopped=True" in err
 
 
-def test_a_loss_that_is_seen_when_continued_comes_before_the_command_continues() -> None:
+def test_a_loss_is_noticed_before_a_stopped_command_continues() -> None:
     """A lease may have expired while this process was stopped: the command must not write on before it gets SIGTERM."""
     with supervised(*python(TELLER), answer="stop on CONT") as (process, _):
         assert line(process) == "ready"
@@ -324,7 +324,7 @@ def test_a_loss_that_comes_too_late_is_ignored() -> None:
         os.close(writer)
 
 
-def test_killed_ourselves_the_guard_ends_the_whole_group() -> None:
+def test_if_pgfence_is_killed_the_guard_ends_the_whole_group() -> None:
     """SIGKILL to the supervisor: SIGTERM to the command and what it started, SIGKILL after the grace."""
     deaf, teller = (" ".join(f'"{word}"' for word in python(code)) for code in (DEAF, TELLER.replace('"', "'")))
     with supervised("sh", "-c", f"{deaf} & {teller}; true", grace=0.3) as (process, _):

@@ -188,7 +188,7 @@ def test_a_control_that_loses_nothing_is_exit_code_3(
     assert shown["acts"][0]["seconds"] > 1, "it was not given more time"
 
 
-def test_a_lock_that_nobody_takes_over_is_exit_code_1(
+def test_a_lock_that_is_never_taken_over_is_exit_code_1(
     dsn: str, acts: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Blows that never fall are a failure too: nothing was shown."""
@@ -258,7 +258,7 @@ def test_a_mistake_in_a_workload_is_reported(engine: Engine, admin: psycopg.Conn
     assert schemas(admin) == []
 
 
-def test_a_database_without_the_right_to_make_a_schema_is_refused(
+def test_a_role_that_cannot_create_a_schema_is_rejected(
     role: Any, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """No traceback: one line that says what may not be done, without the password."""

@@ -185,7 +185,7 @@ def test_what_cannot_be_used_is_one_line(
     assert said in line and "secret" not in line
 
 
-def test_a_standby_is_refused(standby: Standby) -> None:
+def test_a_standby_is_rejected(standby: Standby) -> None:
     """A lock acquired there excludes no other session, and a schema cannot be created."""
     code, said = failed("--dsn", standby.dsn)
     assert code == 78

@@ -64,7 +64,7 @@ def test_pgbench_is_kept_out_where_its_tables_would_land_elsewhere(
         assert admin.execute(strays).fetchall() == []
 
 
-def test_the_password_is_no_argument_of_pgbench(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_password_is_not_an_argument_of_pgbench(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody on the machine reads arguments: the password goes by the environment, and a URL that hides one goes nowhere."""
     seen: list[Any] = []
 
@@ -81,9 +81,7 @@ def test_the_password_is_no_argument_of_pgbench(engine: Engine, monkeypatch: pyt
     assert seen == []
 
 
-def test_a_block_that_fails_drops_the_tables_even_if_they_are_to_be_kept(
-    engine: Engine, admin: psycopg.Connection[Any]
-) -> None:
+def test_a_failed_block_drops_even_tables_to_be_kept(engine: Engine, admin: psycopg.Connection[Any]) -> None:
     """What is kept is a demo that was played."""
     with pytest.raises(RuntimeError, match="half way"), load.create_tables(engine, keep=True):
         raise RuntimeError("half way")

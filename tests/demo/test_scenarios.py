@@ -133,7 +133,7 @@ def test_what_was_paid_is_counted_in_the_table(stage: Engine) -> None:
     assert found == retries.Storm(made=3, paid=2, twice=1, sent=5, ended=7, differ=1)
 
 
-def test_a_client_loses_its_patience_with_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_gives_up_on_a_server_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops retrying, because the process that would end it may be gone."""
     engine = create_engine("postgresql+psycopg://nobody@127.0.0.1:1/nothing")
     monkeypatch.setattr(retries, "_PATIENCE", 3)

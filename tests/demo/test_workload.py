@@ -27,7 +27,7 @@ def test_a_percentile_is_a_wait_that_was_measured(count: int, percent: float, ra
     assert Figures(act="a", title="A", waits=waits).wait(percent) == float(rank)
 
 
-def test_without_waits_there_is_no_percentile() -> None:
+def test_without_waits_there_are_no_percentiles() -> None:
     """The percentile is None, not 0."""
     assert FINE.wait(50) is None
 
@@ -53,7 +53,7 @@ def test_the_control_has_to_lose_something() -> None:
     assert loses_money(Figures(act="a", title="A", transfers=1, cents_lost=1, accounts_off=1)) is Verdict.OK
 
 
-def test_every_act_has_a_name_of_its_own_and_one_is_the_control() -> None:
+def test_act_names_are_unique_and_one_act_is_the_control() -> None:
     """Acts have different names, by which processes get their orders."""
     assert len({act.name for act in ACTS}) == len({act.title for act in ACTS}) == len(ACTS)
     assert [act.name for act in ACTS if act.check is loses_money] == ["unguarded"]

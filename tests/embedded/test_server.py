@@ -110,7 +110,7 @@ def test_a_data_dir_keeps_the_data(kept: Path) -> None:
         assert ask(url, "SELECT answer FROM kept") == 42
 
 
-def test_a_data_dir_in_use_is_refused(kept: Path) -> None:
+def test_a_data_dir_in_use_is_rejected(kept: Path) -> None:
     """A second server on the same folder does not start, says why, and does not harm the first."""
     with embedded.server(data_dir=kept) as url:
         with (
@@ -122,7 +122,7 @@ def test_a_data_dir_in_use_is_refused(kept: Path) -> None:
         assert ask(url, "SELECT 1") == 1
 
 
-def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_other_things_is_rejected(tmp_path: Path) -> None:
     """A folder that is neither empty nor created by pgfence is left unchanged."""
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ValueError, match="neither empty nor"), embedded.server(data_dir=tmp_path):
@@ -130,7 +130,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_a_data_dir_of_another_major_is_refused(tmp_path: Path) -> None:
+def test_a_data_dir_of_another_major_is_rejected(tmp_path: Path) -> None:
     """The error names both versions and the variable that chooses other binaries."""
     (tmp_path / "pgfence_password").write_text("secret")
     (tmp_path / "PG_VERSION").write_text("9\n")
@@ -157,7 +157,7 @@ def test_settings_reach_the_server() -> None:
         ({"max_connections": 5}, TypeError),
     ],
 )
-def test_settings_that_are_none_are_refused(settings: dict[str, str], error: type[Exception]) -> None:
+def test_unknown_settings_are_rejected(settings: dict[str, str], error: type[Exception]) -> None:
     """An invalid name, a setting that the launcher sets itself, and a value that is not text raise before the start."""
     with pytest.raises(error), embedded.server(settings=settings):
         pass
@@ -199,7 +199,7 @@ def test_a_long_temporary_folder_does_not_break_the_socket(temporary: Path, monk
     assert not sockets.exists()
 
 
-def test_a_folder_with_an_odd_name_is_no_trouble(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_an_odd_name_works(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blanks, commas and quotes in the path of the temporary folder do no harm."""
     odd = temporary / """it's, "odd\""""
     odd.mkdir()

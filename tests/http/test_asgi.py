@@ -82,7 +82,7 @@ def client(app: Any) -> httpx2.AsyncClient:
 # ---------------------------------------------------------------- the client goes away
 
 
-async def test_a_client_that_goes_away_before_its_body_is_complete_has_asked_for_nothing(site: Site) -> None:
+async def test_an_incomplete_body_is_not_a_request(site: Site) -> None:
     """Half a request is none: the application is not called, the key not claimed; a middleware outside gets an answer."""
 
     async def outer(request: Any, call_next: Any) -> Any:
@@ -96,7 +96,7 @@ async def test_a_client_that_goes_away_before_its_body_is_complete_has_asked_for
     assert site.seen == site.rows() == []
 
 
-async def test_a_client_that_goes_away_later_is_answered_for_all_that(site: Site) -> None:
+async def test_a_client_that_disconnects_later_still_has_its_response(site: Site) -> None:
     """The application is not notified, runs to its end, and the client's next request gets the response."""
     told = asyncio.Event()
 
@@ -144,9 +144,7 @@ async def test_the_application_sees_a_disconnect_while_it_responds(site: Site) -
 
 @pytest.mark.parametrize("spec", ["2.3", "2.4"])
 @pytest.mark.parametrize("kind", ["text/event-stream", "text/plain"])
-async def test_a_client_that_goes_away_while_its_answer_flows_does_not_pay_twice(
-    site: Site, spec: str, kind: str
-) -> None:
+async def test_a_disconnect_during_the_response_does_not_charge_twice(site: Site, spec: str, kind: str) -> None:
     """The framework ends the response in the middle: by cancelling if it is notified, by an error if it cannot send."""
     paid: list[int] = []
 
@@ -179,7 +177,7 @@ async def test_a_client_that_goes_away_while_its_answer_flows_does_not_pay_twice
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-async def test_an_answer_that_fails_while_it_flows_frees_the_key(site: Site, leaves: bool) -> None:
+async def test_a_response_that_fails_partway_frees_the_key(site: Site, leaves: bool) -> None:
     """C101: an invalid status, or an error of the application: nothing was paid, whether or not the client disconnected."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -223,7 +221,7 @@ async def test_a_cancel_leaves_the_key_until_its_time_is_over(site: Site) -> Non
 
 
 @pytest.mark.parametrize("site", ["psycopg_async", "asyncpg"], indirect=True)
-async def test_a_cancel_at_any_await_leaves_a_key_that_can_be_asked_for_again(site: Site) -> None:
+async def test_a_cancel_at_any_await_leaves_a_usable_key(site: Site) -> None:
     """Later its response is replayed, or the request is handled: never a second response, never a claim that stays alive."""
     keys: list[str] = []
 
@@ -251,7 +249,7 @@ async def test_a_cancel_at_any_await_leaves_a_key_that_can_be_asked_for_again(si
 # ---------------------------------------------------------------- messages
 
 
-async def test_an_application_that_does_not_answer_frees_the_key(site: Site) -> None:
+async def test_an_application_without_a_response_frees_the_key(site: Site) -> None:
     """C101: no response, or half of one, is a failure; the server sees what it would see without the middleware."""
     half = [{"type": "http.response.start", "status": 200}, {"type": "http.response.body", "more_body": True}]
     for messages in ([], half[:1], half):
@@ -290,7 +288,7 @@ async def test_a_length_of_too_many_digits_is_too_long(site: Site) -> None:
     assert (call.sent[0]["status"], site.seen) == (413, [])
 
 
-async def test_an_answer_begins_once(site: Site) -> None:
+async def test_a_response_begins_once(site: Site) -> None:
     """A second beginning is an error of the application: nothing was sent, the key is free."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -318,7 +316,7 @@ async def test_credentials_are_the_same_in_any_order(site: Site) -> None:
         assert ((b"idempotent-replayed", b"true") in call.sent[0]["headers"]) == (n > 0)
 
 
-async def test_work_after_the_answer_is_no_part_of_it(site: Site) -> None:
+async def test_work_after_the_response_is_not_part_of_it(site: Site) -> None:
     """A background task runs when the client has its response and the key is done; its failure changes nothing."""
     app = FastAPI()
 
@@ -338,7 +336,7 @@ async def test_work_after_the_answer_is_no_part_of_it(site: Site) -> None:
     assert site.row.status == "done"
 
 
-async def test_ways_to_answer_that_cannot_be_recorded_are_not_offered(site: Site, tmp_path: Path) -> None:
+async def test_response_types_that_cannot_be_stored_are_not_offered(site: Site, tmp_path: Path) -> None:
     """A file is sent as a body, so that there is something to give again; what informs stays."""
     (tmp_path / "receipt").write_bytes(b"receipt\n" * 100)
     offered: list[Any] = []
@@ -356,7 +354,7 @@ async def test_ways_to_answer_that_cannot_be_recorded_are_not_offered(site: Site
     assert offered == [{"tls": {"x": 1}}]
 
 
-async def test_a_streamed_answer_is_sent_when_it_is_complete(site: Site) -> None:
+async def test_a_streamed_response_is_sent_when_it_is_complete(site: Site) -> None:
     """Within `max_body` a stream is a response like others, and replayed in one piece."""
 
     async def pay(_: Request) -> StreamingResponse:
@@ -461,7 +459,7 @@ async def test_a_root_path_is_a_whole_one(site: Site, root: str, path: str) -> N
     assert call.sent[0]["status"] == 400
 
 
-async def test_a_mounted_application_has_routes_of_its_own(site: Site) -> None:
+async def test_a_mounted_application_has_its_own_routes(site: Site) -> None:
     """Behind a mount the middleware sees the path below it, and keys of two mounts stay apart."""
     site.behind(routes=["/pay"])
     app = Starlette(routes=[Mount("/a", site.middleware), Mount("/b", site.middleware)])
@@ -472,14 +470,14 @@ async def test_a_mounted_application_has_routes_of_its_own(site: Site) -> None:
     assert [one.replayed for one in got] == [False, False, True]
 
 
-async def test_a_principal_that_is_no_text_is_a_mistake(site: Site) -> None:
+async def test_a_principal_that_is_not_a_text_raises(site: Site) -> None:
     """It raises for the developer, and is not treated as a missing principal."""
     site.behind(principal=lambda scope: 7)
     with pytest.raises(TypeError, match="principal must return a str or None, not int"):
         await site.ask()
 
 
-def test_a_sync_engine_is_refused(site: Site) -> None:
+def test_a_sync_engine_is_rejected(site: Site) -> None:
     """The application runs on a loop, and so do its claims."""
     with pytest.raises(TypeError, match="needs an AsyncEngine, not Engine"):
         site.behind(engine=site.engine.sync_engine)

@@ -288,7 +288,7 @@ async def test_what_authenticates_in_front_of_the_lock_is_asked_first(shop: Shop
             assert (await client.delete("/accounts/7")).status_code == 401
 
 
-async def test_those_who_wait_leave_the_holder_a_thread_to_run_on(shop: Shop) -> None:
+async def test_waiters_leave_a_thread_to_the_holder(shop: Shop) -> None:
     """With one thread for all sync endpoints a queue for one lock is served, one after the other."""
     done = []
 
@@ -306,7 +306,7 @@ async def test_those_who_wait_leave_the_holder_a_thread_to_run_on(shop: Shop) ->
 
 @pytest.mark.every_driver
 @pytest.mark.sync_only
-async def test_a_request_that_is_cancelled_while_it_waits_has_done_with_its_connection(shop: Shop) -> None:
+async def test_a_request_cancelled_while_it_waits_returns_its_connection(shop: Shop) -> None:
     """The connection is returned when its thread has ended the wait, and not while the thread still uses it."""
 
     def closes(account_id: int) -> None:
@@ -326,7 +326,7 @@ async def test_a_request_that_is_cancelled_while_it_waits_has_done_with_its_conn
 
 
 @pytest.mark.parametrize("world", ["psycopg2"], indirect=True)
-async def test_those_who_wait_in_a_sync_endpoint_leave_it_none(shop: Shop) -> None:
+async def test_waiters_inside_sync_endpoints_leave_no_thread(shop: Shop) -> None:
     """The control: the answer of whoever holds the lock needs a thread, and each of them has somebody who waits for its commit."""
 
     def closes(account_id: int, session: Any = Depends(shop.session, scope="function")) -> int:
@@ -340,7 +340,7 @@ async def test_those_who_wait_in_a_sync_endpoint_leave_it_none(shop: Shop) -> No
     assert 423 in [answer.status_code for answer in answers]
 
 
-async def test_a_session_in_another_scope_is_refused(shop: Shop) -> None:
+async def test_a_session_in_another_scope_is_rejected(shop: Shop) -> None:
     """The endpoint would work in another transaction than the one that is locked, or that has the key."""
 
     def closes(account_id: int, session: Any = Depends(shop.session)) -> None:
@@ -355,7 +355,7 @@ async def test_a_session_in_another_scope_is_refused(shop: Shop) -> None:
                 await client.request(method, "/accounts/7")
 
 
-async def test_a_session_that_is_not_shared_is_refused(shop: Shop) -> None:
+async def test_a_session_that_is_not_shared_is_rejected(shop: Shop) -> None:
     """Without the cache the endpoint gets a separate session, also without another scope."""
 
     def closes(account_id: int, session: Any = Depends(shop.session, scope="function", use_cache=False)) -> None:
@@ -370,7 +370,7 @@ async def test_a_session_that_is_not_shared_is_refused(shop: Shop) -> None:
                 await client.request(method, "/accounts/7")
 
 
-async def test_a_session_for_each_set_of_scopes_is_refused(shop: Shop) -> None:
+async def test_a_session_for_each_set_of_scopes_is_rejected(shop: Shop) -> None:
     """A session that depends on who is asking is another one below a `Security` with scopes."""
     token = OAuth2PasswordBearer(tokenUrl="token")
 
@@ -394,7 +394,7 @@ async def test_a_session_for_each_set_of_scopes_is_refused(shop: Shop) -> None:
                 await client.request(method, "/accounts/7")
 
 
-async def test_scopes_that_make_no_other_session_are_none_of_our_business(shop: Shop) -> None:
+async def test_scopes_that_share_the_session_are_accepted(shop: Shop) -> None:
     """A session that does not depend on who is asking is shared by newer versions of FastAPI; the oldest make two of it."""
     seen = []
 
@@ -444,7 +444,7 @@ async def test_a_lock_may_stand_wherever_dependencies_do(shop: Shop, where: str)
             assert (await client.delete("/accounts/007/now")).status_code == 423
 
 
-async def test_a_session_in_another_scope_is_refused_wherever_it_is_asked_for(shop: Shop) -> None:
+async def test_a_session_in_another_scope_is_rejected_everywhere(shop: Shop) -> None:
     """An inclusion that asks for the session in the request's scope makes a second one."""
 
     def closes(account_id: int) -> None:
@@ -460,7 +460,7 @@ async def test_a_session_in_another_scope_is_refused_wherever_it_is_asked_for(sh
 
 @pytest.mark.parametrize("kind", ["sync", "async", "object", "wrapped"])
 @pytest.mark.one_driver
-async def test_an_endpoint_that_streams_is_refused(shop: Shop, kind: str) -> None:
+async def test_an_endpoint_that_streams_is_rejected(shop: Shop, kind: str) -> None:
     """FastAPI runs a generator when the session has ended: without its lock, and what it does under a key is never committed."""
     ran = []
 
@@ -506,7 +506,7 @@ async def test_an_undeclared_field_is_rejected(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("names", [(), ("account:{}",), ("account:{user.id}",)])
-def test_names_that_can_never_work_are_refused_where_they_stand(names: tuple[str, ...]) -> None:
+def test_names_that_cannot_work_are_rejected_in_the_decorator(names: tuple[str, ...]) -> None:
     """A lock without a name, or with a field that is not a parameter, is a ValueError in the decorator."""
     with pytest.raises(ValueError, match="needs a name"):
         Locked(*names, session=user)
@@ -516,7 +516,7 @@ def test_names_that_can_never_work_are_refused_where_they_stand(names: tuple[str
 
 
 @pytest.mark.every_driver
-async def test_a_request_that_is_sent_again_gets_the_first_answer(shop: Shop) -> None:
+async def test_a_repeated_request_gets_the_first_response(shop: Shop) -> None:
     """C105: one effect; the replay has the same status and body, and says what it is."""
     shop.pays()
     async with shop.client(**{"x-user": "ann", "Idempotency-Key": '"k1"'}) as client:
@@ -528,7 +528,7 @@ async def test_a_request_that_is_sent_again_gets_the_first_answer(shop: Shop) ->
     assert shop.desk.effects() == 1
 
 
-async def test_a_replay_in_the_endpoints_own_response_is_marked_in_its_headers(shop: Shop) -> None:
+async def test_a_replay_in_the_endpoints_response_is_marked_in_its_headers(shop: Shop) -> None:
     """A Response of the endpoint's own takes status and headers from the parameter `response`, set outside of the work."""
     once = Idempotent(session=shop.session, principal=user, result=int)
 
@@ -554,7 +554,7 @@ async def test_requests_at_the_same_time_have_one_effect(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("world", ["psycopg2"], indirect=True)
-async def test_those_who_wait_for_a_key_in_a_sync_endpoint_wait_as_long_as_is_configured(shop: Shop) -> None:
+async def test_waiters_for_a_key_in_a_sync_endpoint_have_the_default_timeout(shop: Shop) -> None:
     """C095: the answer of the first one needs a thread, which those who wait for its commit give back after `default_timeout=`."""
     engine = shop.desk.plain()
     configure(engine, namespace=shop.desk.scope, default_timeout=0.5)
@@ -580,7 +580,7 @@ async def test_those_who_wait_for_a_key_in_a_sync_endpoint_wait_as_long_as_is_co
 
 
 @pytest.mark.sync_only
-async def test_an_async_endpoint_on_a_sync_session_is_refused(shop: Shop) -> None:
+async def test_an_async_endpoint_on_a_sync_session_is_rejected(shop: Shop) -> None:
     """C095: one that waits for a key would stop the event loop, on which the commit of the first one is to come."""
     once = Idempotent(session=shop.session, principal=user, result=int)
 
@@ -599,7 +599,7 @@ async def test_an_async_endpoint_on_a_sync_session_is_refused(shop: Shop) -> Non
     assert [answer.status_code for answer in answers] == [200] * 4
 
 
-async def test_another_request_under_the_key_is_422_and_another_users_key_is_another(shop: Shop) -> None:
+async def test_another_request_under_the_key_is_422_except_of_another_user(shop: Shop) -> None:
     """C102: another body or query is rejected without the stored response; another principal or path is independent."""
     shop.pays()
     shop.pays("/refunds")
@@ -674,7 +674,7 @@ async def test_an_error_of_the_endpoint_frees_the_key(shop: Shop) -> None:
 
 
 @pytest.mark.every_driver
-async def test_a_commit_that_fails_is_no_answer(shop: Shop) -> None:
+async def test_a_failed_commit_is_not_a_result(shop: Shop) -> None:
     """The client has its 201 after the commit alone: where that fails it gets the error, and nothing is stored."""
     shop.pays()
     shop.refuse_at_commit()
@@ -686,7 +686,7 @@ async def test_a_commit_that_fails_is_no_answer(shop: Shop) -> None:
     assert shop.desk.effects() == 1
 
 
-async def test_without_the_scope_of_the_function_an_answer_comes_before_its_commit(shop: Shop) -> None:
+async def test_without_function_scope_the_response_precedes_the_commit(shop: Shop) -> None:
     """The control: a session that FastAPI ends with the request lets a client believe what is never committed."""
     insert = f"INSERT INTO {shop.desk.table.name} VALUES ('late')"
 
@@ -719,7 +719,7 @@ async def test_a_form_with_a_file_is_compared_by_what_it_says(shop: Shop) -> Non
             assert status == 422 or answer.json() == 3
 
 
-async def test_a_file_that_somebody_has_read_before_is_compared_by_all_of_it(shop: Shop) -> None:
+async def test_a_file_that_was_read_before_is_compared_as_a_whole(shop: Shop) -> None:
     """C102: a dependency that looks at a file leaves it at its end; another file under the key is another request all the same."""
     once = Idempotent(session=shop.session, principal=user, result=int)
 
@@ -776,7 +776,7 @@ class Reads(APIRoute):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("how", ["form", "bytes", "before"])
-async def test_a_form_is_compared_by_what_it_says_whoever_reads_it(shop: Shop, how: str) -> None:
+async def test_a_form_is_compared_by_its_fields_whatever_reads_it(shop: Shop, how: str) -> None:
     """C103: a retry has another boundary, also if the endpoint, or code before it, reads the form or its bytes."""
     once = Idempotent(session=shop.session, principal=user, result=int)
 
@@ -833,7 +833,7 @@ async def test_a_form_that_can_be_read_in_no_usual_way_is_compared_as_it_is(shop
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", "multipart/form-data; boundary=b"])
-async def test_a_body_that_a_dependency_has_used_up_is_no_empty_form(shop: Shop, kind: str) -> None:
+async def test_a_consumed_body_is_not_an_empty_form(shop: Shop, kind: str) -> None:
     """C102: its content is not known any more, so it is equal to no other: the program gets an error."""
     once = Idempotent(session=shop.session, principal=user, result=int)
 
@@ -866,13 +866,13 @@ async def test_json_is_compared_by_what_it_says_however_its_type_is_written(shop
     assert shop.desk.effects() == 1
 
 
-def test_a_result_that_cannot_be_stored_is_refused_where_it_is_named() -> None:
+def test_an_unstorable_result_is_rejected_where_it_is_named() -> None:
     """It is a TypeError in the module of the endpoints, before anything is served."""
     with pytest.raises(TypeError):
         Idempotent(session=user, principal=user, result=Session)
 
 
-async def test_a_principal_that_is_no_text_is_a_mistake_of_the_program(shop: Shop) -> None:
+async def test_a_principal_that_is_not_a_text_raises(shop: Shop) -> None:
     """It is not turned into one silently: the repr of an object would be another one each time."""
     shop.pays(principal=lambda: 7)
     async with shop.client(raises=True, **{"Idempotency-Key": "k1"}) as client:
@@ -1019,7 +1019,7 @@ def test_the_openapi_document_has_the_header_and_the_problems() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PgfenceError) else None,
 )
-def test_each_error_has_its_answer_and_its_message_stays_in_the_log(
+def test_each_error_has_its_response_and_its_message_is_only_logged(
     error: PgfenceError, status: int, code: str, wait: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client gets a code, what to do, and when to send it again if that helps; the log has the rest, and a traceback from 500 on."""
@@ -1069,7 +1069,7 @@ async def test_what_may_succeed_later_is_not_recorded_by_the_middleware(shop: Sh
     assert len(done) == 2
 
 
-async def test_a_path_that_is_no_text_can_be_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_path_that_is_not_utf8_can_be_logged(caplog: pytest.LogCaptureFixture) -> None:
     """C108: some servers hand on bytes that are not UTF-8 as halves of pairs, or an escape: neither gets into the log."""
     app = FastAPI()
     install_error_handlers(app)

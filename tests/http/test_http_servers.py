@@ -75,7 +75,7 @@ def key() -> str:
     return secrets.token_hex(8)
 
 
-def test_of_many_clients_one_pays_and_all_have_its_answer(shop: Client, key: str) -> None:
+def test_of_many_clients_one_pays_and_all_get_its_response(shop: Client, key: str) -> None:
     """C095: twelve concurrent clients on separate connections, several processes, a pool of one in each."""
     with ThreadPoolExecutor(CLIENTS) as pool:
         with shop.slow() as note:
@@ -91,7 +91,7 @@ def test_of_many_clients_one_pays_and_all_have_its_answer(shop: Client, key: str
     assert all("date" in answer.headers and len(answer.headers.get_list("date")) == 1 for answer in answers)
 
 
-def test_a_client_that_breaks_its_connection_finds_its_answer(shop: Client, key: str) -> None:
+def test_a_client_that_reconnects_gets_its_response(shop: Client, key: str) -> None:
     """The client disconnects during the payment; the payment completes, and a retry does not repeat it."""
     request = "POST /pay HTTP/1.1\r\nHost: shop\r\nIdempotency-Key: {key}\r\nContent-Length: {length}\r\n\r\n{note}"
     with shop.slow() as note:

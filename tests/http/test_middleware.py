@@ -43,7 +43,7 @@ def site(world: World, admin: psycopg.Connection[Any]) -> Site:
 
 
 @pytest.mark.every_driver
-async def test_a_second_request_gets_the_answer_of_the_first(site: Site) -> None:
+async def test_a_second_request_gets_the_response_of_the_first(site: Site) -> None:
     """C105: status, body and headers byte for byte, and a mark; the application is called once."""
     headers = (("content-type", "application/x"), ("location", "/payments/\xe9"), ("link", "a"), ("link", "b"))
     passing = (("set-cookie", "session=1"), ("date", "today"), ("server", "x"))
@@ -131,7 +131,7 @@ async def test_of_many_whose_handlers_fail_at_random_one_succeeds(site: Site) ->
 # ---------------------------------------------------------------- which requests
 
 
-async def test_without_one_good_key_a_request_is_refused_on_routes_that_need_one(site: Site) -> None:
+async def test_a_request_without_a_valid_key_is_rejected_on_its_routes(site: Site) -> None:
     """C108: missing, repeated, malformed or too long is 400, before the application and the database are asked."""
     site.behind(routes=["/pay"])
     for keys in ([], [""], ["a", "b"], ["a,b"], ['"a'], ["k" * 256], ['"a\tb"'], ["\xe4"]):
@@ -173,7 +173,7 @@ async def test_inside_another_one_a_middleware_lets_a_request_pass(site: Site) -
     assert len(site.seen) == 1
 
 
-async def test_inside_another_one_a_middleware_refuses_what_is_nobodys_and_says_nothing_of_failures(site: Site) -> None:
+async def test_a_nested_middleware_rejects_only_missing_principals(site: Site) -> None:
     """C102: the inner principal may know better; how a failure ends is said by the outer one."""
     kind = type(site.middleware)
 
@@ -190,7 +190,7 @@ async def test_inside_another_one_a_middleware_refuses_what_is_nobodys_and_says_
     assert len(site.seen) == 2
 
 
-async def test_a_request_with_a_key_of_its_own_inside_another_one_is_handled_once(site: Site) -> None:
+async def test_a_nested_request_with_its_own_key_is_handled_once(site: Site) -> None:
     """C105: what an endpoint passes on in a copy of its environment, as a batch does, is a request like any other."""
     inner, key = site.middleware, f"{site.label}:inner"
 
@@ -206,7 +206,7 @@ async def test_a_request_with_a_key_of_its_own_inside_another_one_is_handled_onc
     assert len(site.seen) == 1
 
 
-async def test_who_calls_again_with_an_environment_that_was_handled_is_asked_for_its_key_again(site: Site) -> None:
+async def test_a_reused_environment_is_a_new_request(site: Site) -> None:
     """C100: outside stands one that tries again; its second try has a claim, and its third one is a replay."""
 
     async def pay(_: Asked) -> Answer:
@@ -283,7 +283,7 @@ async def test_any_text_is_a_principal_and_no_other_one(site: Site) -> None:
     assert len(site.rows()) == 3
 
 
-async def test_another_request_with_the_key_is_refused_done_or_in_progress(site: Site) -> None:
+async def test_another_request_with_the_key_is_rejected_in_every_state(site: Site) -> None:
     """C102, C104: 422 for another body, query or content type; it wins over 409, and does not contain the stored response."""
     gate = Gate()
 
@@ -310,7 +310,7 @@ async def test_another_request_with_the_key_is_refused_done_or_in_progress(site:
 # ---------------------------------------------------------------- failures
 
 
-async def test_failures_are_handled_again_and_refusals_are_answers(site: Site) -> None:
+async def test_failures_are_handled_again_and_rejections_are_stored(site: Site) -> None:
     """C101: a status from `record_below` on, or one that asks for a retry, is not recorded; a 402 is."""
     answers = [Answer(503), Answer(423, (("content-type", "text/plain"), ("retry-after", "1"))), Answer(402)]
 
@@ -371,7 +371,7 @@ async def test_a_key_may_lapse_after_a_failure(site: Site, raises: bool, caplog:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("noticed", [True, False])
-async def test_an_answer_that_comes_after_a_take_over_does_not_count(site: Site, noticed: bool) -> None:
+async def test_a_response_after_a_take_over_does_not_count(site: Site, noticed: bool) -> None:
     """C100: the late request must retry and gets the response that counts, whether or not the heartbeat noticed."""
     gate = Gate()
 
@@ -403,7 +403,7 @@ async def test_an_answer_that_comes_after_a_take_over_does_not_count(site: Site,
 # ---------------------------------------------------------------- sizes
 
 
-async def test_a_body_that_is_too_long_is_refused(site: Site) -> None:
+async def test_a_body_that_is_too_long_is_rejected(site: Site) -> None:
     """413 before the application is called; one byte less is handled."""
     site.behind(max_body=10)
     for headers in ([], [("content-length", "11")]):
@@ -417,7 +417,7 @@ async def test_a_body_that_is_too_long_is_refused(site: Site) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("announced", [True, False])
-async def test_an_answer_that_is_too_long_passes_and_is_not_given_again(site: Site, announced: bool) -> None:
+async def test_a_response_that_is_too_long_passes_and_is_not_replayed(site: Site, announced: bool) -> None:
     """The client gets the whole response. A retry learns that the request was processed; it does not run twice."""
     headers = (("content-length", "13"),) if announced else ()
 
@@ -435,7 +435,7 @@ async def test_an_answer_that_is_too_long_passes_and_is_not_given_again(site: Si
     assert len(site.seen) == 2
 
 
-async def test_a_failure_while_a_long_answer_passes_frees_the_key(site: Site) -> None:
+async def test_a_failure_during_a_long_response_frees_the_key(site: Site) -> None:
     """C101: a status from `record_below` on frees the key, however long its body is."""
 
     async def pay(_: Asked) -> Answer:
@@ -448,7 +448,7 @@ async def test_a_failure_while_a_long_answer_passes_frees_the_key(site: Site) ->
 
 
 @pytest.mark.every_driver
-async def test_an_answer_that_no_row_can_have_is_not_done_twice(site: Site) -> None:
+async def test_a_request_with_an_unstorable_response_runs_once(site: Site) -> None:
     """PostgreSQL has no text with NUL: only the fact that the request was processed is recorded."""
 
     async def pay(_: Asked) -> Answer:
@@ -492,7 +492,7 @@ async def test_an_exhausted_pool_does_not_block_a_key(world: World, admin: psyco
 
 
 @pytest.mark.every_driver
-async def test_without_an_answer_of_the_database_nothing_is_handled(
+async def test_without_a_response_of_the_database_nothing_is_handled(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     """503 if it cannot be reached, 500 without tables; the client gets the kind of error, the log the details."""
@@ -521,7 +521,7 @@ async def test_without_an_answer_of_the_database_nothing_is_handled(
         ("25006", "database_read_only", "is read-only"),
     ],
 )
-async def test_a_claim_that_the_server_refuses_is_a_problem(
+async def test_a_claim_that_the_server_rejects_is_a_problem(
     site: Site, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture, state: str, problem: str, reason: str
 ) -> None:
     """A full disk, an operator's cancel, a standby: nothing is handled, the client may retry, and the log says why."""
@@ -546,7 +546,7 @@ async def test_a_claim_that_the_server_refuses_is_a_problem(
     admin.execute(f"DROP SCHEMA {place} CASCADE".encode())
 
 
-async def test_an_answer_that_could_not_be_recorded_is_sent(
+async def test_a_response_that_could_not_be_stored_is_sent(
     site: Site, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """When recording fails the work is done, and the client gets the response; the log reports the missing record."""
@@ -567,7 +567,7 @@ async def test_an_answer_that_could_not_be_recorded_is_sent(
     assert "POST /pay: the response could not be stored" in caplog.text
 
 
-async def test_an_engine_of_the_other_half_is_refused(site: Site) -> None:
+async def test_an_engine_of_the_other_kind_is_rejected(site: Site) -> None:
     """An AsyncEngine for ASGI, an Engine for WSGI; never a session."""
     with pytest.raises(TypeError, match="IdempotencyMiddleware needs an"):
         site.behind(engine=7)

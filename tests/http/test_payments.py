@@ -63,7 +63,7 @@ def order(url: str, key: str) -> Answer:
 
 
 @pytest.mark.timeout(180)
-def test_a_server_that_dies_at_any_moment_leaves_one_charge_and_one_answer(servers: Servers, own: str) -> None:
+def test_a_server_killed_at_any_moment_leaves_one_charge(servers: Servers, own: str) -> None:
     """C099: SIGKILL before and after each statement, commit and call of an order; the client retries until it gets a response."""
     healthy = servers.api()
     before = len(servers.charges())
@@ -107,7 +107,7 @@ NO_ANSWERS = {
 CHARGED = b'HTTP/1.1 201 Created\r\nContent-Length: 13\r\n\r\n{"id":"ch_x"}'
 
 
-def test_a_provider_that_does_not_answer_is_asked_again_at_once(servers: Servers) -> None:
+def test_a_provider_without_a_response_is_called_again_at_once(servers: Servers) -> None:
     """C101: a cut connection, half a response, an invalid one: 503, the key is free, and the next request gets the charge."""
     with payments.provider_that_says([*NO_ANSWERS.values(), CHARGED]) as provider:
         url = servers.api(provider=provider)

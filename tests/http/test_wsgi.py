@@ -130,7 +130,7 @@ async def test_write_is_a_part_like_others(site: Site) -> None:
         assert (send(f"{limit}").status, len(site.rows())) == (409, 2 if limit == 8 else 3)
 
 
-async def test_an_error_may_change_the_answer_until_it_is_sent(site: Site) -> None:
+async def test_an_error_may_change_the_response_until_it_is_sent(site: Site) -> None:
     """`start_response` with `exc_info`: a new response before anything was sent; after that, the error itself."""
 
     def app(environ: Any, start_response: Any) -> Any:
@@ -171,7 +171,7 @@ async def test_an_application_that_starts_no_response_is_an_error(site: Site) ->
         assert site.row.status == "free"
 
 
-async def test_a_long_answer_that_never_began_is_closed(site: Site) -> None:
+async def test_a_long_response_that_never_began_is_closed(site: Site) -> None:
     """A server that gives up before it asks for a part leaves a failure, and nothing open."""
     parts = Parts(b"0123456789")
     answer = begun(IdempotencyMiddleware(lambda *_: parts, site.engine, max_body=5), site, [])
@@ -179,7 +179,7 @@ async def test_a_long_answer_that_never_began_is_closed(site: Site) -> None:
     assert (parts.closed, site.row.status) == (1, "free")
 
 
-async def test_a_long_answer_is_sent_as_it_comes(site: Site) -> None:
+async def test_a_long_response_is_sent_as_it_comes(site: Site) -> None:
     """Beyond `max_body` nothing is collected, and nothing waits for what comes after it."""
     parts = Parts(*[b"0123456789"] * 2, b"", *[b"0123456789"] * 3)
     given: list[Any] = []
@@ -212,7 +212,7 @@ async def test_the_part_that_completes_a_length_waits_until_it_is_recorded(site:
 
 
 @pytest.mark.parametrize("kind", ["text/event-stream", "Text/Event-Stream; charset=utf-8"])
-async def test_an_event_is_sent_before_the_next_one_is_made(site: Site, kind: str) -> None:
+async def test_an_event_is_sent_before_the_next_one_is_produced(site: Site, kind: str) -> None:
     """A reader of a stream of events is never behind, also if it writes at the same time."""
     made: list[int] = []
 
@@ -234,7 +234,7 @@ async def test_an_event_is_sent_before_the_next_one_is_made(site: Site, kind: st
 
 
 @pytest.mark.parametrize("read", [0, 1])
-async def test_a_long_answer_that_the_server_gives_up_is_not_done_twice(site: Site, read: int) -> None:
+async def test_a_long_response_that_the_server_aborts_is_not_repeated(site: Site, read: int) -> None:
     """Its client has disconnected: the request was processed; also if the server never asked for a part."""
     parts = Parts(*[b"0123456789"] * 5)
 
@@ -275,7 +275,7 @@ async def test_a_write_without_a_response_is_not_done_twice(site: Site, status: 
 
 
 @pytest.mark.parametrize("closes", [True, False])
-async def test_a_request_is_handled_by_one_until_its_long_answer_has_ended(site: Site, closes: bool) -> None:
+async def test_a_nested_middleware_passes_until_a_long_response_has_ended(site: Site, closes: bool) -> None:
     """C100: inside it passes on while the answer flows; with the same environment after its end or its close it is a replay."""
     environs: list[Any] = []
 
@@ -297,7 +297,7 @@ async def test_a_request_is_handled_by_one_until_its_long_answer_has_ended(site:
     assert (sent, len(environs)) == (["200 OK", "409 Conflict"], 2)
 
 
-async def test_an_error_before_the_first_byte_of_a_long_answer_changes_it(site: Site) -> None:
+async def test_an_error_before_the_first_byte_changes_a_long_response(site: Site) -> None:
     """The server has sent nothing yet and takes the new beginning: that one counts."""
 
     def app(environ: Any, start_response: Any) -> Any:
@@ -313,7 +313,7 @@ async def test_an_error_before_the_first_byte_of_a_long_answer_changes_it(site: 
     assert (got.status, got.body, site.row.status) == (503, b"away", "free")
 
 
-async def test_an_error_in_a_long_answer_frees_the_key(site: Site) -> None:
+async def test_an_error_in_a_long_response_frees_the_key(site: Site) -> None:
     """C101: the client has half a response, and retries."""
 
     def app(environ: Any, start_response: Any) -> Any:
@@ -358,7 +358,7 @@ async def test_a_body_without_a_length_is_read_where_the_server_ends_it(site: Si
     assert send("other", body=b"abcde", CONTENT_LENGTH="").body == b"got "
 
 
-async def test_a_body_whose_end_is_unknown_is_refused(site: Site) -> None:
+async def test_a_body_whose_end_is_unknown_is_rejected(site: Site) -> None:
     """411 if a server passes on a chunked body undecoded: taken as empty, all of them would be one request."""
     send = serve(site, echo)
     for announced in ({"CONTENT_LENGTH": "", "HTTP_TRANSFER_ENCODING": "chunked"}, {"CONTENT_LENGTH": "+5"}):
@@ -374,7 +374,7 @@ async def test_a_length_of_too_many_digits_is_too_long(site: Site) -> None:
     assert sent[0].startswith("413 ")
 
 
-async def test_half_a_body_is_no_request(site: Site) -> None:
+async def test_an_incomplete_body_is_not_a_request(site: Site) -> None:
     """The client disconnected in the middle: 400, and nothing was claimed."""
     got = serve(site, echo)(body=b"abc", CONTENT_LENGTH="5")
     assert (got.status, site.rows()) == (400, [])
@@ -461,7 +461,7 @@ async def test_flask_behind_it(site: Site) -> None:
     assert streamed[1].headers["Idempotent-Replayed"] == "true"
 
 
-async def test_an_async_engine_is_refused(site: Site, dsn: str) -> None:
+async def test_an_async_engine_is_rejected(site: Site, dsn: str) -> None:
     """The application runs on threads, and so do its claims."""
     world = World("asyncpg", dsn)
     with pytest.raises(TypeError, match="needs an Engine, not AsyncEngine"):

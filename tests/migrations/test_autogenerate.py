@@ -112,7 +112,7 @@ def test_fences_go_first_and_a_downgrade_puts_them_back(engine: Engine, tmp_path
     assert fences(engine) == {"entry": "'', 'book', ''", "other": "'books'"}
 
 
-def test_a_changed_resource_replaces_the_fence_and_the_way_back_the_old_one(engine: Engine, tmp_path: Path) -> None:
+def test_a_changed_resource_replaces_the_fence_and_a_downgrade_restores(engine: Engine, tmp_path: Path) -> None:
     """A new definition is a drop and an add, and reversed it is the old definition again."""
     project = Project(tmp_path / "alembic", engine, models(entry="books {x}"))
     project.generate()
@@ -201,7 +201,7 @@ class Wide(Base):
         (lambda row: 7, "must return a str"),
     ],
 )
-def test_a_resource_is_read_off_its_function_or_refused(resource: Any, told: str) -> None:
+def test_a_resource_is_derived_from_its_function_or_rejected(resource: Any, told: str) -> None:
     """Columns formatted into a text can be derived; any other function is rejected, with where to name the resource."""
     key = secrets.token_hex(4)
     options: dict[str, Any] = {"__fence_resource__": staticmethod(resource) if callable(resource) else resource}
@@ -261,7 +261,7 @@ def test_a_table_argument_that_cannot_be_built_is_named_in_the_error(
         Project(tmp_path / "alembic", engine, metadata).generate()
 
 
-def test_a_version_trigger_made_by_a_script_is_found_again(engine: Engine, own: str, tmp_path: Path) -> None:
+def test_a_version_trigger_created_by_a_script_is_found(engine: Engine, own: str, tmp_path: Path) -> None:
     """Its function is in the first schema of the search path, pgfence's tables further down: check is quiet."""
     rows(engine, "CREATE SCHEMA app; CREATE SCHEMA locks")
     path = {"options": "-csearch_path=app,locks"}
@@ -282,7 +282,7 @@ def test_a_version_trigger_made_by_a_script_is_found_again(engine: Engine, own: 
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_on_another_database_our_tables_are_none_of_a_revisions_business(tmp_path: Path, made: bool) -> None:
+def test_on_another_database_the_tables_are_not_compared(tmp_path: Path, made: bool) -> None:
     """On SQLite, which many use in tests, check is quiet and a revision contains only the application's changes."""
     other = create_engine(f"sqlite:///{tmp_path / 'file.db'}")
     metadata = models(entry=by_book)
@@ -431,7 +431,7 @@ def test_another_version_column_replaces_the_trigger(engine: Engine, tmp_path: P
 # ------------------------------------------------------------ our own tables
 
 
-def test_our_tables_in_the_models_are_one_operation(engine: Engine, tmp_path: Path) -> None:
+def test_pgfences_tables_in_the_models_are_one_operation(engine: Engine, tmp_path: Path) -> None:
     """With pgfence's tables in the MetaData, in a separate schema, one operation creates them, and check is quiet."""
     metadata = models(entry=by_book)
     metadata.naming_convention = {"ck": "ck_%(table_name)s_%(constraint_name)s"}
@@ -449,7 +449,7 @@ def test_our_tables_in_the_models_are_one_operation(engine: Engine, tmp_path: Pa
 
 
 @pytest.mark.parametrize("prefix", ["pgfence_", "strange "])
-def test_our_tables_outside_of_the_models_are_not_dropped(engine: Engine, tmp_path: Path, prefix: str) -> None:
+def test_pgfences_tables_outside_the_models_are_not_dropped(engine: Engine, tmp_path: Path, prefix: str) -> None:
     """Tables that `pgfence install` has created are ignored, with any prefix."""
     configure(engine, prefix=prefix)
     schema.create_all(engine)
@@ -460,7 +460,7 @@ def test_our_tables_outside_of_the_models_are_not_dropped(engine: Engine, tmp_pa
     project.engine.dispose()
 
 
-def test_functions_that_are_missing_are_made(engine: Engine, tmp_path: Path) -> None:
+def test_missing_functions_are_created(engine: Engine, tmp_path: Path) -> None:
     """Tables created by `MetaData.create_all` are completed with functions and version."""
     metadata = MetaData()
     schema.tables(metadata)

@@ -65,7 +65,7 @@ def key(name: str) -> LockKey:
     return LockKey.of(name)
 
 
-async def test_it_is_held_across_commits_and_the_connection_comes_back_as_it_was(
+async def test_it_is_held_across_commits_and_leaves_the_connection_unchanged(
     world: World, admin: psycopg.Connection[Any], key: LockKey
 ) -> None:
     """C051: transactions come and go inside; no transaction is open at first; afterwards nothing is held or set otherwise."""
@@ -88,7 +88,7 @@ async def test_it_is_held_across_commits_and_the_connection_comes_back_as_it_was
     await on(world, work, isolation_level="REPEATABLE READ")
 
 
-async def test_it_is_given_back_after_a_migration_that_failed(
+async def test_it_is_released_after_a_failed_migration(
     world: World, admin: psycopg.Connection[Any], key: LockKey
 ) -> None:
     """Its own error is what is raised, its transaction is rolled back, and the connection can be used."""
@@ -173,7 +173,7 @@ async def test_limits_of_the_site_end_no_wait_and_hold_for_what_migrates(world: 
     await on(world, work)
 
 
-async def test_the_settings_of_a_holder_cost_one_statement_and_one_to_put_back(world: World, key: LockKey) -> None:
+async def test_the_settings_of_a_holder_cost_two_statements(world: World, key: LockKey) -> None:
     """The lock itself is taken through the driver, like any lock on a connection of the caller."""
     asked: list[str] = []
 
@@ -187,9 +187,7 @@ async def test_the_settings_of_a_holder_cost_one_statement_and_one_to_put_back(w
 
 
 @pytest.mark.twins
-async def test_settings_that_changed_between_two_locks_are_put_back_as_they_were_last(
-    world: World, key: LockKey
-) -> None:
+async def test_settings_changed_between_two_locks_are_restored(world: World, key: LockKey) -> None:
     """What was learnt of the connection for the first lock is not what the second one puts back."""
 
     def work(connection: Connection) -> None:
@@ -222,7 +220,7 @@ async def test_a_lock_that_this_thread_holds_is_waited_for_until_the_timeout(
     await on(world, work)
 
 
-async def test_a_transaction_on_entering_is_refused(world: World, key: LockKey) -> None:
+async def test_a_transaction_on_entering_is_rejected(world: World, key: LockKey) -> None:
     """C050: Alembic would treat it as external, commit nothing, and reject autocommit_block()."""
 
     def work(connection: Connection) -> None:
@@ -287,7 +285,7 @@ async def test_a_lock_that_was_unlocked_inside_raises(world: World, key: LockKey
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-async def test_no_statement_goes_to_another_session_after_the_first_has_ended(
+async def test_no_statement_reaches_another_session_after_a_loss(
     world: World, admin: psycopg.Connection[Any], key: LockKey
 ) -> None:
     """SQLAlchemy would reconnect silently and migrate on without the lock."""
@@ -307,7 +305,7 @@ async def test_no_statement_goes_to_another_session_after_the_first_has_ended(
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-async def test_a_session_that_ends_in_the_block_loses_the_lock_and_an_own_error_stays(
+async def test_a_session_that_ends_in_the_block_loses_the_lock(
     world: World, admin: psycopg.Connection[Any], key: LockKey
 ) -> None:
     """What the driver says of it, from SQLAlchemy or from a listener's own cursor, is the cause; another error says more."""
@@ -417,7 +415,7 @@ def test_the_default_keys_of_two_schemas_are_two_locks(dsn: str, monkeypatch: py
     engine.dispose()
 
 
-def test_another_database_is_skipped_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_database_is_skipped_or_rejected(caplog: pytest.LogCaptureFixture) -> None:
     """On SQLite, in tests, it says so in the log and does nothing, unless it is asked to raise."""
     caplog.set_level(logging.INFO, "pgfence.migrations")
     engine = create_engine("sqlite://")
@@ -430,7 +428,7 @@ def test_another_database_is_skipped_or_refused(caplog: pytest.LogCaptureFixture
     engine.dispose()
 
 
-def test_what_is_no_connection_and_no_key_is_a_type_error() -> None:
+def test_wrong_arguments_are_type_errors() -> None:
     """An engine, a name instead of a key, an unknown option, an impossible time."""
     engine = create_engine("sqlite://")
     with pytest.raises(TypeError, match="takes the Connection"):

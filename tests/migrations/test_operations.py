@@ -188,7 +188,7 @@ async def test_what_cannot_be_done_is_reported_and_nothing_is_half_done(
         ("drop_version_trigger", {}, "pgfence_version"),
     ],
 )
-async def test_a_foreign_trigger_with_our_name_stays(
+async def test_an_unrelated_trigger_with_the_name_is_kept(
     place: str,
     admin: psycopg.Connection[Any],
     engine: Engine,
@@ -463,7 +463,7 @@ def test_an_index_in_a_callers_transaction_is_rejected(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "other", ["op.create_index('ix', 'entry', ['branch'])", "op.create_index('ix', 'entry', ['book'], unique=True)"]
 )
-def test_another_index_of_that_name_is_not_taken_for_ours(engine: Engine, tmp_path: Path, other: str) -> None:
+def test_another_index_of_that_name_is_not_accepted(engine: Engine, tmp_path: Path, other: str) -> None:
     """An index on other columns, or a unique one instead of a plain one, ends the migration with both named."""
     project = Project(tmp_path / "alembic", engine, MetaData())
     project.write(f"op.execute('CREATE TABLE entry (book int, branch text)'); {other}")

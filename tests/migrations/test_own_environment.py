@@ -54,7 +54,7 @@ def run(own: str, script: str) -> None:
         connection.execute("\n".join(line for line in script.splitlines() if not line.startswith("INFO")).encode())
 
 
-def test_a_lease_is_held_across_scripts_that_bring_its_tables_back_and_forth(own: str, tmp_path: Path) -> None:
+def test_a_lease_is_held_across_upgrades_and_downgrades(own: str, tmp_path: Path) -> None:
     """Downgraded to version 2 and upgraded again by `--sql`, then installed by the script of `pgfence install`."""
     alembic(tmp_path, own, "upgrade", "head")
     engine = create_engine(f"postgresql+psycopg://{own.split('://', 1)[1]}")

@@ -146,9 +146,7 @@ def test_a_script_knows_partitions_too(engine: Engine, tmp_path: Path, own_conne
     assert refused(own_connection, "parent", "child") == [False, False]
 
 
-def test_a_child_by_inherits_counts_by_a_trigger_of_its_own(
-    engine: Engine, own_connection: psycopg.Connection[Any]
-) -> None:
+def test_a_child_by_inherits_counts_by_its_own_trigger(engine: Engine, own_connection: psycopg.Connection[Any]) -> None:
     """Its rows have no trigger from the parent, by whose name they are updated: with one of the child's they count."""
     own_connection.execute(f"CREATE TABLE parent ({COLUMNS}); CREATE TABLE child () INHERITS (parent)".encode())
     own_connection.execute("INSERT INTO parent VALUES (1); INSERT INTO child VALUES (2)")

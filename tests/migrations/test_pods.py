@@ -186,7 +186,7 @@ def test_a_check_of_nothing_makes_no_version_table(tmp_path: Path, own: str) -> 
     assert project.query("SELECT to_regclass('alembic_version')") == [(None,)]
 
 
-def test_no_revision_is_recorded_once_the_lock_is_gone(tmp_path: Path, own: str) -> None:
+def test_no_revision_is_recorded_once_the_lock_is_lost(tmp_path: Path, own: str) -> None:
     """A revision that unlocks everything on its way is rolled back, and the one before stays recorded."""
     project = Project(tmp_path, "sync", "psycopg", own)
     lost = project.run(PAUSE="0), pg_advisory_unlock_all(")
@@ -233,7 +233,7 @@ def test_a_revision_that_alembic_does_not_know_is_its_error(tmp_path: Path, own:
         ("004", "004", "Self-loop is detected in revisions .*004"),
     ],
 )
-def test_a_fork_is_refused_before_anything_is_locked(
+def test_branched_revisions_are_rejected_before_anything_is_locked(
     tmp_path: Path, own: str, revision: str, before: str, told: str
 ) -> None:
     """C055: two heads with their files, one id twice, a cycle: an error while another process has the lock; no table is created."""
@@ -284,7 +284,7 @@ def test_tenants_are_migrated_under_one_lock(tmp_path: Path, own: str, driver: s
     assert project.query("SELECT to_regclass('public.alembic_version')") == [(None,)]
 
 
-def test_tenants_share_revisions_made_from_the_models(tmp_path: Path, own: str) -> None:
+def test_tenants_share_revisions_generated_from_the_models(tmp_path: Path, own: str) -> None:
     """A revision that compares one tenant fits all: `check` is quiet, and no version table is dropped."""
     models = (
         "from sqlalchemy import Column, Integer, MetaData, Table; target_metadata = MetaData();"

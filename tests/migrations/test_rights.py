@@ -75,7 +75,7 @@ def test_a_complete_installation_of_another_process_is_left_alone(
         perform(app, up)
 
 
-def test_two_roles_count_versions_each_in_a_table_of_its_own(
+def test_two_roles_count_versions_each_in_its_own_table(
     app: Engine, engine: Engine, owner: psycopg.Connection[Any]
 ) -> None:
     """The function that another role has made is used as it is; one of another body is still to be made anew."""

@@ -114,7 +114,7 @@ def test_an_index_that_names_a_table_in_quotes_stays(connection: Connection) -> 
     assert connection.exec_driver_sql("SELECT count(*) FROM pg_indexes WHERE indexname = 'I \"X'").scalar() == 1
 
 
-def test_an_index_that_cannot_be_compared_is_recognised_in_the_words_of_the_server(connection: Connection) -> None:
+def test_an_incomparable_index_is_accepted_by_its_definition(connection: Connection) -> None:
     """No other table has rows of the type that the function takes; the error says how the server describes the index."""
     connection.exec_driver_sql("CREATE FUNCTION f(entry) RETURNS int IMMUTABLE LANGUAGE sql AS 'SELECT ($1).book'")
     build(connection, "ix", [text("f(entry)")], unique=True)
@@ -147,7 +147,7 @@ def test_the_error_says_what_the_two_are(connection: Connection) -> None:
 
 @pytest.mark.parametrize("name", [None, "ix_entry_book"])
 @pytest.mark.parametrize("schema", ["public", "tenant"])
-def test_what_a_build_left_is_found_by_the_name_and_the_schema_of_the_statement(
+def test_the_remains_of_a_build_are_found_by_name_and_schema(
     connection: Connection, name: str | None, schema: str
 ) -> None:
     """A naming convention makes the name, and a `schema_translate_map` the schema; an INVALID index there is built again."""
@@ -163,7 +163,7 @@ def test_what_a_build_left_is_found_by_the_name_and_the_schema_of_the_statement(
     assert [valid for _, _, valid in indexes(connection, schema)] == [True]
 
 
-def test_a_table_of_partitions_is_refused_before_anything_is_committed(engine: Engine) -> None:
+def test_a_partitioned_table_is_rejected_before_a_commit(engine: Engine) -> None:
     """The transaction of the migration goes on as it was; an index that is there already, over all partitions, stays."""
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"transaction_per_migration": True})

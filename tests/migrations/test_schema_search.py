@@ -47,7 +47,7 @@ def found(connection: Connection, query: str) -> list[tuple[Any, ...]]:
     return sorted(tuple(row) for row in connection.exec_driver_sql(query))
 
 
-def test_an_installation_further_down_the_search_path_is_dropped_by_name_only(
+def test_an_installation_later_in_the_search_path_is_dropped_by_name(
     engine: Engine, tenant: Engine, tmp_path: Path
 ) -> None:
     """What create_pgfence has found and left as it was, drop_pgfence does not take from others, in no script either."""
@@ -74,7 +74,7 @@ def test_an_installation_further_down_the_search_path_is_dropped_by_name_only(
         assert found(connection, OURS) == []
 
 
-def test_a_translated_schema_is_where_everything_is_made_and_dropped(engine: Engine, tenant: Engine) -> None:
+def test_everything_is_created_and_dropped_in_a_translated_schema(engine: Engine, tenant: Engine) -> None:
     """Tables, fence and version trigger are beside the table that Alembic's own operation makes on that connection."""
     translated = engine.execution_options(schema_translate_map={None: "tenant"})
 
@@ -139,7 +139,7 @@ def differences(project: Project) -> list[str]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "locks"), ("locks", None), ("locks", "others")])
-def test_guards_that_move_to_another_installation_are_put_back_by_the_way_down(
+def test_a_downgrade_restores_guards_of_another_installation(
     engine: Engine, tmp_path: Path, before: str | None, after: str | None
 ) -> None:
     """The fence of the new installation comes in place of the old one, and goes for it; a version trigger counts anywhere."""
@@ -159,7 +159,7 @@ def test_guards_that_move_to_another_installation_are_put_back_by_the_way_down(
         assert found(connection, COUNTING) == [(1,)]
 
 
-def test_a_fence_of_another_installation_that_no_model_asks_for_is_dropped(engine: Engine, tmp_path: Path) -> None:
+def test_a_fence_of_another_installation_without_a_model_is_dropped(engine: Engine, tmp_path: Path) -> None:
     """Models that take their fence away when pgfence's tables move leave none behind, and the way down puts it back."""
     project = Project(tmp_path / "alembic", engine, models(None), include_schemas=True)
     project.generate()
@@ -187,9 +187,7 @@ def latin(dsn: str) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("resource", ["schlie\xdfen\\", "'\xe9t\xe9' {id}:\xdf"])
-def test_a_resource_is_found_again_whatever_the_encoding_of_the_database(
-    latin: Engine, tmp_path: Path, resource: str
-) -> None:
+def test_a_resource_is_recognised_in_any_database_encoding(latin: Engine, tmp_path: Path, resource: str) -> None:
     """Letters that are other bytes there than in UTF-8 are compared as letters, and the same fence is not made anew."""
     metadata = models(None)
     metadata.tables["entry"].info["pgfence_fence"] = resource

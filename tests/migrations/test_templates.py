@@ -34,7 +34,9 @@ def with_tenants(own: str, *schemas: str) -> None:
 
 
 @pytest.mark.parametrize(("template", "driver"), TEMPLATES)
-def test_an_empty_database_and_no_revision_is_no_error(tmp_path: Path, own: str, template: str, driver: str) -> None:
+def test_an_empty_database_without_revisions_is_not_an_error(
+    tmp_path: Path, own: str, template: str, driver: str
+) -> None:
     """As with Alembic alone; the table for the versions, which it makes, is committed, in each tenant's schema."""
     with_tenants(own, "tenant_a", "tenant_b")
     project = without_revisions(Project(tmp_path, template, driver, own))

@@ -179,7 +179,7 @@ _SETTINGS = settings(
 
 @_SETTINGS
 @given(steps=st.binary(min_size=3 * LENGTH, max_size=3 * LENGTH))
-def test_the_server_answers_as_the_model_does(callers: Any, steps: bytes) -> None:
+def test_the_server_agrees_with_the_model(callers: Any, steps: bytes) -> None:
     """10,000 steps: each function gives the model's answer, whatever came before, and every promise holds."""
     schedule = Schedule(Both(*callers()))
     for at in range(0, len(steps), 3):

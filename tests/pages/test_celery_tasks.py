@@ -151,7 +151,7 @@ def test_a_task_whose_process_was_killed_is_delivered_again(books: Books) -> Non
     assert books.get(result) == 11
 
 
-def test_a_forked_child_opens_connections_of_its_own(books: Books) -> None:
+def test_a_forked_child_opens_its_own_connections(books: Books) -> None:
     """The parent's pooled connection is used by no child and is as the parent left it."""
     parents = books.get(books.queue.send("books_worker.backend_of_the_parent"))
     children = {books.get(books.queue.send("books_worker.backend")) for _ in range(4)}

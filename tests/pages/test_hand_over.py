@@ -66,7 +66,7 @@ def held(engine: Engine, user: int) -> bool:
     return Lease(engine, f"export:{user}", ttl=300).is_held()
 
 
-def test_a_second_request_is_refused_until_the_worker_is_done(queue: Queue, engine: Engine) -> None:
+def test_a_second_request_is_rejected_until_the_worker_is_done(queue: Queue, engine: Engine) -> None:
     """The API's process has ended, its task waits: still held. A worker adopts the lease and releases it."""
     assert json.loads(queue.run(API)) == [202, 409, 202]
     assert held(engine, 1)

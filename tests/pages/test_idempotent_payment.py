@@ -58,7 +58,7 @@ def pay(port: str, key: str) -> Answer:
     return ask(f"http://127.0.0.1:{port}/payments", {"amount": "1.10"}, x_user="1", idempotency_key=key)
 
 
-def test_a_payment_is_made_once_by_a_server_that_dies_and_for_clients_that_ask_at_once(own: str) -> None:
+def test_a_payment_is_made_once_by_a_server_that_is_killed(own: str) -> None:
     """C095: what the dead process wrote is gone and its key is free at once; of ten requests one pays, and all are told the same."""
     with (
         closing(Script(pages.reader(own, SERVER), "dies")) as dying,

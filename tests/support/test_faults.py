@@ -55,7 +55,7 @@ def arrives(connection: psycopg.Connection[Any], within: float = 30) -> bool:
     return True
 
 
-def test_the_proxy_forwards_until_it_is_told_otherwise(proxy: Proxy) -> None:
+def test_the_proxy_forwards_by_default(proxy: Proxy) -> None:
     """Several connections go through at once."""
     with connect(proxy.dsn) as one, connect(proxy.dsn) as two:
         assert answers(one)

@@ -49,7 +49,7 @@ def test_advisory_rows_shows_a_lock(dsn: str, advisory_rows: Callable[[], list[A
         assert (row.pid, row.objid, row.granted) == (connection.info.backend_pid, 42, True)
 
 
-async def test_other_is_a_contender_of_its_own_and_always_the_same(world: World) -> None:
+async def test_other_is_one_separate_contender(world: World) -> None:
     """Its calls run on one thread or task that is not the test's; errors come back; a cancelled call leaves it usable."""
     other = world.other()
 
