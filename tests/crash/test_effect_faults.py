@@ -207,7 +207,7 @@ async def test_a_server_that_hangs_leaves_the_outcome_unknown(
     await asyncio.sleep(0)  # first, so that it has a connection that is open already
     gate.open()
     second.open()
-    with pytest.raises(UnreachableError, match="no answer for the claim of|cannot connect to"):
+    with pytest.raises(UnreachableError, match="no response from the server for the claim of|cannot connect to"):
         await claim
     with pytest.raises(UnreachableError):
         await step
