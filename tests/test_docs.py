@@ -118,6 +118,14 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+@every_row("page", all_pages())
+def test_an_included_program_is_also_linked(page: Path) -> None:
+    """In the repository an include shows nothing, so the page has a link to the program as well."""
+    content = page.read_text(encoding="utf-8")
+    included = set(re.findall(r"literalinclude\} (\S+)", content))
+    assert sorted(program for program in included if f"]({program})" not in content) == []
+
+
 def test_each_how_to_is_on_the_list_of_tasks() -> None:
     """The page that lists the tasks has a link to each how-to."""
     listed = (ROOT / "docs" / "how-to" / "index.md").read_text(encoding="utf-8")
