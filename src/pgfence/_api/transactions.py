@@ -80,6 +80,7 @@ class _BegunSteps(_SafeSteps[W]):
             if iscoroutine(entering):
                 await entering
         except BaseException as error:
+            # The caller's block was not entered, so nothing else would roll this transaction back.
             await super()._exit(error)
             raise
         return work

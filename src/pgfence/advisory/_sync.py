@@ -217,6 +217,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
     def _place(self) -> tuple[LockManager, LockSql, Connection | None]:
         engine = self._engine
         found = self._found
+        # Reused by repeated calls. A forked child must not use its parent's manager, whose connections belong to the parent.
         if found is not None and found[0].engine is engine and found[0].pid == PROCESS.pid:
             return *found, None
         if isinstance(engine, Connection):

@@ -107,6 +107,7 @@ def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
     match answer.outcome:
         case "fresh":
             _emit(config, "acquired", call)
+            # The savepoint lets a recorded error roll back the work and keep the claim.
             return Claim(row, replayed=False, savepoint=session.begin_nested() if call.record else None)
         case "done":
             return Claim(row, replayed=True, result=call.codec.decode(answer.text))

@@ -130,6 +130,7 @@ class TransactionLockBase(Guided):
             state = sql.read_driver_state(connection)
         record = TransactionRecord.of(connection)
         if state.idle:
+            # The server has no open transaction: an earlier one on this connection was ended in plain SQL, with its locks.
             record.forget()
         keys = self._find_missing(record, self._resolve_keys(config))
         if keys and self._expire and not isinstance(work, Connection):
@@ -224,7 +225,7 @@ class TransactionLockBase(Guided):
             granted = self._ask(call, deadline, owner)
         except DBAPIError as error:
             raise_translated(error, None, self._build_error_context())
-            raise
+            raise  # an error that pgfence has no class for: the transaction is the caller's, and so is the error
         if not granted:
             return False
         call.record.add(call.keys, shared=self._shared)
@@ -253,6 +254,8 @@ class TransactionLockBase(Guided):
         left = deadline.left(clock())
         own = None
         if answer.taken >= 0 and left and owner is not None:
+            # Waiting for a session lock that this same thread or task holds on another connection would never end, and
+            # PostgreSQL could not detect it: that connection is idle, not waiting.
             own = find_hold_elsewhere(owner, connection, self._list_labels(), keys)
         if guarded and (answer.taken < 0 or own is not None or not left):
             sql.give_back(connection)
