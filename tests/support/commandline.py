@@ -62,7 +62,7 @@ class Cli:
 
 @contextmanager
 def holding(dsn: str, name: str, application: str = "other-deploy") -> Iterator[int]:
-    """Hold a lock from another session, by hand; yield its backend."""
+    """Hold a lock from another session with plain SQL; yield its backend."""
     with psycopg.connect(dsn, autocommit=True, application_name=application) as connection:
         connection.execute("SELECT pg_advisory_lock(%s)", [LockKey.of(name).value])
         yield connection.info.backend_pid

@@ -63,7 +63,7 @@ class Gate:
         self._open.set()
 
     async def reached(self) -> None:
-        """Return when somebody waits here."""
+        """Return when a caller waits here."""
         await eventually(self._reached.is_set, 30)
 
     async def wait(self) -> None:
@@ -78,7 +78,7 @@ class Gate:
 
 
 class Shop:
-    """Effects of a world on one engine, in a scope of their own."""
+    """Effects of a world on one engine, in a separate scope."""
 
     def __init__(self, world: World, admin: psycopg.Connection[Any], **options: Any) -> None:
         self.world = world
@@ -116,7 +116,7 @@ class Shop:
 
     @asynccontextmanager
     async def at_work(self, key: str, **options: Any) -> AsyncIterator[None]:
-        """Be at work under a key of `idempotent`; the end of the block commits its result."""
+        """Run inside a key of `idempotent`; the end of the block commits its result."""
         async with self.world.enter(self.session()) as session:
             async with self.world.enter(idempotent(session, key, scope=self.scope, result=str, **options)) as op:
                 assert not op.replayed
@@ -154,7 +154,7 @@ class Shop:
         self.set(key, "expires_at = clock_timestamp() - interval '1 s'")
 
     def set(self, key: str, what: str) -> None:
-        """Change the row of a key by hand."""
+        """Change the row of a key directly."""
         query = f"UPDATE pgfence_idempotency_key SET {what} WHERE scope = %s AND key = %s"
         assert self.admin.execute(query.encode(), [self.scope, key]).rowcount == 1
 

@@ -16,7 +16,7 @@ FILL = (
 
 
 class Keys:
-    """Rows of one scope, made by hand."""
+    """Rows of one scope, inserted directly."""
 
     def __init__(self, admin: psycopg.Connection[Any], scope: str) -> None:
         self.admin = admin

@@ -37,7 +37,7 @@ def make_proxy() -> Iterator[Callable[[str], Proxy]]:
 
 @pytest.fixture
 def far_server() -> Iterator[network.FarServer]:
-    """A private server behind a cable of its own: `far_server.network.cut()`. Skips where that needs rights we lack."""
+    """A private server behind its own cable: `far_server.network.cut()`. Skips where that needs rights we lack."""
     with network.far_server() as server:
         yield server
 
@@ -68,6 +68,6 @@ def standby(pair: Pair) -> standbys.Standby:
 
 @pytest.fixture
 def script() -> Iterator[Callable[..., Script]]:
-    """A function that runs a Python script in a process of its own: `script(code, *arguments)`; see support/processes.py."""
+    """A function that runs a Python script in a separate process: `script(code, *arguments)`; see support/processes.py."""
     with ExitStack() as stack:
         yield lambda code, *arguments: stack.enter_context(closing(Script(code, *arguments)))

@@ -1,4 +1,4 @@
-"""Fenced classes of every kind, each with a table of its own, and work on a Session in a world."""
+"""Fenced classes of every kind, each with its own table, and work on a Session in a world."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Shop(SimpleNamespace):
-    """Classes with tables of their own: Entry, Same, Item and Piece are fenced, Doc, Profile and Tag are not."""
+    """Classes with their own tables: Entry, Same, Item and Piece are fenced, Doc, Profile and Tag are not."""
 
     metadata: Any
     resource: str

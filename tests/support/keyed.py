@@ -115,7 +115,7 @@ class Desk:
         who: Contender | None = None,
         **options: Any,
     ) -> Any:
-        """Do the work under a key in a session of its own, and commit."""
+        """Do the work under a key in a separate session, and commit."""
         who = who or self.world
         async with who.enter(self.session()) as session:
             answer = await who.call(self.key(session, key, **options).run, self.body(session, work or self.charge(key)))
@@ -124,7 +124,7 @@ class Desk:
 
     @asynccontextmanager
     async def at_work(self, key: str, who: Contender | None = None, **options: Any) -> AsyncIterator[Any]:
-        """Be at work under a key: it is claimed, the effect is written; the end of the block commits."""
+        """Run inside a key: it is claimed, the effect is written; the end of the block commits."""
         who = who or self.world
         async with who.enter(self.session()) as session:
             async with who.enter(self.key(session, key, **options)) as op:

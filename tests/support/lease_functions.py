@@ -1,4 +1,4 @@
-"""The server functions of leases, gates and tokens, called by hand."""
+"""The server functions of leases, gates and tokens, called directly."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def install_with_clock(connection: psycopg.Connection[Any], schema: str, clock: str) -> None:
-    """Make tables and functions in a schema of their own, whose functions read the time from another expression."""
+    """Make tables and functions in a separate schema, whose functions read the time from another expression."""
     for text in build_creation(TableNames(schema)):
         own = text.replace("pg_catalog.clock_timestamp()", clock) if "FUNCTION" in text else text
         connection.execute(own.encode())
 
 
 class Caller:
-    """Somebody who calls them for one name, on a connection of its own.
+    """A caller of the functions for one name, on a separate connection.
 
     Attributes:
         old: call the functions of version 1, as a process of an older release does.
@@ -52,7 +52,7 @@ class Caller:
 
     @property
     def row(self) -> Any:
-        """The row of the lease, with `left` and `blocked`: seconds by the server's clock; None if there is none."""
+        """The row of the lease, with `left` and `blocked`: seconds by the server's clock; None if it does not exist."""
         return self.one(
             "SELECT l.*, extract(epoch FROM expires_at - clock_timestamp())::float8 AS left,"
             f" extract(epoch FROM free_at - clock_timestamp())::float8 AS blocked FROM {self.place}lease AS l"

@@ -116,7 +116,7 @@ def has_ticket(admin: psycopg.Connection[Any], label: str, *names: str | LockKey
 
 
 def standing(engine: Any) -> int:
-    """Return how many contenders of this process stand behind somebody, in the lines of one engine."""
+    """Return how many contenders of this process wait behind another one, in the lines of one engine."""
     found = ManagerRegistry.of(getattr(engine, "sync_engine", engine)).values()
     return len(
         {

@@ -1,4 +1,4 @@
-"""Code of ours interrupted at a chosen moment, as a signal handler would that raises."""
+"""Interrupt code of pgfence at a chosen moment, as a signal handler that raises would."""
 
 from __future__ import annotations
 

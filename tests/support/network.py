@@ -1,4 +1,4 @@
-"""A server at the far end of a network of its own, whose cable can be cut. Linux, root and `ip` only."""
+"""A server at the far end of a separate network, whose cable can be cut. Linux, root and `ip` only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLONE_NEWNET = 0x40000000
 class Network:
     """Two ends and a switch: this machine, the switch's namespace, the server's namespace.
 
-    Cutting switches the switch off. Both ends keep their link and hear nothing, as with a cable cut further away: no reset,
+    Cutting switches the switch off. Both ends keep their link and receive nothing, as with a cable cut further away: no reset,
     no "unreachable", no loss of carrier.
 
     Attributes:
@@ -101,7 +101,7 @@ class FarServer(OwnServer):
 
 @contextmanager
 def far_server(**kwargs: Any) -> Iterator[FarServer]:
-    """Run a private server behind a cable of its own; its unix socket is there even while the cable is cut."""
+    """Run a private server behind its own cable; its unix socket is there even while the cable is cut."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the ip command")
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The payments API of the docs with its provider, in processes of their own that are told when to die."""
+"""The payments API of the docs with its provider, in separate processes that are told when to die."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def provider_that_says(answers: list[bytes]) -> Iterator[str]:
 
 
 class Servers:
-    """Starts servers of the example, each in a process of its own."""
+    """Starts servers of the example, each in a separate process."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._popen = popen

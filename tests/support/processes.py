@@ -34,7 +34,7 @@ def fork_child():
 
 
 class Script:
-    """A Python script in a process of its own.
+    """A Python script in a separate process.
 
     The script has `say(*words)` to print a line, `park()` to wait until it is told to go on or killed, and `fork_child()`
     to leave a child that does nothing and lives on when the script is killed.

@@ -1,4 +1,4 @@
-"""Programs for processes of their own, in every world: written once, async, and made sync where the driver is."""
+"""Programs for separate processes, in every world: written once, async, and made sync where the driver is."""
 
 from __future__ import annotations
 

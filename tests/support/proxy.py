@@ -19,7 +19,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """Forwards every connection to one server, until told otherwise. It runs on a thread of its own.
+    """Forwards every connection to one server, until told otherwise. It runs on a separate thread.
 
     A black hole here is a middle box that swallows: its kernel still acknowledges, so keepalives are answered. For a cable
     that is cut see `support.network`.

@@ -1,4 +1,4 @@
-"""A real Celery worker in a process of its own, with messages and results in files."""
+"""A real Celery worker in a separate process, with messages and results in files."""
 
 from __future__ import annotations
 

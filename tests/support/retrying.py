@@ -69,7 +69,7 @@ def row(admin: psycopg.Connection[Any]) -> Iterator[Row]:
 
 
 def conflict(*, precondition: bool) -> VersionConflictError:
-    """Return the error of a row that somebody else has changed."""
+    """Return the error for a row that another session has changed."""
     return VersionConflictError(
         "somebody was first", items=[VersionConflict(Row, (1,), 1, 2)], precondition=precondition
     )

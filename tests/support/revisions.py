@@ -84,7 +84,7 @@ class Project:
         return Path(script.path).read_text(encoding="utf-8")
 
     def write(self, upgrade: str, downgrade: str = "pass") -> str:
-        """Make a revision by hand and return its text."""
+        """Write a revision manually and return its text."""
         script: Any = command.revision(self._config)
         path = Path(script.path)
         head = path.read_text(encoding="utf-8").partition("def upgrade")[0]

@@ -15,7 +15,7 @@ _FAILURES = (Exception, pytest.fail.Exception)
 
 
 def every_row(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Run a test once on all rows, which share its fixtures; with `parametrize` each row would be a test of its own.
+    """Run a test once on all rows, which share its fixtures; with `parametrize` each row would be a separate test.
 
     Args:
         names: the arguments that a row gives, as for `pytest.mark.parametrize`.

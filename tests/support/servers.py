@@ -137,7 +137,7 @@ def database(dsn: str, label: str) -> Iterator[str]:
 
 @contextmanager
 def role(admin: psycopg.Connection[Any], dsn: str, settings: Mapping[str, str]) -> Iterator[str]:
-    """Make a login role with settings of its own, yield its DSN, and drop it with its sessions."""
+    """Make a login role with its own settings, yield its DSN, and drop it with its sessions."""
     name, password = f"pgfence_role_{secrets.token_hex(6)}", secrets.token_hex(12)
     quoted = sql.Identifier(name)
     admin.execute(sql.SQL("CREATE ROLE {} LOGIN PASSWORD {}").format(quoted, password))

@@ -105,7 +105,7 @@ class Shop:
         self._process = subprocess.Popen(command, cwd=self._folder, env=self._environment, pass_fds=[number])
 
     def kill(self, pid: int) -> None:
-        """Kill the process that was at work; another one takes its place."""
+        """Kill the process that was running the request; another one takes its place."""
         os.kill(pid, signal.SIGKILL)
         if pid == self._process.pid:
             self._process.wait(10)

@@ -52,7 +52,7 @@ def standby(primary: OwnServer, **kwargs: Any) -> Iterator[Standby]:
 
 @contextmanager
 def restored(primary: OwnServer, **kwargs: Any) -> Iterator[OwnServer]:
-    """Restore a private server to this moment from a backup, on a timeline of its own, and yield what was restored."""
+    """Restore a private server to this moment from a backup, on a separate timeline, and yield what was restored."""
     data = _copied(primary, "restored")
     _configure(data, "restore_command = 'false'", "recovery.signal")
     with own(OwnServer, data_dir=data, **kwargs) as server:

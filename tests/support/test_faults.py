@@ -126,7 +126,7 @@ def test_a_half_closed_connection_ends_for_the_server(
 
 
 def test_a_cut_cable_is_silent_and_can_be_mended(far_server: FarServer) -> None:
-    """Nothing arrives, nobody is told, and TCP brings it after the cable is mended."""
+    """Nothing arrives, neither side is notified, and TCP delivers it after the cable is reconnected."""
     with connect(far_server.dsn) as connection:
         assert answers(connection)
         far_server.network.cut()

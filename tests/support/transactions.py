@@ -77,7 +77,7 @@ async def value(who: Contender, work: Any, sql: str, **parameters: Any) -> Any:
 
 @contextmanager
 def statements(engine: Any) -> Iterator[list[str]]:
-    """Collect the statements that go out on an engine, whoever sends them and however they end.
+    """Collect all statements that are sent on an engine, whether they succeed or fail.
 
     By the hooks after a statement: hooks before it make some requests choose another way.
     """

@@ -239,7 +239,7 @@ def lines_of_a_subclass(mode: str) -> Pair:
 
 
 def base_and_subclass(mode: str, names: tuple[str, ...] | None) -> tuple[Any, Any, Any]:
-    """Return a base that counts its lines, a subclass that also has files, with a list of its own unless None, and a row of both."""
+    """Return a base that counts its lines, a subclass that also has files, with its own list unless None, and a row of both."""
     base, counted, name = _base(mode, "lines")
 
     class Document(counted, base):

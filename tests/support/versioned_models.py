@@ -1,4 +1,4 @@
-"""Versioned classes of every kind, each with a table of its own, and others who write the same rows."""
+"""Versioned classes of every kind, each with its own table, and others who write the same rows."""
 
 from __future__ import annotations
 

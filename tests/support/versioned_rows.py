@@ -1,4 +1,4 @@
-"""Versioned classes of one table or two, each with tables of its own, and work on a VersionedSession in a world."""
+"""Versioned classes of one table or two, each with its own tables, and work on a VersionedSession in a world."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def versions(session: Session, cls: Any) -> dict[int, Any]:
 
 
 async def read(world: World, engine: Any, cls: Any) -> dict[int, Any]:
-    """The versions as they stand in the table, read by a session of their own."""
+    """The versions as they stand in the table, read by a separate session."""
     found: dict[int, Any] = await on_session(world, engine, lambda session: versions(session, cls))
     return found
 
