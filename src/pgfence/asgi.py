@@ -43,7 +43,12 @@ class IdempotencyMiddleware:
 
     ::
 
-        app.add_middleware(IdempotencyMiddleware, engine=engine, principal=user_of, routes=["/payments"])
+        app.add_middleware(
+            IdempotencyMiddleware,
+            engine=engine,
+            principal=user_of,
+            routes=["/payments"],
+        )
 
     The key is claimed, in a separate transaction, before the application is called. The response is stored when it is complete,
     and sent after that. While the application runs, a thread renews the claim, and no connection is held.

@@ -41,7 +41,12 @@ class IdempotencyMiddleware:
 
     ::
 
-        app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, engine, principal=user_of, routes=["/payments"])
+        app.wsgi_app = IdempotencyMiddleware(
+            app.wsgi_app,
+            engine,
+            principal=user_of,
+            routes=["/payments"],
+        )
 
     Guarantees, arguments and responses are those of `pgfence.asgi.IdempotencyMiddleware`, with an Engine, a WSGI application, and a
     `principal` that takes the environment and leaves its body unread. The path below the application's root is `PATH_INFO`. Inside

@@ -21,7 +21,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
     ::
 
         def work(attempt: Attempt) -> str:
-            return attempt.step("charge", lambda key: provider.charge(amount, idempotency_key=key))
+            return attempt.step("charge", lambda key: provider.charge(amount, key))
 
 
         receipt = IdempotentEffect(engine, order.key, scope="orders", result=str).run(work)

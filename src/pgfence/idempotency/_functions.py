@@ -94,7 +94,8 @@ def idempotent(
 
     ::
 
-        receipt = idempotent(session, key, scope=f"user:{user.id}", payload=body, result=Receipt).run(charge)
+        call = idempotent(session, key, scope=f"user:{user.id}", payload=body, result=Receipt)
+        receipt = call.run(charge)
 
     or, where a function does not fit::
 
