@@ -64,6 +64,12 @@ CUT_OFF = """
         .filter(one => one.getBoundingClientRect().right > innerWidth + 1 && !scrolls(one))
         .map(one => one.outerHTML.slice(0, 80));
 """
+# The longest line of each block of code that is wider than its box.
+WIDE_CODE = """
+    return [...document.querySelectorAll("article pre")]
+        .filter(block => block.scrollWidth > block.clientWidth)
+        .map(block => block.innerText.split("\\n").reduce((one, other) => one.length > other.length ? one : other));
+"""
 
 
 def text(window: Browser, selector: str) -> list[str]:
@@ -86,7 +92,7 @@ def test_front_page_says_how_to_install_and_where_to_start(site: Site, window: B
     assert text(window, "h1") == ["pgfence"]
     assert "pip install" in text(window, "article pre")[0]
     assert len(text(window, "article button.copybtn")) == len(text(window, "article pre"))
-    assert f"pgfence {pgfence.__version__}" in text(window, ".announcement")[0]
+    assert f"pgfence {pgfence.__version__.partition('+')[0]}" in text(window, ".announcement")[0]
     links = window.run("return [...document.querySelectorAll('a')].map(one => one.href)")
     assert {f"{site.url}changelog.html", f"{site.url}learn/getting-started.html"} <= set(links)
     window.open(f"{site.url}changelog.html")
@@ -146,6 +152,16 @@ def test_page_not_found_is_a_page_of_the_site(site: Site, window: Browser) -> No
     assert text(window, "h1") == ["Page not found"]
     assert window.run("return [...document.styleSheets].every(one => one.cssRules.length > 0)")
     assert f"{site.url}index.html" in window.run("return [...document.querySelectorAll('a')].map(one => one.href)")
+
+
+def test_no_code_is_cut_off_at_1280_pixels(site: Site, window: Browser) -> None:
+    """At a width of 1280 px no block of code has to be scrolled: 88 columns fit, on a page and in a docstring."""
+    window.show(1280)
+    wide = []
+    for page in docsite.page_names(site.pages):
+        window.open(site.url + page)
+        wide += [f"{page}: {line}" for line in window.run(WIDE_CODE)]
+    assert wide == []
 
 
 def test_nothing_is_cut_off_on_a_phone(site: Site, window: Browser) -> None:

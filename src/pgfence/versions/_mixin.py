@@ -50,7 +50,7 @@ class Versioned(_Guarded):
 
         with Session() as session:  # a sessionmaker(engine, class_=VersionedSession)
             session.get_one(Page, 1).title = "new"
-            session.commit()  # VersionConflictError if another session has written the row since it was read
+            session.commit()  # VersionConflictError if the row has changed since it was read
 
     For plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`), SQLModel and Flask-SQLAlchemy. With
     joined or single-table inheritance it belongs on the base class. A new row has version 1, and each UPDATE adds 1.

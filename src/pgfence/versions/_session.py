@@ -36,7 +36,7 @@ class VersionedSession(Session):
     ::
 
         SessionLocal = sessionmaker(engine, class_=VersionedSession)
-        AsyncSessionLocal = async_sessionmaker(async_engine, sync_session_class=VersionedSession)
+        AsyncSessionLocal = async_sessionmaker(engine, sync_session_class=VersionedSession)
         db = SQLAlchemy(session_options={"class_": VersionedSession})  # Flask-SQLAlchemy
 
     Guarantees:
