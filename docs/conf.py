@@ -41,7 +41,10 @@ default_role = "code"
 # A reference has to lead somewhere. Exceptions are names of FastAPI, Starlette and SQLAlchemy without a page, and type variables.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", rf"(.*\.)?({'|'.join(full_names())}|FastAPI|HTTPException|ORMOption|Response)"),
+    (
+        "py:.*",
+        rf"(.*\.)?({'|'.join(full_names())}|FastAPI|HTTPException|ORMOption|Response)",
+    ),
     ("py:class", r"(.*\.)?_?(O|T|R|S|AS|HoldT|AnyHeld)"),
 ]
 
@@ -51,7 +54,9 @@ intersphinx_timeout = 5
 intersphinx_disabled_reftypes = ["*"]
 
 # The address of the published site, in its sitemap, llms.txt, 404 page and previews.
-html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "https://pgfence.readthedocs.io/en/stable/")
+html_baseurl = os.environ.get(
+    "READTHEDOCS_CANONICAL_URL", "https://pgfence.readthedocs.io/en/stable/"
+)
 notfound_urls_prefix = urlsplit(html_baseurl).path
 sitemap_url_scheme = "{link}"
 sitemap_excludes = ["404.html", "genindex.html", "py-modindex.html", "search.html"]
@@ -124,16 +129,40 @@ signature_replacements = {
     ),
     **{
         f"pgfence.{name}.wrap": (_WRAP, "Callable")
-        for name in ("AdvisoryLock", "AsyncAdvisoryLock", "Lease", "AsyncLease", "Semaphore", "AsyncSemaphore")
+        for name in (
+            "AdvisoryLock",
+            "AsyncAdvisoryLock",
+            "Lease",
+            "AsyncLease",
+            "Semaphore",
+            "AsyncSemaphore",
+        )
     },
 }
 # Objects that a program gets from pgfence and does not create.
 signature_without_constructor = [
     f"pgfence.{name}"
     for name in [
-        *("Held", "AsyncHeld", "FencedHeld", "AsyncFencedHeld", "HeldLease", "AsyncHeldLease", "Slot", "AsyncSlot"),
+        *(
+            "Held",
+            "AsyncHeld",
+            "FencedHeld",
+            "AsyncFencedHeld",
+            "HeldLease",
+            "AsyncHeldLease",
+            "Slot",
+            "AsyncSlot",
+        ),
         *("Permit", "AsyncPermit"),
-        *("Idem", "AsyncIdem", "Op", "Attempt", "AsyncAttempt", "KeyFamily", "fastapi.IdempotentCall"),
+        *(
+            "Idem",
+            "AsyncIdem",
+            "Op",
+            "Attempt",
+            "AsyncAttempt",
+            "KeyFamily",
+            "fastapi.IdempotentCall",
+        ),
     ]
 ]
 

@@ -151,6 +151,14 @@ def test_the_readme_fits_on_one_screen() -> None:
     assert len(chooser.splitlines()) == 2 + 6
 
 
+@every_row("page", all_pages())
+def test_included_files_are_also_linked(page: Path) -> None:
+    """A file that a page includes is also linked, because a repository shows the include as a path without content."""
+    content = page.read_text(encoding="utf-8")
+    included = set(re.findall(r"literalinclude\} (\S+)", content))
+    assert sorted(file for file in included if f"]({file})" not in content) == []
+
+
 def test_diagrams_are_those_of_their_script() -> None:
     """The committed diagrams are what docs/_diagrams/draw.py draws."""
     diagrams = runpy.run_path(str(ROOT / "docs" / "_diagrams" / "draw.py"))["DIAGRAMS"]

@@ -34,17 +34,29 @@ text { fill: #e6e6e6 }
 }"""
 
 
-def text(x: float, y: float, content: str, kind: str = "", anchor: str = "middle") -> str:
+def text(
+    x: float, y: float, content: str, kind: str = "", anchor: str = "middle"
+) -> str:
     """Return a line of text."""
     return f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
-def box(x: float, y: float, width: float, height: float, lines: list[tuple[str, str]], kind: str = "box") -> list[str]:
+def box(
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    lines: list[tuple[str, str]],
+    kind: str = "box",
+) -> list[str]:
     """Return a box with lines of text, each with its kind, in the middle."""
     first = y + height / 2 + 5 - 17 * (len(lines) - 1) / 2
     return [
         f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="8"/>',
-        *(text(x + width / 2, first + 17 * number, content, style) for number, (content, style) in enumerate(lines)),
+        *(
+            text(x + width / 2, first + 17 * number, content, style)
+            for number, (content, style) in enumerate(lines)
+        ),
     ]
 
 
@@ -65,10 +77,20 @@ def picture(title: str, height: float, parts: list[str]) -> str:
     """Return an SVG that follows the light or dark scheme of the page."""
     size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}">'
-    return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>\n{STYLE}\n</style>", *parts, "</svg>\n"])
+    return "\n".join(
+        [
+            head,
+            f"<title>{escape(title)}</title>",
+            f"<style>\n{STYLE}\n</style>",
+            *parts,
+            "</svg>\n",
+        ]
+    )
 
 
-def sequence(title: str, names: list[str], steps: list[tuple[str, str, list[tuple[str, str]]]]) -> str:
+def sequence(
+    title: str, names: list[str], steps: list[tuple[str, str, list[tuple[str, str]]]]
+) -> str:
     """Return a sequence of messages between three participants, from top to bottom.
 
     Args:
@@ -83,7 +105,10 @@ def sequence(title: str, names: list[str], steps: list[tuple[str, str, list[tupl
         if ">" in way:
             start, end = (columns[int(one)] for one in way.split(">"))
             middle = (start + end) / 2
-            parts += [text(middle, y + 15 * number, content, style) for number, (content, style) in enumerate(lines)]
+            parts += [
+                text(middle, y + 15 * number, content, style)
+                for number, (content, style) in enumerate(lines)
+            ]
             y += 15 * len(lines) - 6
             parts += arrow(start, y, end, y, kind)
             y += 26
@@ -94,14 +119,17 @@ def sequence(title: str, names: list[str], steps: list[tuple[str, str, list[tupl
                 parts.append(f'<path class="stop" d="M{column} {y - 14}v{height}"/>')
                 at = column + 10
                 parts += [
-                    text(at, y + 4 + 17 * number, one, style, "start") for number, (one, style) in enumerate(lines)
+                    text(at, y + 4 + 17 * number, one, style, "start")
+                    for number, (one, style) in enumerate(lines)
                 ]
             else:
                 parts += box(column - 64, y - 16, 128, height, lines, kind or "box")
             y += height + 8
     bottom = y - 14
     heads = [
-        part for at, name in zip(columns, names, strict=True) for part in box(at - 64, 2, 128, 30, [(name, "name")])
+        part
+        for at, name in zip(columns, names, strict=True)
+        for part in box(at - 64, 2, 128, 30, [(name, "name")])
     ]
     lives = [f'<path class="life" d="M{at} 32V{bottom}"/>' for at in columns]
     return picture(title, bottom + 4, [*lives, *heads, *parts])
@@ -113,10 +141,36 @@ def connections() -> str:
     parts = [
         *box(2, 2, 456, 148, []),
         text(16, 24, "your process", "name", "start"),
-        *box(16, 36, 176, 100, [("your engine's pool", "name"), ("your sessions,", "note"), *calls]),
-        *box(206, 36, 112, 100, [("session lock", "name"), ("one connection", "note"), ("for each", "note")], "ours"),
         *box(
-            328, 36, 118, 100, [("heartbeat", "name"), ("one connection", "note"), ("for all leases", "note")], "ours"
+            16,
+            36,
+            176,
+            100,
+            [("your engine's pool", "name"), ("your sessions,", "note"), *calls],
+        ),
+        *box(
+            206,
+            36,
+            112,
+            100,
+            [
+                ("session lock", "name"),
+                ("one connection", "note"),
+                ("for each", "note"),
+            ],
+            "ours",
+        ),
+        *box(
+            328,
+            36,
+            118,
+            100,
+            [
+                ("heartbeat", "name"),
+                ("one connection", "note"),
+                ("for all leases", "note"),
+            ],
+            "ours",
         ),
         *arrow(104, 136, 104, 236),
         *arrow(262, 136, 262, 236),
@@ -128,9 +182,29 @@ def connections() -> str:
         text(395, 212, "renewals", "note", "start"),
         *box(2, 238, 456, 128, []),
         text(16, 354, "PostgreSQL", "name", "start"),
-        *box(16, 250, 176, 84, [("your tables,", ""), ("gates, keys,", ""), ("transaction locks", "")]),
-        *box(206, 250, 112, 84, [("advisory lock", ""), ("of the server", "note"), ("session", "note")], "ours"),
-        *box(328, 250, 118, 84, [("lease rows", ""), ("token and", "note"), ("expiry", "note")], "ours"),
+        *box(
+            16,
+            250,
+            176,
+            84,
+            [("your tables,", ""), ("gates, keys,", ""), ("transaction locks", "")],
+        ),
+        *box(
+            206,
+            250,
+            112,
+            84,
+            [("advisory lock", ""), ("of the server", "note"), ("session", "note")],
+            "ours",
+        ),
+        *box(
+            328,
+            250,
+            118,
+            84,
+            [("lease rows", ""), ("token and", "note"), ("expiry", "note")],
+            "ours",
+        ),
     ]
     return picture("Locks and leases use connections beside the pool", 368, parts)
 
@@ -147,16 +221,36 @@ def lease() -> str:
             ("0>1", "", [("lease.begin()", "code"), ("enter gate with 1", "note")]),
             ("1", "ours", [("gate: 1", "name")]),
             ("0>1", "", [("write, COMMIT", "note")]),
-            ("0|", "", [("A is stopped", "bad"), ("for longer", "note"), ("than the TTL", "note")]),
+            (
+                "0|",
+                "",
+                [
+                    ("A is stopped", "bad"),
+                    ("for longer", "note"),
+                    ("than the TTL", "note"),
+                ],
+            ),
             ("1", "ours", [("lease expires", "name")]),
             ("2>1", "", [("acquire", "code")]),
             ("1>2", "dashed", [("token 2", "note")]),
             ("2>1", "", [("lease.begin()", "code"), ("enter gate with 2", "note")]),
             ("1", "ours", [("gate: 2", "name")]),
             ("2>1", "", [("write, COMMIT", "note")]),
-            ("0", "", [("A continues:", ""), ("check() raises", "code"), ("LockLostError", "code")]),
+            (
+                "0",
+                "",
+                [
+                    ("A continues:", ""),
+                    ("check() raises", "code"),
+                    ("LockLostError", "code"),
+                ],
+            ),
             ("0>1", "", [("a write with token 1", "note")]),
-            ("1>0", "dashed", [("rejected: PF001", "bad"), ("StaleFencingTokenError", "code")]),
+            (
+                "1>0",
+                "dashed",
+                [("rejected: PF001", "bad"), ("StaleFencingTokenError", "code")],
+            ),
         ],
     )
 
@@ -172,10 +266,18 @@ def idempotency_key() -> str:
             ("1", "ours", [("the endpoint", "name"), ("runs once", "note")]),
             ("1>2", "", [("store the response,", "note"), ("COMMIT", "note")]),
             ("1>0", "dashed", [("201, lost on its way", "bad")]),
-            ("0>1", "", [("the same request,", "note"), ("Idempotency-Key: k1", "code")]),
+            (
+                "0>1",
+                "",
+                [("the same request,", "note"), ("Idempotency-Key: k1", "code")],
+            ),
             ("1>2", "", [("claim k1", "note")]),
             ("2>1", "dashed", [("the stored response", "note")]),
-            ("1>0", "dashed", [("201, the same body", "note"), ("Idempotent-Replayed", "code")]),
+            (
+                "1>0",
+                "dashed",
+                [("201, the same body", "note"), ("Idempotent-Replayed", "code")],
+            ),
         ],
     )
 
@@ -187,7 +289,14 @@ def attempt() -> str:
         *arrow(225, 38, 225, 92),
         text(233, 62, "claim, COMMIT:", "note", "start"),
         text(233, 78, "attempt 1, 2, ...", "note", "start"),
-        *box(140, 92, 170, 50, [("in progress", "name"), ("renewed while it runs", "note")], "ours"),
+        *box(
+            140,
+            92,
+            170,
+            50,
+            [("in progress", "name"), ("renewed while it runs", "note")],
+            "ours",
+        ),
         # An error of `free`, back to free on the left.
         '<path class="line" d="M140 117H72V20H132"/>',
         '<path class="tip" d="M132 16l7 4l-7 4z"/>',
@@ -198,7 +307,9 @@ def attempt() -> str:
         *arrow(290, 142, 290, 216),
         *box(2, 218, 172, 52, [("done", "name"), ("result is replayed", "note")]),
         *box(184, 218, 84, 52, [("failed", "name"), ("replayed", "note")]),
-        *box(278, 218, 170, 52, [("unknown", "name"), ("what it did: not known", "note")]),
+        *box(
+            278, 218, 170, 52, [("unknown", "name"), ("what it did: not known", "note")]
+        ),
         text(152, 184, "result", "note", "end"),
         text(217, 174, "error of", "note", "end"),
         text(217, 189, "record=", "code", "end"),

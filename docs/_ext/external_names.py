@@ -21,19 +21,30 @@ SITES = {
 
 def inventories() -> dict[str, tuple[str, tuple[str | None, ...]]]:
     """Return the sites for intersphinx; where one cannot be reached, the names that we use come from a file of ours."""
-    return {name: (url, (None, str(INVENTORIES / f"{name}.txt"))) for name, url in SITES.items()}
+    return {
+        name: (url, (None, str(INVENTORIES / f"{name}.txt")))
+        for name, url in SITES.items()
+    }
 
 
 def full_names() -> dict[str, str]:
     """Return the full name in the documentation of each name in our own inventories, by its last part."""
-    rows = [row.split() for site in SITES for row in (INVENTORIES / f"{site}.txt").read_text("utf-8").splitlines()[3:]]
+    rows = [
+        row.split()
+        for site in SITES
+        for row in (INVENTORIES / f"{site}.txt").read_text("utf-8").splitlines()[3:]
+    ]
     return {name.rpartition(".")[2]: name for name, _, _ in rows}
 
 
-def _complete(_app: Sphinx, env: BuildEnvironment, node: pending_xref, _contents: Element) -> None:
+def _complete(
+    _app: Sphinx, env: BuildEnvironment, node: pending_xref, _contents: Element
+) -> None:
     names: dict[str, str] = env.config.external_names
     if node.get("refdomain") == "py":
-        node["reftarget"] = names.get(node["reftarget"].rpartition(".")[2], node["reftarget"])
+        node["reftarget"] = names.get(
+            node["reftarget"].rpartition(".")[2], node["reftarget"]
+        )
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

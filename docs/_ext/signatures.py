@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 
-def _replace(app: Sphinx, what: str, name: str, *_: object) -> tuple[str, str | None] | None:
+def _replace(
+    app: Sphinx, what: str, name: str, *_: object
+) -> tuple[str, str | None] | None:
     if what == "class" and name in app.config.signature_without_constructor:
         return "", None
     found: tuple[str, str] | None = app.config.signature_replacements.get(name)
@@ -37,7 +39,11 @@ def _is_async(signature: addnodes.desc_signature) -> bool:
 def _order(_app: Sphinx, doctree: nodes.document) -> None:
     """Put overloads in the order of a reader; a type checker needs the async ones first, and those that are forbidden."""
     for description in doctree.findall(addnodes.desc):
-        signatures = [node for node in description.children if isinstance(node, addnodes.desc_signature)]
+        signatures = [
+            node
+            for node in description.children
+            if isinstance(node, addnodes.desc_signature)
+        ]
         allowed = [node for node in signatures if not node.astext().endswith("Never")]
         if len(signatures) > 1:
             ids = [one for node in signatures for one in node["ids"]]

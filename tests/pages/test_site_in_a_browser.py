@@ -103,15 +103,19 @@ def test_front_page_says_how_to_install_and_where_to_start(site: Site, window: B
     "words, page",
     [
         ("pgbouncer", "operate/poolers.html"),
+        ("faq", "operate/faq.html"),
         ("timeout", "reference/configuration.html"),
         ("pip install", "learn/getting-started.html"),
         *((name, "reference/errors.html") for name in ERRORS),
+        *((name, "operate/troubleshooting.html") for name in ERRORS),
     ],
 )
 def test_search_finds_what_readers_look_for(site: Site, window: Browser, words: str, page: str) -> None:
     """The search finds the page of a topic, a command, and each error class."""
     window.open(f"{site.url}search.html?q={quote(words)}")
-    window.wait("/^Search finished/.test(document.querySelector('.search-summary')?.innerText)")
+    window.wait(
+        "/^(Search finished|Your search did not match)/.test(document.querySelector('.search-summary')?.innerText)"
+    )
     found = window.run("return [...document.querySelectorAll('ul.search a')].map(one => one.href.split('#')[0])")
     assert any(link.removeprefix(site.url).split("?")[0] == page for link in found), found
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,11 @@ class Browser:
     def _ask(self, method: str, path: str, **body: Any) -> Any:
         data = json.dumps(body).encode() if method == "POST" else None
         request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
-            return json.load(response)["value"]
+        try:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
+                return json.load(response)["value"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{path}: {json.load(error)['value']['message']}") from None
 
     def open(self, url: str) -> None:
         """Load a page, its styles and scripts included."""

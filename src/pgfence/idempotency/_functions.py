@@ -94,7 +94,9 @@ def idempotent(
 
     ::
 
-        call = idempotent(session, key, scope=f"user:{user.id}", payload=body, result=Receipt)
+        call = idempotent(
+            session, key, scope=f"user:{user.id}", payload=body, result=Receipt
+        )
         receipt = call.run(charge)
 
     or, where a function does not fit::
@@ -179,7 +181,9 @@ def insert_once(
 
     ::
 
-        payment = insert_once(session, Payment(order_id=7, amount=100), key=[Payment.order_id])
+        payment = insert_once(
+            session, Payment(order_id=7, amount=100), key=[Payment.order_id]
+        )
 
     Guarantees: if the row was inserted, the instance itself is returned, flushed; otherwise the instance that has the key is
     returned, and the one that was passed is not in the session. There is no IntegrityError for this key, and the transaction
