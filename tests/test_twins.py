@@ -13,9 +13,22 @@ if TYPE_CHECKING:
 
 PAIRS = [name for name in pgfence.__all__ if f"Async{name}" in pgfence.__all__]
 # No input or output, so plain functions in both worlds.
-PLAIN = {"abandon", "begin", "check", "connect", "hold", "on_lost", "progress", "remaining", "wrap"}
+PLAIN = {
+    "abandon",
+    "begin",
+    "check",
+    "connect",
+    "hold",
+    "lead",
+    "observe",
+    "on_lost",
+    "progress",
+    "remaining",
+    "stand",
+    "wrap",
+}
 # Made by the locks alone: their constructors are no part of the surface.
-HANDLES = {"FencedHeld", "Held", "HeldLease", "Slot"}
+HANDLES = {"FencedHeld", "Held", "HeldLease", "Member", "Permit", "Slot", "Term"}
 MAGIC = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__call__": "__call__"}
 
 

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
     from pgfence.types import Holder
 
-LossReason: TypeAlias = Literal["expired", "superseded", "evicted", "overdue", "cut off", "killed", "returned"]
+LossReason: TypeAlias = Literal[
+    "expired", "superseded", "evicted", "overdue", "cut off", "killed", "returned", "resigned"
+]
 PoolerMode: TypeAlias = Literal["direct", "session", "transaction", "unknown"]
 
 

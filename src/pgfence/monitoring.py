@@ -1,4 +1,4 @@
-"""Functions for operators: `evict`, `purge`, `stuck_keys` and `free_key`."""
+"""Functions for operators: `evict`, `ask_to_resign`, `purge`, `stuck_keys` and `free_key`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 from pgfence._admin.purge import LARGEST_BATCH
 from pgfence._admin.purge import purge as purge_all
-from pgfence._admin.requests import build_eviction_request, notify_holders_here, perform
+from pgfence._admin.requests import build_eviction_request, build_resign_request, notify_holders_here, perform
 from pgfence._admin.stuck_keys import StuckKey, build_free_key_request, build_stuck_key_query, to_stuck_key
 from pgfence._api.inputs import check_int
 from pgfence._sql import evict as statements
+from pgfence._sql import resign
 from pgfence._sql import stuck_keys as keys
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from pgfence._sql.stuck_keys import FreeKeyRequest
     from pgfence.types import Holder
 
-__all__ = ["StuckKey", "evict", "free_key", "purge", "stuck_keys"]
+__all__ = ["StuckKey", "ask_to_resign", "evict", "free_key", "purge", "stuck_keys"]
 
 
 @overload
@@ -72,6 +73,42 @@ def evict(
     return perform(
         engine, lambda connection, order: notify_holders_here(engine, order, work(connection, order)).holders, request
     )
+
+
+@overload
+def ask_to_resign(
+    engine: AsyncEngine, name: str, *, reason: str, actor: str | None = None
+) -> Coroutine[Any, Any, Holder | None]: ...
+@overload
+def ask_to_resign(engine: Engine, name: str, *, reason: str, actor: str | None = None) -> Holder | None: ...
+def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None = None) -> object:
+    """Ask the leader of an election to resign, and record that, in one transaction.
+
+    The leader is notified at once, and where no notification arrives (behind a pooler) with its next renewal, a third of a TTL
+    later at most. It calls `on_lost`, ends its work, releases the term and does not stand for a second, so that another
+    candidate is elected.
+
+    Limitations: a leader that hangs, or was elected through `campaign()` and does not look at its term, does not resign. Use
+    `evict`, which fences it.
+
+    Args:
+        engine: an Engine, or an AsyncEngine: then await it.
+        name: of the election, in the configured namespace.
+        reason: for the audit; not empty.
+        actor: who asks, for the audit; None is this process's user and host.
+
+    Returns:
+        The leader that was asked; None if nobody leads, and nothing was done.
+
+    Raises:
+        ValueError: the name is held by something else than an election; or the name, the reason or the actor cannot be used.
+        TypeError: one of them is not a str, or the engine is not an engine.
+        SchemaError: the tables are missing or older than version 5, or this role may not do it.
+        StandbyError: this server takes no writes.
+        UnreachableError: the server did not respond.
+    """
+    request = build_resign_request(engine, name, reason=reason, actor=actor)
+    return perform(engine, resign.ask_to_resign, request)
 
 
 @overload

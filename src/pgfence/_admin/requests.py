@@ -15,6 +15,7 @@ from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases.heartbeat.service import HeartbeatService
 from pgfence._sql.errors import translate_connect_error, translate_error
 from pgfence._sql.evict import EvictionRequest
+from pgfence._sql.resign import ResignRequest
 from pgfence._sql.storage import table_names_of
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError
@@ -58,6 +59,14 @@ def build_eviction_request(
         reason=reason,
         actor=actor,
     )
+
+
+def build_resign_request(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None) -> ResignRequest:
+    """Return what is to be done, checked."""
+    namespace = config_of(engine).namespace
+    reason, actor = build_audit_fields(reason, actor)
+    key = LockKey.of(name, namespace=namespace)
+    return ResignRequest(qualify_name(name, namespace), key, table_names_of(engine), reason, actor)
 
 
 def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, found: Found) -> Found:

@@ -233,6 +233,7 @@ _LOSS: dict[LossReason, str] = {
     "superseded": "another holder has taken over",
     "evicted": "an operator evicted its holder",
     "overdue": "it was held for longer than max_hold",
+    "resigned": "the leader has resigned",
 }
 
 

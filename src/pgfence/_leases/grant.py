@@ -171,6 +171,13 @@ class Grant(BaseHold):
         emit_event(self.config, "lost", self.names, self.token, owner=self.label, lease_id=self.lease_id)
         return True
 
+    def resign(self) -> bool:
+        """Mark it lost because its holder gives it up, and call the listeners, once. The row is released afterwards."""
+        if not super().lose("resigned"):
+            return False
+        log.info("the leader of %s resigns", format_names(self.names))
+        return True
+
     def lose_rejected(self, reason: LossReason) -> None:
         """Mark it lost because the server rejected a renewal. Not under the mutex."""
         if self.reason is None:

@@ -297,7 +297,7 @@ class LeaseStatements:
         if grant.loss_reason is None:
             return False
         grant.done = False  # `LockLostError` is raised, so the late release below must not mark the slot as done
-        if grant.loss_reason in ("expired", "overdue", "cut off"):
+        if grant.loss_reason in _MAY_BE_OURS:
             self.heartbeat.release_later(grant)
         return True
 
@@ -328,6 +328,22 @@ class LeaseStatements:
         self.detach(grant)
         grant.entry.leave()
 
+    async def give_up(self, grant: Grant) -> None:
+        """Release what a leader has held, also after a loss. If the server does not respond, that is repeated in the background."""
+        try:
+            self.let_lapse(grant)
+        except LockNotHeldError:
+            return
+        if grant.loss_reason is not None and grant.loss_reason not in _MAY_BE_OURS:
+            return
+        text, args = _release_statement(grant, self.style)
+        try:
+            await self._ask(grant.place, text, args, limit=RELEASE_BUDGET)
+        except Exception as error:
+            self.note_unanswered(grant, error)
+        else:
+            self._emit("released", grant)
+
     def give_back_later(self, grant: Grant) -> None:
         """Release a lease in the background."""
         try:
@@ -342,6 +358,10 @@ class LeaseStatements:
 
     def _emit(self, kind: Literal["acquired", "released", "lost"], grant: Grant) -> None:
         emit_event(self.config, kind, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+
+
+_MAY_BE_OURS = ("expired", "overdue", "cut off", "resigned")
+"""After a loss for one of these reasons the row may still name this grant."""
 
 
 def _hold_nothing(_: object) -> None:

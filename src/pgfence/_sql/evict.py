@@ -171,7 +171,7 @@ def _try_evict(connection: Connection, order: EvictionRequest) -> Found:
     if order.only is not None and not found.matches(order.only):
         return found
     pids = [holder.backend_pid for holder in found.holders if holder.kind in ("advisory", "session lock")]
-    told = json.dumps({"token": found.token, "holders": [_to_data(holder) for holder in found.holders]})
+    told = json.dumps({"token": found.token, "holders": [to_data(holder) for holder in found.holders]})
     words = (order.name, order.actor, order.reason, told)
     newest = 0
     if found.token is not None:
@@ -232,7 +232,7 @@ def _occupied_error(connection: Connection, order: EvictionRequest) -> LockTimeo
     )
 
 
-def _to_data(holder: Holder) -> Mapping[str, object]:
+def to_data(holder: Holder) -> Mapping[str, object]:
     known = ("kind", "owner", "host", "pid", "backend_pid", "application_name", "purpose", "token")
     times = {name: at and at.isoformat() for name, at in (("since", holder.since), ("expires_at", holder.expires_at))}
     return {name: getattr(holder, name) for name in known} | times

@@ -138,6 +138,8 @@ class LeaseResult:
     remaining: float = 0.0
     expires_at: datetime | None = None
     reason: LossReason | None = None
+    asked: bool = False
+    """The leader of an election was asked to resign."""
 
 
 _BUSY = LeaseResult("busy")
@@ -164,6 +166,8 @@ def _decode_renewal(item: list[object]) -> LeaseResult:
     match item:
         case ["ok", float() | int() as epoch, float() | int() as left]:
             return LeaseResult("ok", float(left), datetime.fromtimestamp(epoch, UTC))
+        case ["ok", float() | int() as epoch, float() | int() as left, "asked"]:
+            return LeaseResult("ok", float(left), datetime.fromtimestamp(epoch, UTC), asked=True)
         case ["lost", str() as reason]:
             return LeaseResult("lost", reason=reason)  # type: ignore[arg-type]
     return _BUSY

@@ -132,6 +132,11 @@ class HeartbeatService:
         args = name, name, str(lease_id)
         self.end_later(tasks.RevokeTask(place, lambda sql: sql.forget_late, args, clock() + seconds, family))
 
+    def is_listening(self, place: TableNames) -> bool:
+        """Return whether notifications of releases are expected to arrive."""
+        with self._lock:
+            return self._queue.listeners.is_on(place)
+
     def end_later(self, ending: tasks.ReleaseTask) -> None:
         """Send a release in the background, and repeat it until the server responds."""
         with self._lock:
@@ -339,6 +344,8 @@ class HeartbeatService:
     def _note_renewal(self, task: tasks.RenewTask, grant: Grant, answer: LeaseResult) -> None:
         if answer.verdict == "lost" and answer.reason is not None:
             grant.lose_rejected(answer.reason)
+        elif answer.asked:
+            grant.resign()
         with self._lock:
             request = self._queue.note_answer(task, grant, answer, clock())
             self._wake_timer()

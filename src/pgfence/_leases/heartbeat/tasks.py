@@ -283,6 +283,10 @@ class NotifyListeners:
         semaphore, separator, _ = name.rpartition("#")
         return [*names.get(name, ()), *(names.get(semaphore, ()) if separator else ())]
 
+    def is_on(self, place: TableNames) -> bool:
+        """Return whether the connection listens to releases of these tables."""
+        return not self.deaf and place.channel in self._on
+
     def is_missing(self, held: Iterable[TableNames]) -> bool:
         """Return whether evictions of leases in these tables would be missed, although listening is possible."""
         return not self.deaf and any(place.evictions not in self._on for place in held)

@@ -1,0 +1,67 @@
+"""Asking the leader of an election to resign."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pgfence._sql import evict
+from pgfence._sql.encoding import translate_text_errors
+from pgfence._sql.errors import ErrorContext
+from pgfence._sql.params import call, style_of
+from pgfence._sql.storage import LIMITS
+from pgfence.keys import unqualify_name
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from pgfence._sql.storage import TableNames
+    from pgfence.keys import LockKey
+    from pgfence.types import Holder
+
+
+@dataclass(frozen=True, slots=True)
+class ResignRequest:
+    """What is to be done.
+
+    Attributes:
+        name: as it stands in the tables.
+        key: of advisory locks of that name.
+        place: where the tables are.
+        reason: for the audit.
+        actor: for the audit.
+    """
+
+    name: str
+    key: LockKey
+    place: TableNames
+    reason: str
+    actor: str
+
+    context: ClassVar[ErrorContext] = ErrorContext(LIMITS, on_primary="Ask on the primary")
+
+
+def ask_to_resign(connection: Connection, request: ResignRequest) -> Holder | None:
+    """Ask the leader of a name, in a transaction of its own, and return who that is; None if nobody leads.
+
+    Raises:
+        ValueError: the name is held by something else than an election; nothing was done.
+    """
+    order = evict.EvictionRequest(request.name, request.key, request.place, request.reason, request.actor)
+    with connection.begin():
+        found = evict.look(connection, order)
+        style = style_of(connection.dialect)
+        text = f"SELECT r.token FROM {call(request.place, style, 'ask_to_resign_v1', 'text, text, text, text')} AS r"
+        detail = json.dumps({"token": found.token, "holders": [evict.to_data(holder) for holder in found.holders]})
+        args = (request.name, request.actor, request.reason, detail)
+        with translate_text_errors(connection, args):
+            asked = connection.exec_driver_sql(text, args).one_or_none()
+        if asked is None:
+            return None
+        if asked[0] is None:
+            raise ValueError(
+                f"{unqualify_name(request.name)!r} is held by a {found.holders[0].kind if found.holders else 'lease'}, not by"
+                " the leader of an election: only a leader can be asked to resign. Use evict()"
+            )
+        return next((holder for holder in found.holders if holder.token == asked[0]), None)

@@ -1,0 +1,184 @@
+"""Election, for tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Self
+
+from pgfence._api.inputs import AsyncEngineSource
+from pgfence._api.locks import AsyncLockBase
+from pgfence._holds.carriers import TaskCarrier, keep_task, run_on_loop
+from pgfence._process.clock import seconds
+from pgfence.election._candidacy import Candidacy
+from pgfence.election._handles import AsyncTerm
+from pgfence.election._observer import Observer
+from pgfence.election._request import TermOptions
+from pgfence.lease._engines import ASYNC_ENGINES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from contextlib import AbstractAsyncContextManager
+    from types import TracebackType
+
+    from pgfence._leases.terms import Heartbeat
+    from pgfence._process.clock import Seconds
+    from pgfence.types import Holder, OnLoss
+
+
+class _AsyncCandidate(TermOptions[AsyncEngineSource, AsyncTerm], AsyncLockBase[AsyncTerm]):
+    """The lease of an election."""
+
+    _engines = ASYNC_ENGINES
+    _handle = AsyncTerm
+
+    async def try_acquire(self) -> AsyncTerm | None:
+        return await self._take(0.0)
+
+    async def acquire(self, *, timeout: Seconds | None = None) -> AsyncTerm:
+        return await self._acquire(timeout)
+
+    async def holders(self) -> list[Holder]:
+        return await self._find_holders()
+
+
+class AsyncElection:
+    """One leader at a time among the processes that stand for a name; see `Election`.
+
+    Guarantees, limitations, arguments and errors are those of `Election`, with an AsyncEngine. A loss cancels the task of
+    `AsyncMember.run` and the block of `lead()`.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngineSource,
+        name: str,
+        *,
+        ttl: Seconds = 15,
+        heartbeat: Heartbeat = "auto",
+        max_hold: Seconds | None = None,
+        namespace: str | None = None,
+    ) -> None:
+        self._candidate = _AsyncCandidate(
+            engine, name, ttl=ttl, heartbeat=heartbeat, max_hold=max_hold, namespace=namespace
+        )
+
+    def stand(
+        self,
+        *,
+        owner: str | None = None,
+        on_gained: Callable[[], object] | None = None,
+        on_lost: Callable[[], object] | None = None,
+        on_changed: Callable[[Holder | None], object] | None = None,
+    ) -> AsyncMember:
+        """Stand for the election in a task of the running loop, from now until the member resigns.
+
+        As the sync twin; the callbacks may be coroutine functions, and run one after the other in the member's task.
+
+        Raises:
+            RuntimeError: no event loop is running.
+            TypeError: owner is not a str.
+        """
+        carrier = TaskCarrier(asyncio.get_running_loop())
+        return AsyncMember(
+            Candidacy(
+                self._candidate.with_owner(owner),
+                carrier,
+                on_gained=on_gained,
+                on_lost=on_lost,
+                on_changed=on_changed,
+            )
+        )
+
+    async def campaign(self, *, owner: str | None = None, timeout: Seconds | None = None) -> AsyncTerm:
+        """Wait until this process is the leader, and return its term; arguments and errors are those of the sync twin."""
+        return await self._candidate.with_owner(owner).acquire(timeout=timeout)
+
+    def lead(
+        self, *, owner: str | None = None, timeout: Seconds | None = None, on_loss: OnLoss = "cancel"
+    ) -> AbstractAsyncContextManager[AsyncTerm, None]:
+        """Lead for the length of an `async with` block, which a loss cancels; arguments and errors are those of the sync twin."""
+        return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
+
+    async def observe(self, *, timeout: Seconds | None = None) -> AsyncIterator[Holder | None]:
+        """Iterate over the leaders: the current one, then each change; arguments and errors are those of the sync twin."""
+        observer = Observer(self._candidate, math.inf if timeout is None else seconds(timeout))
+        try:
+            while (found := await observer.find_change())[0]:
+                yield found[1]
+        finally:
+            observer.close()
+
+    def __repr__(self) -> str:
+        return f"<AsyncElection {self._candidate._name!r}, ttl={self._candidate._terms.ttl:g}>"
+
+
+class AsyncMember:
+    """A member of an election, which stands in a task. Resign, or use it as an async context manager; see `Member`."""
+
+    def __init__(self, candidacy: Candidacy[AsyncTerm]) -> None:
+        self._candidacy = candidacy
+        self._worker: asyncio.Task[object] | None = None
+        self._task = asyncio.get_running_loop().create_task(candidacy.run_member(), name="pgfence-member")
+        keep_task(self._task)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this member is the leader, as far as this process knows. No I/O."""
+        return self._candidacy.term is not None
+
+    @property
+    def term(self) -> AsyncTerm | None:
+        """The current term; None while this member is not the leader. No I/O."""
+        return self._candidacy.term
+
+    async def run(self, fn: Callable[[AsyncTerm], Awaitable[object]], /) -> None:
+        """Await `fn(term)` in each term of this member, until it resigns; a loss and `resign()` cancel it.
+
+        When `fn` returns, its term is released, and the member stands again after a second, so that another candidate may be
+        elected.
+
+        Args:
+            fn: the work of a leader.
+
+        Raises:
+            RuntimeError: `run` of this member is running already.
+            Exception: what `fn` raises, after its term was given up; the member goes on standing until it resigns.
+        """
+
+        async def work(term: AsyncTerm) -> None:
+            task = self._worker = asyncio.ensure_future(_run_work(fn, term))
+            loop = asyncio.get_running_loop()
+            term._grant.subscribe(lambda: run_on_loop(loop, task.cancel))
+            try:
+                await task
+            except asyncio.CancelledError:
+                caller = asyncio.current_task()
+                # The end of the term cancels the work alone. If the caller was cancelled, that must propagate.
+                if caller is None or caller.cancelling() or not term.lost:
+                    raise
+            finally:
+                self._worker = None
+
+        await self._candidacy.lead_with(work)
+
+    async def resign(self) -> None:
+        """Step down if this member leads, and stop standing. Returns when the term is released; a second time does nothing.
+
+        Inside a callback or the function of `run` it returns at once, and the member steps down afterwards.
+        """
+        self._candidacy.end()
+        if asyncio.current_task() not in (self._task, self._worker):
+            await asyncio.wait((self._task,))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        await self.resign()
+
+
+async def _run_work(fn: Callable[[AsyncTerm], Awaitable[object]], term: AsyncTerm) -> object:
+    return await fn(term)

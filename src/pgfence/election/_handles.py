@@ -1,0 +1,21 @@
+"""The handles of terms."""
+
+from __future__ import annotations
+
+from pgfence.fence.handles import AsyncHeldLease, HeldLease
+
+
+class Term(HeldLease):
+    """A term as leader, held like a lease; its token is the number of the term, and only grows.
+
+    Guarantees and limitations are those of `HeldLease`: write inside `begin()`, and PostgreSQL rejects what a former leader
+    still writes.
+    """
+
+    __slots__ = ()
+
+
+class AsyncTerm(AsyncHeldLease):
+    """A term as leader; see `Term`."""
+
+    __slots__ = ()

@@ -1,0 +1,247 @@
+"""Election, for threads."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Self
+
+from pgfence._api.inputs import EngineSource, reject_coroutine
+from pgfence._api.locks import LockBase
+from pgfence._holds.carriers import THREADS
+from pgfence._process import threads
+from pgfence._process.clock import seconds
+from pgfence._process.coroutines import run_sync
+from pgfence.election._candidacy import Candidacy
+from pgfence.election._handles import Term
+from pgfence.election._observer import Observer
+from pgfence.election._request import TermOptions
+from pgfence.lease._engines import SYNC_ENGINES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from pgfence._leases.terms import Heartbeat
+    from pgfence._process.clock import Seconds
+    from pgfence.types import Holder, OnLoss
+
+_ASYNC = "a Member runs it on a thread. Use AsyncElection"
+
+
+class _Candidate(TermOptions[EngineSource, Term], LockBase[Term]):
+    """The lease of an election."""
+
+    _engines = SYNC_ENGINES
+    _handle = Term
+
+    def try_acquire(self) -> Term | None:
+        return run_sync(self._take, 0.0)
+
+    def acquire(self, *, timeout: Seconds | None = None) -> Term:
+        return run_sync(self._acquire, timeout)
+
+    def holders(self) -> list[Holder]:
+        return run_sync(self._find_holders)
+
+
+class Election:
+    """One leader at a time among the processes that stand for a name.
+
+    ::
+
+        with Election(engine, "scheduler").stand(on_gained=scheduler.resume, on_lost=scheduler.pause) as member:
+            serve()  # `member.is_leader` and `member.term` say what this process is
+
+    The leader holds a lease of that name, which a background thread renews; the fencing token of its term is the number of
+    the term. A `Lease`, a `Once` and an `AdvisoryLock(token=True)` of the same name exclude a leader, and are excluded by it.
+
+    Guarantees: at most one leader by token: writes in `term.begin()` are rejected once a later term has begun. A leader that
+    cannot renew its term knows so before another one is elected. A leader that resigns stops working before it releases the
+    term, and another candidate then takes over within moments; after a crash it takes one TTL.
+
+    Limitations: work that is not fenced may overlap for as long as a paused former leader does not look at its term. Which
+    candidate wins is not guaranteed.
+
+    Args:
+        engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
+        name: text, at most 255 characters with its namespace.
+        ttl: seconds that a term outlives a dead leader, 0.3 to a day.
+        heartbeat: "auto" renews the term while the process lives; "progress" only while `term.progress()` is called, so that
+            a leader that does nothing loses it.
+        max_hold: seconds after which a term ends in any case; None: never.
+        namespace: instead of the configured one.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range; the message says what would do.
+    """
+
+    def __init__(
+        self,
+        engine: EngineSource,
+        name: str,
+        *,
+        ttl: Seconds = 15,
+        heartbeat: Heartbeat = "auto",
+        max_hold: Seconds | None = None,
+        namespace: str | None = None,
+    ) -> None:
+        self._candidate = _Candidate(engine, name, ttl=ttl, heartbeat=heartbeat, max_hold=max_hold, namespace=namespace)
+
+    def stand(
+        self,
+        *,
+        owner: str | None = None,
+        on_gained: Callable[[], object] | None = None,
+        on_lost: Callable[[], object] | None = None,
+        on_changed: Callable[[Holder | None], object] | None = None,
+    ) -> Member:
+        """Stand for the election in the background, from now until the member resigns.
+
+        Never raises because the server is away or the tables are missing: that is logged to `pgfence.election`, the member
+        tries again, and `is_leader` is False.
+
+        The callbacks run one after the other on the member's thread; an exception in one is logged. They must not block for
+        long: a follower that waits in a callback does not stand, and a leader releases its term only after `on_lost`.
+
+        Args:
+            owner: what operators read of the leader; None: host and process id.
+            on_gained: called when this member becomes the leader.
+            on_lost: called when it is the leader no longer, for whatever reason; only after `on_gained`. It should stop the
+                work: the term is released when it returns.
+            on_changed: called with each new leader that this member sees, itself included.
+
+        Raises:
+            TypeError: a callback is a coroutine function, or owner is not a str.
+        """
+        for callback in (on_gained, on_lost, on_changed):
+            if callback is not None:
+                reject_coroutine(callback, _ASYNC)
+        return Member(
+            Candidacy(
+                self._candidate.with_owner(owner),
+                THREADS,
+                on_gained=on_gained,
+                on_lost=on_lost,
+                on_changed=on_changed,
+            )
+        )
+
+    def campaign(self, *, owner: str | None = None, timeout: Seconds | None = None) -> Term:
+        """Wait until this process is the leader, and return its term. Release it to resign.
+
+        Args:
+            owner: what operators read of the leader; None: host and process id.
+            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait.
+
+        Raises:
+            LockTimeoutError: another leader did not resign in time; names it.
+            PgfenceError: as `Lease.acquire`.
+        """
+        return self._candidate.with_owner(owner).acquire(timeout=timeout)
+
+    def lead(
+        self, *, owner: str | None = None, timeout: Seconds | None = None, on_loss: OnLoss = "cancel"
+    ) -> AbstractContextManager[Term, None]:
+        """Lead for the length of a `with` block, as `campaign`.
+
+        Args:
+            owner: what operators read of the leader.
+            timeout: seconds to wait on entering.
+            on_loss: "cancel": leaving the block after a loss raises LockLostError. "flag": it does not; look at `lost`.
+
+        Raises:
+            PgfenceError: on entering, as `campaign`.
+            LockLostError: on leaving, unless the block itself raised.
+        """
+        return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
+
+    def observe(self, *, timeout: Seconds | None = None) -> Iterator[Holder | None]:
+        """Iterate over the leaders: the current one, then each change; None while there is no leader.
+
+        At most one query a second, and one in a third of the TTL while notifications arrive. A leader that was there only
+        between two questions may be missed.
+
+        Args:
+            timeout: seconds to wait for a change, after which the iteration ends; None: it does not end.
+
+        Raises:
+            UnreachableError: there is no server. Iterate again.
+            SchemaError: the tables are missing.
+        """
+        observer = Observer(self._candidate, math.inf if timeout is None else seconds(timeout))
+        try:
+            while (found := run_sync(observer.find_change))[0]:
+                yield found[1]
+        finally:
+            observer.close()
+
+    def __repr__(self) -> str:
+        return f"<Election {self._candidate._name!r}, ttl={self._candidate._terms.ttl:g}>"
+
+
+class Member:
+    """A member of an election, which stands in the background. Resign, or use it as a context manager."""
+
+    def __init__(self, candidacy: Candidacy[Term]) -> None:
+        self._candidacy = candidacy
+        self._worker: threading.Thread | None = None
+        self._thread = threads.start("pgfence-member", run_sync, candidacy.run_member)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this member is the leader, as far as this process knows. No I/O.
+
+        It is False from the moment at which another process may be elected, also in a process that was paused.
+        """
+        return self._candidacy.term is not None
+
+    @property
+    def term(self) -> Term | None:
+        """The current term; None while this member is not the leader. No I/O."""
+        return self._candidacy.term
+
+    def run(self, fn: Callable[[Term], object], /) -> None:
+        """Call `fn(term)` in each term of this member, on this thread, until it resigns.
+
+        When `fn` returns, its term is released, and the member stands again after a second, so that another candidate may be
+        elected. When the term is lost or the member resigns, `term.lost` is True and `term.check()` raises: return from `fn`
+        then. The term is released only after that, at the latest when its TTL is over.
+
+        Args:
+            fn: the work of a leader.
+
+        Raises:
+            TypeError: `fn` is a coroutine function.
+            RuntimeError: `run` of this member is running already.
+            Exception: what `fn` raises, after its term was given up; the member goes on standing until it resigns.
+        """
+        reject_coroutine(fn, _ASYNC)
+
+        async def work(term: Term) -> None:
+            self._worker = threading.current_thread()
+            try:
+                fn(term)
+            finally:
+                self._worker = None
+
+        run_sync(self._candidacy.lead_with, work)
+
+    def resign(self) -> None:
+        """Step down if this member leads, and stop standing. Returns when the term is released; a second time does nothing.
+
+        Inside a callback or the function of `run` it returns at once, and the member steps down afterwards.
+        """
+        self._candidacy.end()
+        if threading.current_thread() not in (self._thread, self._worker):
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        self.resign()

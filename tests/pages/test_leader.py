@@ -1,0 +1,52 @@
+"""The page about elections: its web application leads, works, and resigns when it ends."""
+
+from __future__ import annotations
+
+import json
+
+import psycopg
+from sqlalchemy import create_engine
+
+from pgfence import schema
+from support import pages
+from support.processes import Script
+from support.servers import database
+
+SERVE = """
+import json, time
+
+import psycopg
+
+from fastapi.testclient import TestClient
+import leader
+
+def count_sent():
+    with psycopg.connect() as connection:
+        return connection.execute("SELECT count(*) FROM outbox WHERE sent").fetchone()[0]
+
+with TestClient(leader.app) as client:
+    end = time.monotonic() + 20
+    while not (health := client.get("/healthz").json())["leader"]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    while count_sent():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+print(json.dumps(health))
+"""
+
+
+def test_the_application_leads_works_and_resigns(dsn: str) -> None:
+    """It is elected, drains the outbox in fenced transactions, and its shutdown releases the term."""
+    with database(dsn, "leader") as own:
+        engine = create_engine(f"postgresql+psycopg://{own.split('://', 1)[1]}")
+        schema.create_all(engine)
+        engine.dispose()
+        with psycopg.connect(own, autocommit=True) as connection:
+            connection.execute("CREATE TABLE outbox (id int, sent boolean)")
+            connection.execute("INSERT INTO outbox VALUES (1, true), (2, false)")
+            script = Script(pages.reader(own, SERVE))
+            assert json.loads(script.read_line()) == {"leader": True, "term": 1}
+            script.close()
+            assert connection.execute("SELECT id FROM outbox").fetchall() == [(2,)]
+            assert connection.execute("SELECT released_at IS NOT NULL FROM pgfence_lease").fetchall() == [(True,)]
