@@ -76,7 +76,7 @@ class ServerWait:
         """Wait for up to `length` seconds with the first ticket. It is returned with the grant, or by `leave`."""
         session, sql, milliseconds = self.session, self.sql, to_milliseconds(length, len(self.sql.keys))
         if not isinstance(sql, TokenSql):
-            statements = build_wait_for_keys(sql.keys, milliseconds)
+            statements = build_wait_for_keys(sql.keys, milliseconds, shared=sql.shared)
             return await session.run_script(self.engine, statements, limit=length + WAIT_GRACE)
         granted = bool(await session.lock_with_token(self.engine, sql, milliseconds))
         if granted:

@@ -104,6 +104,9 @@ class LockSql:
         fewer_locks="hold fewer locks at a time",
     )
 
+    shared = False
+    """Whether other holders of the same kind are let in."""
+
     def __init__(self, keys: tuple[LockKey, ...], style: ParamStyle) -> None:
         self.keys = keys
         self.style = style

@@ -111,7 +111,9 @@ END$$"""
 _IS_GRANTED = f"SELECT 1 WHERE pg_catalog.current_setting('{TICKET}', true) OPERATOR(pg_catalog.=) ''"
 
 _SET_TIMEOUT = "pg_catalog.set_config('lock_timeout', '{ms}', true)"
-_LOCK_ONE = f"{_SET_TIMEOUT}, pg_catalog.pg_advisory_xact_lock({{key}}), pg_catalog.pg_advisory_lock({{key}})"
+_LOCK_ONE = (
+    f"{_SET_TIMEOUT}, pg_catalog.pg_advisory_xact_lock{{mode}}({{key}}), pg_catalog.pg_advisory_lock{{mode}}({{key}})"
+)
 _EACH = (
     "FOREACH k IN ARRAY {keys} LOOP {do}(k){then}; END LOOP;"
     " FOREACH k IN ARRAY {pairs} LOOP {do}((k >> 32)::integer, ((k << 32) >> 32)::integer){then}; END LOOP;"
@@ -142,16 +144,17 @@ def build_wait_for_turn(
     return (wait, _IS_TURN) if has_ticket else (_TAKE_TICKET.format(**numbers), wait, _IS_TURN)
 
 
-def build_wait_for_keys(keys: Sequence[LockKey], milliseconds: int) -> tuple[str, ...]:
+def build_wait_for_keys(keys: Sequence[LockKey], milliseconds: int, *, shared: bool = False) -> tuple[str, ...]:
     """Return the statements that lock all keys or none, and return the ticket. The last one returns a row if they are locked.
 
     Args:
         keys: the sorted keys.
         milliseconds: how long to wait for each of them.
+        shared: whether to lock in shared mode, which takes a single key.
     """
     ms = int(milliseconds)
-    if (key := _quote_single(keys)) is not None:
-        before, locks = "", _LOCK_ONE.format(ms=ms, key=key)
+    if (key := _quote_single(keys, pairs=shared)) is not None:
+        before, locks = "", _LOCK_ONE.format(ms=ms, key=key, mode="_shared" if shared else "")
     else:
         arrays = "keys := {keys}; pairs := {pairs};".format(**_quote_arrays(keys))
         waits = _EACH.format(keys="keys", pairs="pairs", **_WAIT_EACH)
@@ -159,9 +162,13 @@ def build_wait_for_keys(keys: Sequence[LockKey], milliseconds: int) -> tuple[str
     return _WAIT_FOR_KEYS.format(before=before, locks=locks), _IS_GRANTED
 
 
-def _quote_single(keys: Sequence[LockKey]) -> str | None:
-    """Return the only key as the argument of a lock function; None if there are several, or if it is a pair."""
-    return f"'{int(keys[0].value)}'::bigint" if len(keys) == 1 and keys[0].space == "bigint" else None
+def _quote_single(keys: Sequence[LockKey], *, pairs: bool = False) -> str | None:
+    """Return the only key as arguments of a lock function; None if there are several, or if it is a pair unless `pairs`."""
+    if len(keys) != 1:
+        return None
+    if keys[0].space == "bigint":
+        return f"'{int(keys[0].value)}'::bigint"
+    return "{:d}, {:d}".format(*keys[0].halves) if pairs else None
 
 
 def _quote_arrays(keys: Sequence[LockKey]) -> dict[str, str]:

@@ -1,0 +1,93 @@
+"""The statements of a reader's session-level advisory lock. A writer's are those of every exclusive lock."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from pgfence._sql.advisory import LockSql
+from pgfence._sql.params import mark
+from pgfence._sql.ticket_queue import HAS_TICKETS
+
+if TYPE_CHECKING:
+    from pgfence._sql.params import ParamStyle
+    from pgfence.keys import LockKey
+
+
+class WriteSql(LockSql):
+    """The statements for a writer: the exclusive lock on one key."""
+
+    __slots__ = ()
+
+
+class ReadSql(LockSql):
+    """The statements for a reader: the shared lock on one key.
+
+    A reader that finds a ticket takes one too, so that it comes after the writer that waits. Without this, readers that overlap
+    would let a writer wait for ever: after each slice of its wait it leaves the server's queue for a moment.
+    """
+
+    __slots__ = ("_arguments", "_own_texts")
+
+    shared = True
+
+    def __init__(self, keys: tuple[LockKey, ...], style: ParamStyle) -> None:
+        super().__init__(keys, style)
+        (key,) = keys
+        self._arguments: tuple[object, ...] = (key.value,) if key.space == "bigint" else key.halves
+        self._own_texts = _build_texts(style, len(self._arguments))
+        self.try_text, _, self.unlock_text = self._own_texts
+        self.unlock_args = self._arguments
+
+    @property
+    def try_args(self) -> tuple[object, ...]:
+        """What `try_text` takes after the backend's pid."""
+        return (self.base, *self._arguments)
+
+    @property
+    def wait_text(self) -> str:
+        return self._own_texts[1]
+
+    def wait_args(self, milliseconds: int) -> tuple[object, ...]:
+        return (str(milliseconds), *self._arguments, *self._arguments, self.base)
+
+
+@cache
+def _build_texts(style: ParamStyle, width: int) -> tuple[str, str, str]:
+    """Return try, wait and unlock for a key that is one bigint, or two integers."""
+
+    def arguments(first: int) -> str:
+        kind = "bigint" if width == 1 else "integer"
+        return ", ".join(f"CAST({mark(style, first + n)} AS {kind})" for n in range(width))
+
+    # Locks nothing if another server process executes it, see `advisory`. The order of the conditions is that of the CASE.
+    attempt = (
+        f"SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) {mark(style, 1)}::integer THEN NULL"
+        f" WHEN {HAS_TICKETS.format(mark(style, 2))} THEN false"
+        f" ELSE pg_catalog.pg_try_advisory_lock_shared({arguments(3)}) END"
+    )
+    wait = (
+        f"SELECT pg_catalog.set_config('lock_timeout', {mark(style, 1)}, true),"
+        f" pg_catalog.pg_advisory_xact_lock_shared({arguments(2)}), pg_catalog.pg_advisory_lock_shared({arguments(2 + width)})"
+        f" WHERE NOT {HAS_TICKETS.format(mark(style, 2 + 2 * width))}"
+    )
+    return attempt, wait, f"SELECT pg_catalog.pg_advisory_unlock_shared({arguments(1)})"
+
+
+def build_downgrade(keys: tuple[LockKey, ...], style: ParamStyle) -> tuple[str, tuple[object, ...]]:
+    """Return the statement that turns a session's exclusive lock into a shared one, and its parameters.
+
+    The shared lock comes first: the session's own lock does not conflict with it, so it cannot wait.
+    """
+    (key,) = keys
+    values: tuple[object, ...] = (key.value,) if key.space == "bigint" else key.halves
+    kind = "bigint" if len(values) == 1 else "integer"
+
+    def arguments(first: int) -> str:
+        return ", ".join(f"CAST({mark(style, first + n)} AS {kind})" for n in range(len(values)))
+
+    text = (
+        f"SELECT pg_catalog.pg_advisory_unlock({arguments(1)}) FROM (SELECT pg_catalog.pg_advisory_lock_shared("
+        f"{arguments(1 + len(values))}) OFFSET 0) AS s"
+    )
+    return text, (*values, *values)
