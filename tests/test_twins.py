@@ -28,7 +28,7 @@ PLAIN = {
     "wrap",
 }
 # Made by the locks alone: their constructors are no part of the surface.
-HANDLES = {"FencedHeld", "Held", "HeldLease", "Member", "Permit", "Slot", "Term"}
+HANDLES = {"FencedHeld", "Held", "HeldLease", "Member", "Permit", "Slot", "Term", "WriteHeld"}
 MAGIC = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__call__": "__call__"}
 
 

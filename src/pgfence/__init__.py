@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from pgfence.lease import AsyncLease, Heartbeat, Lease
     from pgfence.once import AsyncOnce, AsyncSlot, CatchUp, Once, Slot, SlotOverError
     from pgfence.rate_limit import AsyncRateLimit, RateLimit
+    from pgfence.read_write import AsyncReadWriteLock, AsyncWriteHeld, ReadWriteLock, WriteHeld
     from pgfence.retrying import TransactionAttempt, in_transaction, run_transaction
     from pgfence.semaphore import AsyncPermit, AsyncSemaphore, Permit, Semaphore
     from pgfence.transaction import AsyncTransactionLock, TransactionLock
@@ -81,10 +82,12 @@ __all__ = [
     "AsyncOnce",
     "AsyncPermit",
     "AsyncRateLimit",
+    "AsyncReadWriteLock",
     "AsyncSemaphore",
     "AsyncSlot",
     "AsyncTerm",
     "AsyncTransactionLock",
+    "AsyncWriteHeld",
     "Attempt",
     "AttemptLostError",
     "CapacityError",
@@ -124,6 +127,7 @@ __all__ = [
     "PgfenceError",
     "PoolerError",
     "RateLimit",
+    "ReadWriteLock",
     "SchemaError",
     "Seconds",
     "SelfDeadlockError",
@@ -146,6 +150,7 @@ __all__ = [
     "VersionedSession",
     "VersionedUUID",
     "WaitCancelledError",
+    "WriteHeld",
     "__version__",
     "cancel_waits",
     "compat",
@@ -183,10 +188,12 @@ _LATE = {
     "AsyncOnce": "pgfence.once",
     "AsyncPermit": "pgfence.semaphore",
     "AsyncRateLimit": "pgfence.rate_limit",
+    "AsyncReadWriteLock": "pgfence.read_write",
     "AsyncSemaphore": "pgfence.semaphore",
     "AsyncSlot": "pgfence.once",
     "AsyncTerm": "pgfence.election",
     "AsyncTransactionLock": "pgfence.transaction",
+    "AsyncWriteHeld": "pgfence.read_write",
     "Attempt": "pgfence.effects",
     "CatchUp": "pgfence.once",
     "Election": "pgfence.election",
@@ -204,6 +211,7 @@ _LATE = {
     "Op": "pgfence.idempotency",
     "Permit": "pgfence.semaphore",
     "RateLimit": "pgfence.rate_limit",
+    "ReadWriteLock": "pgfence.read_write",
     "Semaphore": "pgfence.semaphore",
     "Slot": "pgfence.once",
     "SlotOverError": "pgfence.once",
@@ -213,6 +221,7 @@ _LATE = {
     "Versioned": "pgfence.versions",
     "VersionedSession": "pgfence.versions",
     "VersionedUUID": "pgfence.versions",
+    "WriteHeld": "pgfence.read_write",
     "cancel_waits": "pgfence._holds.carriers",
     "current": "pgfence._api.handles",
     "etag": "pgfence.versions",

@@ -244,7 +244,7 @@ class LockConnection(ABC):
     async def try_lock(self, engine: Engine, sql: LockSql, limit: float) -> bool:
         if isinstance(sql, TokenSql):
             return bool(await self.lock_with_token(engine, sql, 0))
-        args = (self.pid, *sql.unlock_args)
+        args = (self.pid, *sql.try_args)
         if self.direct and not has_listeners(engine):  # a short cut for the common case: every layer costs time
             self.limit, self.statement_started = limit, time.monotonic()
             try:

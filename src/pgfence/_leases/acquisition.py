@@ -51,7 +51,6 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
     """One acquire call for a lease, a slot or an attempt."""
 
     noun: ClassVar[str] = "lease"
-    once_only: ClassVar[str] = "a lease is not re-entrant. Pass the handle on"
 
     __slots__ = ("_began", "_logged", "_seen")
 

@@ -97,6 +97,7 @@ class AcquireRequest(ABC):
     waiter: str | None = None
 
     kind = "lease"
+    once_only: ClassVar[str] = "a lease is not re-entrant. Pass the handle on"
     needed: ClassVar[int | None] = None
     """The version of the tables that it needs, if it differs from the manager's."""
 

@@ -43,6 +43,11 @@ class Wanted(Protocol):
     """A resource that can be acquired: advisory keys, or a row of the lease table."""
 
     @property
+    def once_only(self) -> str:
+        """Why its holder cannot acquire it again, for messages."""
+        ...
+
+    @property
     def keys(self) -> tuple[LockKey, ...]: ...
     @property
     def places(self) -> tuple[Hashable, ...]:
@@ -60,7 +65,6 @@ class Acquisition(Generic[W]):
     """One acquire call."""
 
     noun: ClassVar[str] = "lock"
-    once_only: ClassVar[str] = "a session lock is not re-entrant. Pass the handle on, or use one lock with many names"
 
     __slots__ = (
         "_budget",
@@ -160,7 +164,7 @@ class Acquisition(Generic[W]):
             if not self.waits:  # a try cannot deadlock
                 return None
             raise SelfDeadlockError(
-                f"this {owner.kind} holds {format_names(self.names)} already: {self.once_only}", names=self.names
+                f"this {owner.kind} holds {format_names(self.names)} already: {self.wanted.once_only}", names=self.names
             )
         if queue.enqueue(entry):
             return True
@@ -271,7 +275,7 @@ class Acquisition(Generic[W]):
         by = f"; held by {', '.join(map(str, holders))}" if holders else ""
         emit_event(self.config, "timeout", self.names)
         if self.is_held_by_caller():
-            nested = f"; this {owner.kind} already holds it, and {self.once_only}"
+            nested = f"; this {owner.kind} already holds it, and {self.wanted.once_only}"
         else:
             nested = f". This {owner.kind} also holds {format_names(held_here)}" if held_here else ""
         return LockTimeoutError(

@@ -81,7 +81,7 @@ class LockManager:
         budget: float | None = None,
     ) -> LockAcquisition:
         """Return the state of a new acquire call, which has not entered a queue yet."""
-        carrier, no_handoff = self.carrier, isinstance(sql, TokenSql)
+        carrier, no_handoff = self.carrier, not sql.hands_over
         owner = carrier.get_contender()
         limit = timeout_of(self.config, timeout, owner)
         cancel = carrier.cancel_event() if limit else None
@@ -136,7 +136,10 @@ class LockManager:
                 await self._wait_for_turn(call, on)
             if entry.handed_over is not None or await self._contend(call, on):
                 # Until the handle exists, the clean-up below is responsible for the grant; then the handle's finaliser is.
-                return make(self, self._record(call, entry.handed_over or entry.session))
+                handle = make(self, self._record(call, entry.handed_over or entry.session))
+                if sql.shared:  # other readers of this process may be let in too
+                    entry.leave()
+                return handle
             entry.leave()
         except BaseException as error:
             # On a path that cannot be interrupted: the exception may come from a signal, and a second one may follow.
@@ -347,7 +350,7 @@ class LockManager:
                 return True, False
             # At most 16 times in a row and for at most 20 ms. Another process waits in the server and gets the lock only
             # when it is unlocked there, so many waiters here could starve it.
-            successor = self.queue.find_successor(hold.entry)
+            successor = self.queue.find_successor(hold.entry) if hold.sql.hands_over else None
             if successor is None or session.handoffs >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
                 return True, False
             session.handoffs += 1

@@ -104,8 +104,11 @@ class LockSql:
         fewer_locks="hold fewer locks at a time",
     )
 
+    once_only = "a session lock is not re-entrant. Pass the handle on, or use one lock with many names"
+    hands_over = True
+    """Whether a holder may hand the lock over to the next waiter of its process."""
     shared = False
-    """Whether other holders of the same kind are let in."""
+    """Whether several may hold it at once."""
 
     def __init__(self, keys: tuple[LockKey, ...], style: ParamStyle) -> None:
         self.keys = keys
@@ -143,6 +146,11 @@ class LockSql:
         It returns no row, or 0, if waiters of other processes have tickets; nothing is locked then.
         """
         return self._texts.wait_one if self._one else self._texts.wait_many
+
+    @property
+    def try_args(self) -> tuple[object, ...]:
+        """What `try_text` takes after the backend's pid."""
+        return self.unlock_args
 
     def wait_args(self, milliseconds: int) -> tuple[object, ...]:
         if self._one:

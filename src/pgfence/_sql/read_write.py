@@ -18,6 +18,11 @@ class WriteSql(LockSql):
     """The statements for a writer: the exclusive lock on one key."""
 
     __slots__ = ()
+    once_only = (
+        "a reader cannot become a writer, because two readers that tried would wait for each other. Release the read lock"
+        " first, or begin with the write lock and downgrade() it"
+    )
+    hands_over = False
 
 
 class ReadSql(LockSql):
@@ -28,7 +33,11 @@ class ReadSql(LockSql):
     """
 
     __slots__ = ("_arguments", "_own_texts")
-
+    once_only = (
+        "a second read lock would wait for ever behind a writer that waits for the first. Pass the handle on, or downgrade()"
+        " the write lock"
+    )
+    hands_over = False
     shared = True
 
     def __init__(self, keys: tuple[LockKey, ...], style: ParamStyle) -> None:

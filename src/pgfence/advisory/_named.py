@@ -78,12 +78,15 @@ class LockNames:
         made = self._made
         if made is None or made[:3] != (namespace, style, place):
             keys = resolve(self._names, namespace)
-            sql = LockSql(keys, style)
+            sql = self._build_sql(keys, style)
             if place is not None:
                 sql = TokenSql(keys[0], self._get_text(namespace), place, style)
             # A single assignment: another thread must not combine the new namespace with the old keys.
             self._made = made = namespace, style, place, sql
         return made[3]
+
+    def _build_sql(self, keys: tuple[LockKey, ...], style: ParamStyle) -> LockSql:
+        return LockSql(keys, style)
 
     def _get_text(self, namespace: str) -> str:
         """Return the name under which the token is stored.

@@ -1,0 +1,53 @@
+"""Turn a writer's lock into a reader's, without a moment in which neither is held."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from pgfence._connections.connection import RELEASE_BUDGET
+from pgfence._holds.hold import Hold
+from pgfence._holds.queue import QueueEntry
+from pgfence._process.lifecycle import MUTEX
+from pgfence._sql.read_write import ReadSql, build_downgrade
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pgfence._locks.manager import LockManager, SessionHold
+
+HandleT = TypeVar("HandleT")
+
+
+async def downgrade(
+    manager: LockManager, hold: SessionHold, make: Callable[[LockManager, SessionHold], HandleT]
+) -> HandleT:
+    """Turn a writer's hold into a reader's on the same connection, and return its handle.
+
+    Raises:
+        LockNotHeldError: it was released before, or this is a forked child.
+        LockLostError: it was lost before, or at this moment.
+    """
+    hold.check()
+    session, sql = hold.session, ReadSql(hold.sql.keys, hold.sql.style)
+    text, args = build_downgrade(sql.keys, sql.style)
+    try:
+        kept = await session.fetch_value(manager.engine, text, args, limit=RELEASE_BUDGET)
+        mine, _ = manager._begin_release(hold)
+        if not mine:
+            raise hold.not_held_error()
+        if not kept:
+            hold.reason = "killed"
+            raise hold.lost_error()
+        entry = QueueEntry(sql.places, hold.owner, manager.queue, no_handoff=True)
+        reader = Hold(hold.names, sql, entry, session)
+        with MUTEX:
+            hold.owner.holds.append(reader)
+            session.hold = entry.hold = reader
+        # The next writer of this process may wait in the server now, and the next reader is let in.
+        hold.entry.leave()
+        if session.dead is not None:  # died after the statement, before the reader's hold was attached
+            session.on_connection_lost(session.dead)
+        return make(manager, reader)
+    except BaseException:
+        manager.carrier.run_cleanup(lambda: manager._finish_interrupted_release(hold))
+        raise

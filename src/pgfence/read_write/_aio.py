@@ -1,0 +1,70 @@
+"""`AsyncReadWriteLock`, for tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from pgfence._api.handles import AsyncHeld
+from pgfence._locks.downgrade import downgrade
+from pgfence._sql.read_write import ReadSql, WriteSql
+from pgfence.advisory._aio import AsyncAdvisoryLock
+
+if TYPE_CHECKING:
+    from pgfence._api.locks import AsyncLockBase
+    from pgfence._locks.manager import LockManager, SessionHold
+    from pgfence._sql.params import ParamStyle
+    from pgfence.advisory._aio import AsyncEngineSource
+    from pgfence.keys import LockKey, Name
+
+
+class AsyncWriteHeld(AsyncHeld):
+    """A writer's lock that is held; see `AsyncHeld`."""
+
+    __slots__ = ()
+
+    async def downgrade(self) -> AsyncHeld:
+        """Become a reader, and return the handle of the read lock; errors are those of the sync twin."""
+        return await downgrade(cast("LockManager", self._manager), cast("SessionHold", self._hold), AsyncHeld)
+
+
+class _AsyncReadLock(AsyncAdvisoryLock[AsyncHeld]):
+    """The shared lock of a name."""
+
+    def _build_sql(self, keys: tuple[LockKey, ...], style: ParamStyle) -> ReadSql:
+        return ReadSql(keys, style)
+
+
+class _AsyncWriteLock(AsyncAdvisoryLock[AsyncWriteHeld]):
+    """The exclusive lock of a name."""
+
+    def _build_sql(self, keys: tuple[LockKey, ...], style: ParamStyle) -> WriteSql:
+        return WriteSql(keys, style)
+
+    def _handle(self, manager: LockManager, hold: SessionHold) -> AsyncWriteHeld:
+        return AsyncWriteHeld(manager, hold)
+
+
+class AsyncReadWriteLock:
+    """Many readers or one writer of a name at a time, across processes; see `ReadWriteLock`.
+
+    Guarantees, limitations, arguments and errors are those of `ReadWriteLock`, with an AsyncEngine.
+    """
+
+    def __init__(self, engine: AsyncEngineSource, name: Name, *, namespace: str | None = None) -> None:
+        if hasattr(engine, "sync_connection"):
+            raise TypeError("AsyncReadWriteLock needs an AsyncEngine, or a function that returns one, not a connection")
+        self._read = _AsyncReadLock(engine, name, namespace=namespace)
+        self._write = _AsyncWriteLock(engine, name, namespace=namespace)
+
+    @property
+    def read(self) -> AsyncLockBase[AsyncHeld]:
+        """The lock of readers: `try_acquire`, `acquire`, `hold`, `wrap`, `holders` and `is_held`."""
+        return self._read
+
+    @property
+    def write(self) -> AsyncLockBase[AsyncWriteHeld]:
+        """The lock of writers, with the same methods; its handle can be downgraded."""
+        return self._write
+
+    def __repr__(self) -> str:
+        return f"<AsyncReadWriteLock {self._read._labels[0]!r}>"

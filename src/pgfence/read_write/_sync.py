@@ -1,0 +1,105 @@
+"""`ReadWriteLock`, for threads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from sqlalchemy import Connection
+
+from pgfence._api.handles import Held
+from pgfence._locks.downgrade import downgrade
+from pgfence._process.coroutines import run_sync
+from pgfence._sql.read_write import ReadSql, WriteSql
+from pgfence.advisory._sync import AdvisoryLock
+
+if TYPE_CHECKING:
+    from pgfence._api.locks import LockBase
+    from pgfence._locks.manager import LockManager, SessionHold
+    from pgfence._sql.params import ParamStyle
+    from pgfence.advisory._sync import EngineSource
+    from pgfence.keys import LockKey, Name
+
+
+class WriteHeld(Held):
+    """A writer's lock that is held; see `Held`."""
+
+    __slots__ = ()
+
+    def downgrade(self) -> Held:
+        """Become a reader, and return the handle of the read lock. This handle is released.
+
+        No other writer gets the lock in between. Other readers are let in from then on.
+
+        Raises:
+            LockLostError: the lock was lost.
+            LockNotHeldError: it was released.
+        """
+        return run_sync(downgrade, cast("LockManager", self._manager), cast("SessionHold", self._hold), Held)
+
+
+class _ReadLock(AdvisoryLock[Held]):
+    """The shared lock of a name."""
+
+    def _build_sql(self, keys: tuple[LockKey, ...], style: ParamStyle) -> ReadSql:
+        return ReadSql(keys, style)
+
+
+class _WriteLock(AdvisoryLock[WriteHeld]):
+    """The exclusive lock of a name."""
+
+    def _build_sql(self, keys: tuple[LockKey, ...], style: ParamStyle) -> WriteSql:
+        return WriteSql(keys, style)
+
+    def _handle(self, manager: LockManager, hold: SessionHold) -> WriteHeld:
+        return WriteHeld(manager, hold)
+
+
+class ReadWriteLock:
+    """Many readers or one writer of a name at a time, across processes.
+
+    ::
+
+        lock = ReadWriteLock(engine, "config")
+        with lock.read.hold(timeout=5):
+            read_config()
+        with lock.write.hold(timeout=5):
+            write_config()
+
+    It is a session-level advisory lock, shared for readers and exclusive for the writer. A writer excludes, and is excluded by,
+    an `AdvisoryLock` or `TransactionLock` of the same name; readers exclude those too.
+
+    Guarantees: those of `AdvisoryLock`. A writer cannot be starved: once it waits for more than half a second, readers that
+    come later wait behind it, in the order of their arrival, whichever process they belong to.
+
+    Limitations: those of `AdvisoryLock`. Within the first half second of a wait the order between processes is not guaranteed.
+    Clients that lock the same key by other means, in shared mode, do not wait behind a writer. A reader cannot become a writer
+    (SelfDeadlockError), and cannot acquire the read lock twice.
+
+    Args:
+        engine: an Engine, or a function that returns one.
+        name: one name or LockKey.
+        namespace: replaces the configured namespace, for a name that is a str.
+
+    Raises:
+        TypeError: the engine is something else, such as a Session or a Connection.
+        ValueError: the name is not usable.
+    """
+
+    def __init__(self, engine: EngineSource, name: Name, *, namespace: str | None = None) -> None:
+        if isinstance(engine, Connection):
+            raise TypeError("ReadWriteLock needs an Engine, or a function that returns one, not a Connection")
+        self._read = _ReadLock(engine, name, namespace=namespace)
+        self._write = _WriteLock(engine, name, namespace=namespace)
+
+    @property
+    def read(self) -> LockBase[Held]:
+        """The lock of readers: `try_acquire`, `acquire`, `hold`, `wrap`, `holders` and `is_held`."""
+        return self._read
+
+    @property
+    def write(self) -> LockBase[WriteHeld]:
+        """The lock of writers, with the same methods; its handle can be downgraded."""
+        return self._write
+
+    def __repr__(self) -> str:
+        return f"<ReadWriteLock {self._read._labels[0]!r}>"
