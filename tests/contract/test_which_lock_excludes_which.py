@@ -16,7 +16,18 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
-from pgfence import AdvisoryLock, Lease, LockKey, LockTimeoutError, Once, Semaphore, SlotOverError, TransactionLock
+from pgfence import (
+    AdvisoryLock,
+    Election,
+    Lease,
+    LockKey,
+    LockTimeoutError,
+    Once,
+    ReadWriteLock,
+    Semaphore,
+    SlotOverError,
+    TransactionLock,
+)
 from pgfence.cli import main
 from pgfence.compat import pals_key
 from pgfence.migrations import migration_lock
@@ -79,9 +90,12 @@ LIBRARY: dict[str, Hold] = {
     "AdvisoryLock(token=True)": lambda engine, name: AdvisoryLock(engine, name, token=True).hold(timeout=0),
     "TransactionLock": transaction(),
     "TransactionLock(shared=True)": transaction(shared=True),
+    "ReadWriteLock.read": lambda engine, name: ReadWriteLock(engine, name).read.hold(timeout=0),
+    "ReadWriteLock.write": lambda engine, name: ReadWriteLock(engine, name).write.hold(timeout=0),
     "migration_lock(key=...)": migration,
     "Lease": lambda engine, name: Lease(engine, name, ttl=30).hold(timeout=0),
     "Once": lambda engine, name: Once(engine, name, every=HOUR).hold(timeout=0),
+    "Election": lambda engine, name: Election(engine, name).lead(timeout=0),
     "pg_advisory_lock()": raw("lock"),
     "pg_advisory_lock_shared()": raw("lock_shared"),
     "pg_advisory_xact_lock()": raw("xact_lock"),

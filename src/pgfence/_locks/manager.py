@@ -81,10 +81,9 @@ class LockManager:
         budget: float | None = None,
     ) -> LockAcquisition:
         """Return the state of a new acquire call, which has not entered a queue yet."""
-        carrier, no_handoff = self.carrier, not sql.hands_over
-        owner = carrier.get_contender()
+        owner = self.carrier.get_contender()
         limit = timeout_of(self.config, timeout, owner)
-        cancel = carrier.cancel_event() if limit else None
+        cancel = self.carrier.cancel_event() if limit else None
         return Acquisition(
             self.queue,
             self.config,
@@ -93,7 +92,7 @@ class LockManager:
             owner,
             limit,
             lasts=lasts,
-            no_handoff=no_handoff,
+            no_handoff=not sql.hands_over,
             cancel=cancel,
             budget=budget,
         )
@@ -136,13 +135,9 @@ class LockManager:
                 await self._wait_for_turn(call, on)
             if entry.handed_over is not None or await self._contend(call, on):
                 # Until the handle exists, the clean-up below is responsible for the grant; then the handle's finaliser is.
-                handle = make(self, self._record(call, entry.handed_over or entry.session))
-                if sql.shared:  # other readers of this process may be let in too
-                    entry.leave()
-                return handle
+                return make(self, self._record(call, entry.handed_over or entry.session))
             entry.leave()
-        except BaseException as error:
-            # On a path that cannot be interrupted: the exception may come from a signal, and a second one may follow.
+        except BaseException as error:  # it may come from a signal, and a second one may follow
             self.carrier.run_cleanup(lambda: self._abort_acquire(call))
             if isinstance(error, Cancelled):
                 raise build_cancelled_error(names) from None
@@ -269,6 +264,8 @@ class LockManager:
             entry.owner.waits = entry.away = None
             entry.owner.holds.append(hold)
             session.hold = entry.hold = hold
+        if sql.shared:
+            entry.leave()  # the next reader of this process may be let in too
         # The connection may have died after the grant and before the hold was attached: then `hold` missed the loss.
         if session.dead is not None:
             session.on_connection_lost(session.dead)

@@ -65,7 +65,7 @@ class ReadSql(LockSql):
 def _build_texts(style: ParamStyle, width: int) -> tuple[str, str, str]:
     """Return try, wait and unlock for a key that is one bigint, or two integers."""
 
-    def arguments(first: int) -> str:
+    def cast_arguments(first: int) -> str:
         kind = "bigint" if width == 1 else "integer"
         return ", ".join(f"CAST({mark(style, first + n)} AS {kind})" for n in range(width))
 
@@ -73,14 +73,14 @@ def _build_texts(style: ParamStyle, width: int) -> tuple[str, str, str]:
     attempt = (
         f"SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) {mark(style, 1)}::integer THEN NULL"
         f" WHEN {HAS_TICKETS.format(mark(style, 2))} THEN false"
-        f" ELSE pg_catalog.pg_try_advisory_lock_shared({arguments(3)}) END"
+        f" ELSE pg_catalog.pg_try_advisory_lock_shared({cast_arguments(3)}) END"
     )
     wait = (
         f"SELECT pg_catalog.set_config('lock_timeout', {mark(style, 1)}, true),"
-        f" pg_catalog.pg_advisory_xact_lock_shared({arguments(2)}), pg_catalog.pg_advisory_lock_shared({arguments(2 + width)})"
+        f" pg_catalog.pg_advisory_xact_lock_shared({cast_arguments(2)}), pg_catalog.pg_advisory_lock_shared({cast_arguments(2 + width)})"
         f" WHERE NOT {HAS_TICKETS.format(mark(style, 2 + 2 * width))}"
     )
-    return attempt, wait, f"SELECT pg_catalog.pg_advisory_unlock_shared({arguments(1)})"
+    return attempt, wait, f"SELECT pg_catalog.pg_advisory_unlock_shared({cast_arguments(1)})"
 
 
 def build_downgrade(keys: tuple[LockKey, ...], style: ParamStyle) -> tuple[str, tuple[object, ...]]:
@@ -92,11 +92,11 @@ def build_downgrade(keys: tuple[LockKey, ...], style: ParamStyle) -> tuple[str, 
     values: tuple[object, ...] = (key.value,) if key.space == "bigint" else key.halves
     kind = "bigint" if len(values) == 1 else "integer"
 
-    def arguments(first: int) -> str:
+    def cast_arguments(first: int) -> str:
         return ", ".join(f"CAST({mark(style, first + n)} AS {kind})" for n in range(len(values)))
 
     text = (
-        f"SELECT pg_catalog.pg_advisory_unlock({arguments(1)}) FROM (SELECT pg_catalog.pg_advisory_lock_shared("
-        f"{arguments(1 + len(values))}) OFFSET 0) AS s"
+        f"SELECT pg_catalog.pg_advisory_unlock({cast_arguments(1)}) FROM (SELECT pg_catalog.pg_advisory_lock_shared("
+        f"{cast_arguments(1 + len(values))}) OFFSET 0) AS s"
     )
     return text, (*values, *values)

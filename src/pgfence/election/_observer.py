@@ -34,7 +34,7 @@ class Observer:
         """Return (whether the leader has changed within the timeout, the leader). The first call returns at once."""
         ends_at = clock() + self._timeout
         while True:
-            manager, request = self._candidate.build(_ignore)
+            manager, request = self._candidate.build(_skip)
             self._event = manager.carrier.make_event()  # before the question: a release during it ends the next sleep
             row = await manager.look(request.place, request.stored)
             holder = None if row is None else holder_of(request, row)
@@ -65,5 +65,5 @@ class Observer:
             self._stop = None
 
 
-def _ignore(_: Busy) -> None:
+def _skip(_: Busy) -> None:
     """An observer does not contend."""

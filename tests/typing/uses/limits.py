@@ -1,7 +1,7 @@
 """At most ten calls at once, and at most a hundred a minute."""
 
-from app import get_async_engine, get_engine
-from pgfence import AsyncRateLimit, AsyncSemaphore, RateLimit
+from app import engine, get_async_engine, get_engine
+from pgfence import AsyncRateLimit, AsyncSemaphore, RateLimit, ReadWriteLock
 
 
 async def call_provider() -> int:
@@ -12,3 +12,11 @@ async def call_provider() -> int:
 
 def try_provider() -> bool:
     return RateLimit(get_engine, "provider", limit=100, per=60).try_take()
+
+
+def reload_config() -> None:
+    lock = ReadWriteLock(engine, "config")
+    with lock.read.hold(timeout=1):
+        pass
+    with lock.write.hold(timeout=1) as held:
+        held.downgrade().release()
