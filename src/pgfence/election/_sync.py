@@ -51,7 +51,9 @@ class Election:
 
     ::
 
-        with Election(engine, "scheduler").stand(on_gained=scheduler.resume, on_lost=scheduler.pause) as member:
+        with Election(engine, "scheduler").stand(
+            on_gained=scheduler.resume, on_lost=scheduler.pause
+        ) as member:
             serve()  # `member.is_leader` and `member.term` say what this process is
 
     The leader holds a lease of that name, which a background thread renews; the fencing token of its term is the number of
