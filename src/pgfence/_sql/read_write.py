@@ -29,12 +29,12 @@ class ReadSql(LockSql):
     """The statements for a reader: the shared lock on one key.
 
     A reader that finds a ticket takes one too, so that it comes after the writer that waits. Without this, readers that overlap
-    would let a writer wait for ever: after each slice of its wait it leaves the server's queue for a moment.
+    would let a writer wait indefinitely: after each slice of its wait it leaves the server's queue for a moment.
     """
 
     __slots__ = ("_arguments", "_own_texts")
     once_only = (
-        "a second read lock would wait for ever behind a writer that waits for the first. Pass the handle on, or downgrade()"
+        "a second read lock would wait indefinitely behind a writer that waits for the first. Pass the handle on, or downgrade()"
         " the write lock"
     )
     hands_over = False

@@ -43,7 +43,7 @@ class ResignRequest:
 
 
 def ask_to_resign(connection: Connection, request: ResignRequest) -> Holder | None:
-    """Ask the leader of a name, in a transaction of its own, and return who that is; None if nobody leads.
+    """Ask the leader of a name, in a separate transaction, and return who that is; None if there is no leader.
 
     Raises:
         ValueError: the name is held by something else than an election; nothing was done.

@@ -170,7 +170,7 @@ class Election:
             timeout: seconds to wait for a change, after which the iteration ends; None: it does not end.
 
         Raises:
-            UnreachableError: there is no server. Iterate again.
+            UnreachableError: the server cannot be reached. Iterate again.
             SchemaError: the tables are missing.
         """
         observer = Observer(self._candidate, math.inf if timeout is None else seconds(timeout))

@@ -43,7 +43,7 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
         """Return who holds permits at this moment, one entry for each permit, the oldest first.
 
         Raises:
-            UnreachableError: there is no server.
+            UnreachableError: the server cannot be reached.
             SchemaError: the tables are missing.
         """
         return await self._find_holders()

@@ -25,7 +25,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
             call_provider()
 
     A permit is held like a lease: a dedicated thread renews it every third of the TTL, it has a fencing token, and it works
-    through any pooler. Permit `i` of the semaphore `NAME` is the lease row `NAME#i`, with a token series of its own.
+    through any pooler. Permit `i` of the semaphore `NAME` is the lease row `NAME#i`, with a separate token series.
 
     Guarantees: never more than `permits` permits are held by the server's clock. A process that dies returns its permits after
     one TTL at the latest. A weight is acquired completely or not at all. With `fair=True` waiters are served in the order of
@@ -91,7 +91,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         """Return who holds permits at this moment, one entry for each permit, the oldest first.
 
         Raises:
-            UnreachableError: there is no server.
+            UnreachableError: the server cannot be reached.
             SchemaError: the tables are missing.
         """
         return run_sync(self._find_holders)
