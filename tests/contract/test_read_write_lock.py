@@ -63,7 +63,7 @@ async def test_an_advisory_lock_of_the_name_is_excluded_too(world: World, name: 
 
 @pytest.mark.every_driver
 async def test_overlapping_readers_do_not_starve_a_writer(world: World, name: str) -> None:
-    """C111: while it waits, readers that come later wait behind it, whichever process they belong to."""
+    """While it waits, readers that come later wait behind it, whichever process they belong to."""
     stop = asyncio.Event()
     reads = 0
 

@@ -87,6 +87,26 @@ async def test_a_release_wakes_a_waiter(world: World, name: str) -> None:
     await other.call(permit.release)
 
 
+async def test_many_contenders_never_exceed_the_number(world: World, name: str) -> None:
+    """C091: however many acquire at the same moment, in several processes' worth of engines, at most three hold a permit."""
+    held, most = 0, 0
+
+    async def work(contender: Any, engine: Any) -> None:
+        nonlocal held, most
+        one = semaphore(world, engine, name, permits=3)
+        for _ in range(4):
+            permit = await contender.call(one.acquire, timeout=60)
+            held += 1
+            most = max(most, held)
+            await asyncio.sleep(0.005)
+            held -= 1
+            await contender.call(permit.release)
+
+    engines = [world.engine() for _ in range(3)]
+    await asyncio.gather(*(work(world.other(), engine) for engine in engines * 4))
+    assert (held, most) == (0, 3)
+
+
 @pytest.mark.every_driver
 async def test_a_weight_is_taken_completely_or_not_at_all(
     world: World, name: str, admin: psycopg.Connection[Any]
@@ -109,7 +129,7 @@ async def test_a_weight_is_taken_completely_or_not_at_all(
 
 
 async def test_a_dead_holders_permit_returns(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """A permit whose TTL is over is granted again, with a larger token; its former holder cannot release it."""
+    """C093: a permit whose TTL is over is granted again, with a larger token; its former holder cannot release it."""
     one = semaphore(world, world.engine(), name, permits=1, heartbeat="manual")
     former = await world.call(one.acquire)
     lapse(admin, f"{name}#1")
@@ -163,7 +183,7 @@ async def test_contenders_agree_on_the_number(world: World, name: str) -> None:
 
 
 async def test_resizing_counts_the_permits_in_use(world: World, name: str) -> None:
-    """After a reduction no permit is granted until fewer than the new number are in use; after an increase at once."""
+    """C094: after a reduction no permit is granted until fewer than the new number are in use; after an increase at once."""
     engine = world.engine()
     one = semaphore(world, engine, name, permits=4)
     held = [await world.call(one.acquire) for _ in range(4)]
