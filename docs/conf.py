@@ -43,7 +43,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (
         "py:.*",
-        rf"(.*\.)?({'|'.join(full_names())}|FastAPI|HTTPException|ORMOption|Response)",
+        rf"(.*\.)?({'|'.join(full_names())}|FastAPI|HTTPException|ORMOption|Response|(Async)?WriteHeld)",
     ),
     ("py:class", r"(.*\.)?_?(O|T|R|S|AS|HoldT|AnyHeld)"),
 ]
@@ -93,6 +93,7 @@ signature_aliases = {
     "AsyncEngineSource": "AsyncEngine | Callable[[], AsyncEngine]",
     "AsyncEngineSourceT": "AsyncEngine | Callable[[], AsyncEngine]",
     "AsyncInTransaction": "Callable",
+    "AsyncLockBase": "AsyncAdvisoryLock",
     "AsyncWork": "AsyncSession | async_scoped_session | AsyncConnection",
     "AsyncWrap": "Callable",
     "AsyncWrapSkip": "Callable",
@@ -104,6 +105,7 @@ signature_aliases = {
     "H": "Held",
     "Headers": "Mapping[str, str]",
     "InTransaction": "Callable",
+    "LockBase": "AdvisoryLock",
     "OnFailure": "Literal['free', 'lapse']",
     "OnMismatch": "Literal['raise', 'stored']",
     "PoolerSetting": "Literal['auto', 'direct', 'session', 'transaction']",
@@ -153,7 +155,7 @@ signature_without_constructor = [
             "Slot",
             "AsyncSlot",
         ),
-        *("Permit", "AsyncPermit"),
+        *("Permit", "AsyncPermit", "Term", "AsyncTerm", "Member", "AsyncMember"),
         *(
             "Idem",
             "AsyncIdem",

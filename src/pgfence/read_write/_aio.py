@@ -58,7 +58,7 @@ class AsyncReadWriteLock:
 
     @property
     def read(self) -> AsyncLockBase[AsyncHeld]:
-        """The lock of readers: `try_acquire`, `acquire`, `hold`, `wrap`, `holders` and `is_held`."""
+        """The lock of readers, with `try_acquire`, `acquire`, `hold`, `wrap`, `holders` and `is_held`."""
         return self._read
 
     @property

@@ -93,7 +93,7 @@ class ReadWriteLock:
 
     @property
     def read(self) -> LockBase[Held]:
-        """The lock of readers: `try_acquire`, `acquire`, `hold`, `wrap`, `holders` and `is_held`."""
+        """The lock of readers, with `try_acquire`, `acquire`, `hold`, `wrap`, `holders` and `is_held`."""
         return self._read
 
     @property
