@@ -43,7 +43,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (
         "py:.*",
-        rf"(.*\.)?({'|'.join(full_names())}|FastAPI|HTTPException|ORMOption|Response|(Async)?WriteHeld)",
+        rf"(.*\.)?({'|'.join(full_names())}|FastAPI|HTTPException|ORMOption|Response)",
     ),
     ("py:class", r"(.*\.)?_?(O|T|R|S|AS|HoldT|AnyHeld)"),
 ]
@@ -155,7 +155,16 @@ signature_without_constructor = [
             "Slot",
             "AsyncSlot",
         ),
-        *("Permit", "AsyncPermit", "Term", "AsyncTerm", "Member", "AsyncMember"),
+        *(
+            "WriteHeld",
+            "AsyncWriteHeld",
+            "Permit",
+            "AsyncPermit",
+            "Term",
+            "AsyncTerm",
+            "Member",
+            "AsyncMember",
+        ),
         *(
             "Idem",
             "AsyncIdem",
