@@ -32,7 +32,7 @@ ROWS = (
     ("_leases", "_api"),
     ("_admin", "fence", "idempotency", "retrying", "transaction", "versions"),
     ("_alembic", "advisory", "lease", "monitoring", "schema"),
-    ("effects", "election", "migrations", "once", "rate_limit", "read_write", "semaphore"),
+    ("claims", "effects", "election", "migrations", "once", "rate_limit", "read_write", "semaphore"),
     ("_demo", "_http"),
     ("asgi", "cli", "fastapi", "wsgi"),
     ("__main__",),

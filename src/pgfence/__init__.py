@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pgfence._api.handles import AsyncHeld, Held, current, held
     from pgfence._holds.carriers import cancel_waits
     from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
+    from pgfence.claims import claim
     from pgfence.effects import AsyncAttempt, AsyncIdempotentEffect, Attempt, IdempotentEffect
     from pgfence.election import AsyncElection, AsyncMember, AsyncTerm, Election, Member, Term
     from pgfence.fence import Fenced
@@ -153,6 +154,7 @@ __all__ = [
     "WriteHeld",
     "__version__",
     "cancel_waits",
+    "claim",
     "compat",
     "configure",
     "current",
@@ -223,6 +225,7 @@ _LATE = {
     "VersionedUUID": "pgfence.versions",
     "WriteHeld": "pgfence.read_write",
     "cancel_waits": "pgfence._holds.carriers",
+    "claim": "pgfence.claims",
     "current": "pgfence._api.handles",
     "etag": "pgfence.versions",
     "held": "pgfence._api.handles",

@@ -1,0 +1,7 @@
+"""Claims: each row of a table goes to one worker, and no worker waits for another one."""
+
+from __future__ import annotations
+
+from pgfence.claims._functions import claim
+
+__all__ = ["claim"]

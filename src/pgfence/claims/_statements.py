@@ -1,0 +1,159 @@
+"""Build the SELECT that locks rows and never locks more of them than its LIMIT.
+
+`UPDATE ... WHERE id IN (SELECT ... LIMIT n FOR UPDATE SKIP LOCKED)` takes more: if the planner executes the subquery again for
+each row of a nested loop, each execution skips the rows that the UPDATE has written already and locks the next ones. The
+statement here has its LIMIT on the outside, and is executed once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Select, Table, inspect, select, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Mapper
+from sqlalchemy.sql.selectable import Join
+
+from pgfence._api.inputs import check_int
+from pgfence._api.transactions import open_connection
+from pgfence._sql.errors import ErrorContext, raise_translated
+from pgfence._sql.params import style_of
+from pgfence._sql.transaction import read_driver_state
+from pgfence.errors import TransactionStateError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy.orm import Session
+
+    from pgfence._orm import AnySelect
+
+MOST_ROWS = 10_000
+
+# The parts of a SELECT with which PostgreSQL rejects row locks, or which claim() adds itself.
+_CLAUSES = {
+    "_limit_clause": "LIMIT: pass limit= to claim()",
+    "_fetch_clause": "FETCH FIRST: pass limit= to claim()",
+    "_offset_clause": "OFFSET: the rows that it skips change with every claim of another worker, so remove it",
+    "_for_update_arg": "FOR UPDATE: remove with_for_update(), because claim() chooses the lock",
+    "_group_by_clauses": "GROUP BY: a group is not a row that can be locked. Use a subquery in where()",
+    "_having_criteria": "HAVING: a group is not a row that can be locked. Use a subquery in where()",
+    "_distinct": "DISTINCT: PostgreSQL does not lock its rows. Replace the join with where(Job.tags.any(...))",
+}
+_STANDBY = ErrorContext(on_primary="Rows are claimed where they are written. Claim on the primary, not read-only")
+
+
+def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> AnySelect:
+    """Return a SELECT of a mapped class.
+
+    Raises:
+        TypeError: it is not a mapped class, or a criterion is not a SQL expression.
+    """
+    found: object = inspect(entity, raiseerr=False)
+    if not isinstance(found, Mapper):
+        shown = entity if isinstance(entity, type) else type(entity).__name__
+        raise TypeError(f"claim() takes a mapped class or select() of one, not {shown}")
+    for one in criteria:
+        _reject_value(one)
+    query: AnySelect = select(entity).where(*criteria)
+    if order_by is None:
+        return query
+    return query.order_by(*(order_by if isinstance(order_by, (tuple, list)) else (order_by,)))
+
+
+def _reject_value(one: object) -> None:
+    if isinstance(one, bool):
+        raise TypeError(
+            f"a criterion is {one}, not a SQL expression: `is None` and `not` are evaluated by Python. Use"
+            " Job.column.is_(None), not_(...) or true()"
+        )
+    if isinstance(one, str):
+        raise TypeError(f"a criterion is the str {one!r}, not a SQL expression: use Job.column == value, or text()")
+
+
+def find_mapper(query: object) -> Mapper[Any]:
+    """Return the class whose rows a SELECT returns, and of which each row can be locked.
+
+    Raises:
+        TypeError: the SELECT returns something else than the instances of one class, or a class whose rows are not in a table.
+        ValueError: the SELECT has a clause that cannot be combined with a claim, or the table has no primary key.
+    """
+    if not isinstance(query, Select):
+        raise TypeError(
+            f"claim() takes select() of a mapped class, not {type(query).__name__}: PostgreSQL locks no rows of a UNION, and"
+            " a text cannot be changed"
+        )
+    found = query.column_descriptions
+    mapper: object = inspect(found[0].get("entity"), raiseerr=False) if len(found) == 1 else None
+    if not isinstance(mapper, Mapper) or found[0]["expr"] is not mapper.class_:
+        raise TypeError(
+            "claim() returns the instances of one mapped class: use select(Job), without columns or further classes, and"
+            " alias the other table if a class is joined to itself"
+        )
+    for name, advice in _CLAUSES.items():
+        clause: object = getattr(query, name)
+        if clause is not None and clause is not False and clause != ():
+            raise ValueError(f"the statement has {advice}")
+    if not isinstance(mapper.selectable, (Table, Join)):
+        raise TypeError(
+            f"the rows of {mapper.class_.__name__} are not in one table ({type(mapper.selectable).__name__}), and PostgreSQL"
+            " cannot lock them: claim rows of a subclass"
+        )
+    table = mapper.base_mapper.local_table
+    if not isinstance(table, Table) or not table.primary_key.columns:
+        raise ValueError(
+            f"{table.description} has no primary key, so two of its rows could become one object: add one to the table"
+        )
+    return mapper
+
+
+def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: int) -> Sequence[Any]:
+    """Lock up to `limit` rows that no other transaction has locked, in the transaction of a Session, and return them.
+
+    Raises:
+        TransactionStateError: the connection is in autocommit, or reading the rows could lose unflushed changes.
+        StandbyError: the server is read-only.
+    """
+    check_int(limit, "limit", MOST_ROWS)
+    # The tables of a joined subclass and of its bases. Other tables of the statement are not locked.
+    tables = list(dict.fromkeys(each.local_table for each in mapper.iterate_to_root()))
+    # NO KEY: an INSERT of a row that refers to a claimed row does not wait.
+    locking = query.limit(limit).with_for_update(key_share=True, skip_locked=True, of=tables)
+    where = open_transaction(session, mapper)
+    try:
+        # populate_existing: a row that the Session has loaded before may have been changed by another transaction since.
+        result = session.execute(locking, bind_arguments=where, execution_options={"populate_existing": True})
+        return result.scalars().unique().all()
+    except DBAPIError as error:
+        raise_translated(error, None, _STANDBY)
+        raise
+
+
+def open_transaction(session: Session, mapper: Mapper[Any]) -> dict[str, Any]:
+    """Begin the transaction of a Session if necessary, and return the bind arguments of the server that the class is written on.
+
+    Raises:
+        TransactionStateError: the connection is in autocommit, or autoflush is off and there are unflushed changes.
+    """
+    # A Session that sends reads to replicas must lock rows on the primary.
+    where: dict[str, Any] = {"bind": session.get_bind(mapper, clause=update(mapper.base_mapper.class_))}
+    connection = open_connection(session, where.copy())  # Session.connection() removes "bind" from its argument
+    style_of(connection.dialect)
+    if read_driver_state(connection).autocommit:
+        raise TransactionStateError(
+            f"the connection is in autocommit, in which the claim of {mapper.class_.__name__} rows would end with its own"
+            " statement: use a connection without AUTOCOMMIT"
+        )
+    if not session.autoflush:
+        _reject_unflushed(session, mapper)
+    return where
+
+
+def _reject_unflushed(session: Session, mapper: Mapper[Any]) -> None:
+    changed = [one for one in session.dirty if session.is_modified(one)] + list(session.deleted)
+    if changed:
+        classes = ", ".join(sorted({type(one).__name__ for one in changed}))
+        raise TransactionStateError(
+            f"the Session has unflushed changes ({classes}) and autoflush is off: reading {mapper.class_.__name__} rows could"
+            " lose them. Call flush() before claim()"
+        )

@@ -1,0 +1,47 @@
+"""What a checker infers for claims, and what it rejects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from app import Account, Base
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+from sqlalchemy.orm import Mapped, Session, mapped_column, scoped_session
+from typing_extensions import assert_type
+
+from pgfence import claim
+
+
+class Job(Base):
+    __tablename__ = "job"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    state: Mapped[str] = mapped_column(default="new")
+
+
+def claimed(session: Session, scoped: scoped_session[Session]) -> None:
+    assert_type(claim(session, Job, Job.state == "new", limit=5), Sequence[Job])
+    assert_type(claim(scoped, Job, order_by=[Job.state, Job.id.desc()]), Sequence[Job])
+    assert_type(claim(session, select(Job).where(Job.id > 1), limit=5), Sequence[Any])
+    for job in claim(session, Job, Job.state == "new", Job.id > 7, order_by=Job.id, limit=10):
+        job.state = "done"
+
+
+async def claimed_async(session: AsyncSession, scoped: async_scoped_session[AsyncSession]) -> None:
+    assert_type(await claim(session, Job, Job.state == "new", limit=5), Sequence[Job])
+    assert_type(await claim(scoped, Job, Job.state == "new"), Sequence[Job])
+    assert_type(await claim(session, select(Job), limit=5), Sequence[Any])
+    for job in await claim(session, Job, Job.state == "new", order_by=Job.id, limit=10):
+        job.state = "done"
+
+
+def no_claim(session: Session) -> None:
+    jobs: list[Account] = claim(session, Job)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    claim(session, Job, "state = 'new'")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    claim(session, select(Job), Job.state == "new")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    print(jobs)
+
+
+async def no_claim_async(session: AsyncSession) -> None:
+    claim(session, Job)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
