@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -85,6 +86,27 @@ async def test_a_release_wakes_a_waiter(world: World, name: str) -> None:
     permit = await waiting
     assert permit.token == held.token + 1
     await other.call(permit.release)
+
+
+async def test_tries_do_not_wait_for_each_other(world: World, name: str) -> None:
+    """As many tries at the same moment as there are free permits all succeed."""
+    one = semaphore(world, world.engine(), name, permits=8)
+    await free(world, await world.call(one.acquire))
+    others = [world.other() for _ in range(8)]
+    permits = await asyncio.gather(*(other.call(one.try_acquire) for other in others))
+    assert None not in permits
+    await free(world, *permits)
+
+
+async def test_a_heavy_waiter_does_not_block_its_process(world: World, name: str) -> None:
+    """While one contender waits for two permits, another one of the same process gets the one that is free."""
+    engine = world.engine()
+    held = await world.call(semaphore(world, engine, name).acquire)
+    heavy, light = world.other(), world.other()
+    waiting = asyncio.create_task(heavy.call(semaphore(world, engine, name, weight=2).acquire, timeout=30))
+    await asyncio.sleep(0.1)
+    await free(world, await light.call(semaphore(world, engine, name).acquire, timeout=5), held)
+    await free(world, await waiting)
 
 
 async def test_many_contenders_never_exceed_the_number(world: World, name: str) -> None:
@@ -222,6 +244,42 @@ async def test_fair_waiters_are_served_in_order(world: World, name: str, admin: 
     await asyncio.gather(*waiting)
     assert order == [2, 1]
     assert waiters(admin, name) == 0
+
+
+async def test_waiters_of_one_process_keep_their_places(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Each fair waiter has its own place in the server's queue, before those of other processes that came later."""
+    here, there, order = world.engine(), world.engine(), []
+    held = [await world.call(semaphore(world, here, name, fair=True).acquire) for _ in range(2)]
+
+    async def wait(number: int, engine: Any) -> None:
+        contender = world.other()
+        order.append((number, await contender.call(semaphore(world, engine, name, fair=True).acquire, timeout=30)))
+
+    waiting = []
+    for number, engine in enumerate((here, here, there)):
+        waiting.append(asyncio.create_task(wait(number, engine)))
+        await eventually(lambda count=number + 1: waiters(admin, name) == count)
+    await free(world, *held)
+    await asyncio.wait(waiting[:2])
+    assert sorted(number for number, _ in order) == [0, 1]
+    await free(world, *(permit for _, permit in order))
+    await asyncio.gather(*waiting)
+    await free(world, order[-1][1])
+
+
+@pytest.mark.parametrize("none", [0, timedelta(0)])
+async def test_a_fair_acquire_that_does_not_wait_is_in_no_queue(
+    world: World, name: str, admin: psycopg.Connection[Any], none: Any
+) -> None:
+    """However the timeout of zero is written, nobody waits behind a contender that has gone."""
+    one = semaphore(world, world.engine(), name, permits=1, fair=True)
+    held = await world.call(one.acquire)
+    with pytest.raises(LockTimeoutError):
+        await world.other().call(one.acquire, timeout=none)
+    assert waiters(admin, name) == 0
+    await free(world, held)
 
 
 async def test_a_waiter_that_gives_up_leaves_the_queue(world: World, name: str, admin: psycopg.Connection[Any]) -> None:

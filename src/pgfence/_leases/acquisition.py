@@ -77,12 +77,13 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
 
     def _check_limit(self, limit: int) -> None:
         """Raise if what this contender holds and asks for is more than there is."""
-        weight, places = self.wanted.weight or 0, self.wanted.places
+        weight, wanted = self.wanted.weight or 0, (self.wanted.place, self.wanted.stored)
         held = sum(
             len(hold.rows)
             for hold in tuple(self.owner.holds)
             if isinstance(hold, Grant)
-            and hold.entry.places == places
+            and hold.is_permit
+            and (hold.place, hold.stored.rpartition("#")[0]) == wanted
             and hold.entry.queue is self.queue
             and not hold.dropped
             and hold.state in ("held", "unknown")

@@ -23,6 +23,7 @@ from pgfence._leases.request import (
     owner_of,
     warn_of_clock,
 )
+from pgfence._locks.acquisition import timeout_of
 from pgfence._process.clock import clock
 from pgfence._sql.activity import build_lease_holder
 from pgfence._sql.semaphore import permit_sql
@@ -56,12 +57,14 @@ class PermitRequest(AcquireRequest):
         asked: how many are asked for.
         follows: whether the number that is stored counts, where it is another one.
         since: when the wait of a contender began, on the clock of this process.
+        turn: contenders of this process with the same one wait for each other; None: that is the number asked for.
     """
 
     permits: int
     asked: int = 1
     follows: bool = False
     since: float = 0.0
+    turn: str | None = None
 
     kind = "permit"
     needed = LIMITS
@@ -76,7 +79,7 @@ class PermitRequest(AcquireRequest):
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        return ((self.place, self.stored, "permits"),)
+        return ((self.place, self.stored, "permits", self.turn or self.asked),)
 
     def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
         terms, identity = self.terms, self.identity
@@ -158,9 +161,12 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
 
     async def _take(self, timeout: Seconds | None, *, lasts: bool = False) -> HandleT | None:
         manager, request = self._prepare()
-        # A try does not wait, so it is in no queue.
-        if self._fair and timeout != 0:
-            request = replace(request, waiter=str(uuid.uuid4()), since=clock())  # type: ignore[call-arg]
+        # A try waits for nobody. A fair waiter has its place in the server's queue, also among those of this process.
+        if not timeout_of(manager.config, timeout, manager.carrier.get_contender()):
+            request = replace(request, turn=str(uuid.uuid4()))  # type: ignore[call-arg]
+        elif self._fair:
+            waiter = str(uuid.uuid4())
+            request = replace(request, turn=waiter, waiter=waiter, since=clock())  # type: ignore[call-arg]
         try:
             return await manager.acquire(request, timeout, self._handle, lasts=lasts)
         except Refused as refusal:
