@@ -16,7 +16,7 @@ from pgfence import (
     ReadWriteLock,
     WriteHeld,
 )
-from pgfence.errors import LockNotHeldError, LockTimeoutError, SelfDeadlockError
+from pgfence.errors import LockLostError, LockNotHeldError, LockTimeoutError, SelfDeadlockError
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -114,6 +114,40 @@ async def test_a_writer_becomes_a_reader_without_a_gap(world: World, name: str) 
     await other.call(second.release)
     await world.call(reader.release)
     await other.call((await other.call(there.write.try_acquire)).release)
+
+
+@pytest.mark.every_driver
+async def test_a_downgrade_after_the_loss_says_so(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """When the server has ended the session, there is nothing left to downgrade, and another writer may come."""
+    one = lock(world, world.engine(), name)
+    writer = await world.call(one.write.acquire)
+    (holder,) = await world.call(one.write.holders)
+    admin.execute("SELECT pg_terminate_backend(%s, 5000)", [holder.backend_pid])
+    with pytest.raises(LockLostError):
+        await world.call(writer.downgrade)
+    assert writer.state == "lost"
+    await world.call((await world.call(one.write.acquire, timeout=5)).release)
+
+
+@pytest.mark.every_driver
+async def test_a_downgrade_waits_for_a_probe(world: World, name: str) -> None:
+    """A question about the connection that runs in the background, as after a pause of the process, does not disturb it."""
+    one = lock(world, world.engine(), name)
+    writer = await world.call(one.write.acquire)
+
+    async def downgrade() -> Any:
+        writer._hold.session.probe(writer._hold)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return await writer.downgrade()
+
+    def downgrade_here() -> Any:
+        writer._hold.session.probe(writer._hold)
+        return writer.downgrade()
+
+    reader = await world.call(world.pick(downgrade_here, downgrade))
+    assert reader.state == "held"
+    await world.call(reader.release)
 
 
 async def test_a_key_of_two_integers_works_too(world: World) -> None:

@@ -8,6 +8,7 @@ from pgfence._connections.connection import RELEASE_BUDGET
 from pgfence._holds.hold import Hold
 from pgfence._holds.queue import QueueEntry
 from pgfence._process.lifecycle import MUTEX
+from pgfence._sql.errors import is_connection_lost
 from pgfence._sql.read_write import ReadSql, build_downgrade
 
 if TYPE_CHECKING:
@@ -31,7 +32,17 @@ async def downgrade(
     session, sql = hold.session, ReadSql(hold.sql.keys, hold.sql.style)
     text, args = build_downgrade(sql.keys, sql.style)
     try:
-        kept = await session.fetch_value(manager.engine, text, args, limit=RELEASE_BUDGET)
+        if not session.turn.acquire(False):
+            await session.wait_for_probe()
+        try:
+            kept = await session.fetch_value(manager.engine, text, args, limit=RELEASE_BUDGET)
+        except Exception as error:
+            if not (session.dead or is_connection_lost(error)):
+                raise
+            hold.reason = session.dead or "killed"
+            raise hold.lost_error() from error
+        finally:
+            session.turn.release()
         mine, _ = manager._begin_release(hold)
         if not mine:
             raise hold.not_held_error()
