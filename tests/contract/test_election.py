@@ -147,6 +147,85 @@ async def test_a_resignation_stops_the_work_first(world: World, name: str, admin
     assert row(admin, name).released_at is not None
 
 
+async def test_run_returns_if_the_member_resigns_while_it_is_elected(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resignation between the grant and the begin of the term ends run(), and calls no callback."""
+    told: list[str] = []
+    member = await world.call(
+        lambda: election(world, world.engine(), name).stand(
+            on_gained=lambda: told.append("gained"), on_lost=lambda: told.append("lost")
+        )
+    )
+    await eventually(lambda: member.is_leader)
+    manager, _ = await world.call(lambda: member._candidacy._candidate.build(lambda _: None))
+    acquire = manager.acquire
+
+    async def acquire_and_end(*args: Any, **kwargs: Any) -> Any:
+        term = await acquire(*args, **kwargs)
+        member._candidacy.end()
+        return term
+
+    monkeypatch.setattr(manager, "acquire", acquire_and_end)
+
+    async def nothing() -> None:
+        pass
+
+    await world.call(member.run, world.pick(lambda _: None, lambda _: nothing()))
+    assert told == ["gained", "lost"]
+    await terminate(world, member)
+
+
+@pytest.mark.async_only
+async def test_a_loop_that_ends_stops_the_work_before_the_release(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """When its task is cancelled, as at the end of asyncio.run(), the member calls on_lost and waits for the work."""
+    told: list[Any] = []
+    member = await world.call(
+        lambda: AsyncElection(world.engine(), name, ttl=30).stand(on_lost=lambda: told.append("lost"))
+    )
+
+    async def work(_: Any) -> None:
+        told.append("works")
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.2)
+            told.append(row(admin, name).released_at)
+
+    running = asyncio.create_task(world.call(member.run, work))
+    await eventually(lambda: told == ["works"])
+    await world.call(lambda: [task.cancel() for task in asyncio.all_tasks() if task.get_name() == "pgfence-member"])
+    await eventually(lambda: row(admin, name).released_at is not None)
+    await running
+    assert told == ["works", "lost", None]
+
+
+async def test_a_release_during_the_question_is_noticed(
+    world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notification of a release that comes after the server's answer and before the sleep ends the sleep."""
+    engine = world.engine()
+    assert rival(admin, name, 3600) == 1
+    member = await world.call(election(world, engine, name, ttl=3600).stand)
+    candidacy = member._candidacy
+    manager, request = await world.call(lambda: candidacy._candidate.build(lambda _: None))
+    await eventually(lambda: manager.heartbeat.is_listening(request.place) and candidacy._sleep is not None)
+    note = type(candidacy)._note_leader
+
+    async def note_and_wake(self: Any, holder: Any) -> None:
+        monkeypatch.undo()
+        lapse(admin, name)
+        self._wake()
+        await note(self, holder)
+
+    monkeypatch.setattr(type(candidacy), "_note_leader", note_and_wake)
+    candidacy._wake()
+    await eventually(lambda: member.is_leader)
+    await terminate(world, member)
+
+
 async def test_a_lost_term_ends_and_a_stale_leader_cannot_commit(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:

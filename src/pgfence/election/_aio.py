@@ -149,7 +149,12 @@ class AsyncMember:
         async def work(term: AsyncTerm) -> None:
             task = self._worker = asyncio.ensure_future(_run_work(fn, term))
             loop = asyncio.get_running_loop()
-            term._grant.subscribe(lambda: run_on_loop(loop, task.cancel))
+
+            def cancel() -> None:
+                if not task.cancelling():  # a second time would interrupt its clean-up
+                    task.cancel()
+
+            term._grant.subscribe(lambda: run_on_loop(loop, cancel))
             try:
                 await task
             except asyncio.CancelledError:

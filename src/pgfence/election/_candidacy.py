@@ -112,14 +112,13 @@ class Candidacy(Generic[TermT]):
         finally:
             self._ending = True
             self._stop()
-            with self._lock:
-                runner, self._runner = self._runner, None
-            if runner is not None:
-                runner.set()
+            self._wake_runner()
 
     async def _stand(self) -> None:
         """Try to acquire the term once. Lead if that succeeds, otherwise sleep until the next try."""
         found: list[Busy] = []
+        with self._lock:  # before the question: a release that is notified during it ends the sleep after it
+            event = self._sleep = self._carrier.make_event()
         manager, request = self._candidate.build(found.append)
         term = await manager.acquire(request, 0.0, self._candidate._handle)
         if term is not None:
@@ -130,16 +129,18 @@ class Candidacy(Generic[TermT]):
         else:  # another member of this process leads, or asks at this moment
             row = await manager.look(request.place, request.stored)
             await self._note_leader(None if row is None else holder_of(request, row))
-        await self._follow(manager, request, found[-1].remaining if found else math.inf)
+        await self._follow(manager, request, found[-1].remaining if found else math.inf, event)
 
-    async def _follow(self, manager: LeaseManager, request: TermRequest, remaining: float) -> None:
+    async def _follow(self, manager: LeaseManager, request: TermRequest, remaining: float, event: WakeEvent) -> None:
         """Sleep until the name may be free."""
         if self._stop_listening is None:
             self._stop_listening = manager.heartbeat.listen(request.place, request.stored, self._wake)
+            if manager.heartbeat.is_listening(request.place):
+                return  # it was listening before, so nothing wakes this member for a release between the question and here
         ttl = request.terms.ttl
         longest = max(LONGEST_PAUSE, ttl / 3) if manager.heartbeat.is_listening(request.place) else LONGEST_PAUSE
         # The jitter keeps the candidates apart that wait for the same expiry.
-        await self._pause(max(SHORTEST_PAUSE, min(longest, remaining + between(0.005, 0.05))))
+        await self._pause(max(SHORTEST_PAUSE, min(longest, remaining + between(0.005, 0.05))), event)
 
     async def _lead(self, manager: LeaseManager, term: TermT) -> None:
         grant = _grant_of(term)
@@ -148,23 +149,30 @@ class Candidacy(Generic[TermT]):
             with self._lock:
                 ended = self._sleep = self._carrier.make_event()
                 self._term, over = term, self._ending
-                runner, self._runner = self._runner, None
             grant.add_end_callback(self._wake)
             if over:  # `end` came between the grant and here
                 grant.resign()
             else:
-                await self._note_leader(self._describe_own(grant))
-                await self._call(self._on_gained)
-                if runner is not None:
-                    runner.set()
-                await ended.wait(math.inf)
-                await self._step_down()
+                await self._work_term(grant, ended)
         finally:
             self._term = None
             asked = grant.loss_reason == "resigned" and not self._ending
             await manager.give_up(grant)
         if asked:
             await self._pause(STEP_ASIDE)
+
+    async def _work_term(self, grant: Grant, ended: WakeEvent) -> None:
+        """Notify the application of the term, and return after its end, when the work has ended too."""
+        try:
+            await self._note_leader(self._describe_own(grant))
+            await self._call(self._on_gained)
+            self._wake_runner()
+            await ended.wait(math.inf)
+        except BaseException:  # the member's task is cancelled, because its event loop ends
+            grant.resign()
+            raise
+        finally:
+            await self._step_down()
 
     async def _step_down(self) -> None:
         with self._lock:  # from here on `run` begins no work in this term
@@ -223,11 +231,18 @@ class Candidacy(Generic[TermT]):
         if event is not None:
             event.set()
 
-    async def _pause(self, seconds: float) -> None:
+    def _wake_runner(self) -> None:
+        with self._lock:
+            event, self._runner = self._runner, None
+        if event is not None:
+            event.set()
+
+    async def _pause(self, seconds: float, event: WakeEvent | None = None) -> None:
         with self._lock:
             if self._ending:
                 return
-            event = self._sleep = self._carrier.make_event()
+            if event is None:
+                event = self._sleep = self._carrier.make_event()
         await event.wait(seconds)
 
     def _stop(self) -> None:
