@@ -84,7 +84,7 @@ def test_an_ini_file_that_names_the_new_environment_is_enough(capfd: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["migrations"], "migrations already exists and is not empty"),
+        (["migrations"], "migrations already exists and is not an empty directory"),
         (["file"], "file already exists"),
         ([], "give the directory to create"),
         (["new", "--template", "django"], "--template must be one of async, multitenant, sync"),

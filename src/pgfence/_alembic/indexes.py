@@ -90,7 +90,8 @@ def _name(operations: Operations, operation: CreateIndexSafely) -> str:
     called: str | None = get_dialect().identifier_preparer.format_index(index)
     if called is None:
         raise ValueError(
-            f"the index of {operation.table_name!r} has no name, and the MetaData has no naming convention for one"
+            f"the index of {operation.table_name!r} has no name, and the MetaData has no naming convention for indexes."
+            " Pass the name of the index"
         )
     return called[1:-1].replace('""', '"') if called.startswith('"') else called
 

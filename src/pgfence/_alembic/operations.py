@@ -100,7 +100,7 @@ def _check_name(value: object, what: str, hint: str = "") -> str:
     if not isinstance(value, str):
         raise TypeError(f"the name of {what} must be a str{hint}, not {value!r}")
     if not value or "\0" in value:
-        raise ValueError(f"{value!r} cannot be the name of {what}")
+        raise ValueError(f"the name of {what} must not be empty or contain NUL: {value!r}")
     return value
 
 

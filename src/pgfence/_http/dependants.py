@@ -34,9 +34,15 @@ def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
     for one in asked:
         if one.scope != "function" or not one.use_cache:
             how = 'without scope="function"' if one.scope != "function" else "with use_cache=False"
-            raise TypeError(f"{scope['path']} also requests its session {how}, so it would get two")
+            raise TypeError(
+                f'{scope["path"]} also requests its session {how}, so it would get two sessions. Write Depends(..., scope="function")'
+                " wherever the session is requested"
+            )
     if len({_cache_key_of(one) for one in asked}) > 1:
-        raise TypeError(f"{scope['path']} also requests its session under Security(scopes=...), so it would get two")
+        raise TypeError(
+            f"{scope['path']} also requests its session under Security(scopes=...), so it would get two sessions. Request it"
+            " outside of Security()"
+        )
     return root
 
 

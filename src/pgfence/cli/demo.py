@@ -78,7 +78,7 @@ def demo(options: DemoOptions, speaker: Console) -> int:
     except DemoInterrupted as stop:
         return Code.SIGNAL + stop.signum
     except LockTimeoutError:
-        speaker.warn("another demo is running in this database")
+        speaker.warn("another demo is running in this database: wait until it has ended, or use another database")
         return Code.BUSY
     except (UnreachableError, CapacityError, LockLostError) as error:
         speaker.warn(str(error))

@@ -90,7 +90,7 @@ def _find_other_environment(ini: Path, directory: Path) -> str | None:
 
 def _make(directory: Path, template: str, ini: Path) -> None:
     if ini.exists() and not ini.is_file():
-        raise MisuseError(f"{ini} is not a file")
+        raise MisuseError(f"{ini} is not a file: pass the path of the ini file to --config")
     made = directory.resolve()
     if not ini.parent.is_dir() and ini.resolve().parent not in {made, *made.parents}:
         raise MisuseError(f"cannot create {ini}: the directory {ini.parent} does not exist")
@@ -102,6 +102,6 @@ def _make(directory: Path, template: str, ini: Path) -> None:
         Console().warn("Alembic is not installed: pip install 'pgfence[alembic]'")
         raise CommandExit(Code.REFUSED) from None
     except FileExistsError:
-        raise MisuseError(f"{directory} already exists and is not empty") from None
+        raise MisuseError(f"{directory} already exists and is not an empty directory: choose another name") from None
     except OSError as error:
         raise MisuseError(f"cannot create {error.filename or directory}: {error.strerror}") from None

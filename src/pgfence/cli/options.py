@@ -68,6 +68,6 @@ actor = click.option(
     cls=Option,
     heading=AUDIT,
     metavar="TEXT",
-    help="Who did it, written to the audit table. Default: this OS user on this host.",
+    help="Your name, written to the audit table. Default: the OS user and host.",
 )
 yes = click.option("--yes", "-y", cls=Option, heading=AUDIT, is_flag=True, help="Do not ask for confirmation.")

@@ -37,7 +37,7 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
     if not isinstance(state, InstanceState):
         raise TypeError(f"insert_once() takes a new instance of a mapped class, not a {type(instance).__name__}")
     if state.key is not None:
-        raise ValueError(f"this {type(instance).__name__} is already a row of the database")
+        raise ValueError(f"this {type(instance).__name__} is already in the database: pass a new instance")
     mapper = state.mapper
     wanted = _build_query(mapper, instance, key)
     if state.session is session:
@@ -108,7 +108,9 @@ def _build_query(
         )
     values = {name: getattr(instance, name) for name in names}
     if empty := [name for name, value in values.items() if value is None]:
-        raise ValueError(f"{mapper.class_.__name__}.{empty[0]} is None, and NULL is never equal to another value")
+        raise ValueError(
+            f"{mapper.class_.__name__}.{empty[0]} is None, and NULL is never equal to another value: set it first"
+        )
     criteria = [getattr(mapper.class_, name) == value for name, value in values.items()]
     return _UniqueKey(
         select(mapper.class_).where(*criteria),

@@ -151,8 +151,8 @@ def _column_of(target: object) -> str:
         return name
     if mode_of(mapper) == "server":
         raise TypeError(
-            f"{mapper.class_.__name__}: {get_version_column(mapper).table} has no column that could be written so that the"
-            " trigger increments the version. It needs a column besides its key and its version"
+            f"{mapper.class_.__name__}: {get_version_column(mapper).table} has only its key and its version, so no UPDATE could"
+            " make the trigger increment the version. It needs a column besides its key and its version"
         )
     return str(mapper.get_property_by_column(mapper.primary_key[0]).key)
 
