@@ -87,7 +87,7 @@ class IdempotencyMiddleware:
         ttl: seconds until the claim of a dead process expires, 0.3 to a day. This does not limit how long a request may take.
         keep: seconds for which a response is kept, at least the ttl.
         on_failure: what happens to the key after a failure: an error, no response, or a response that is not stored. "free": the
-            next request runs at once. "lapse": the next request runs when the ttl has expired; use this for handlers that leave
+            next request runs immediately. "lapse": the next request runs when the ttl has expired; use this for handlers that leave
             work running. After a cancellation the key always lapses.
 
     Raises:

@@ -158,7 +158,7 @@ class UnreachableError(PgfenceError):
     """The server cannot be reached. This never means that a lock is free, nor that it is held.
 
     Not `retryable`, and 500 instead of 503, if the server rejected the password, the user or the database, or if the host does
-    not exist. A wait then ends at once, and `unreachable=` does not apply: correct the configuration.
+    not exist. A wait then ends immediately, and `unreachable=` does not apply: correct the configuration.
     """
 
     http_status = 503

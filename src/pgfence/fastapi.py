@@ -1,4 +1,4 @@
-"""FastAPI dependencies that belong to the endpoint's transaction, and responses for the errors of pgfence.
+"""FastAPI dependencies that belong to the endpoint's transaction, and responses for pgfence errors.
 
 `session=` is the application's own dependency. Every part of a request must depend on it with `scope="function"`: otherwise a
 dependency with `yield` commits after the client has the response. With it, FastAPI creates one session for all parts.
@@ -54,7 +54,7 @@ log = logging.getLogger("pgfence.fastapi")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Turn each error of pgfence into a problem response (RFC 9457), and describe these in the OpenAPI document.
+    """Turn each pgfence error into a problem response (RFC 9457), and describe these in the OpenAPI document.
 
     The response is `application/problem+json`, with the `http_status` of the error, a `code` for programs and a `detail` for
     people; the reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is

@@ -44,7 +44,7 @@ def evict(
     old token can commit. A lease's handle is lost with the reason "evicted": in this process, for the same engine, when this
     function returns; in other processes within moments by a notification from the server, or at the next renewal if the
     notification does not arrive (through a pooler, or for a lease acquired within the last two seconds). Sessions that hold an
-    advisory lock with that name are terminated: their holders are notified at once, with the reason "killed". A name whose lease
+    advisory lock with that name are terminated: their holders are notified immediately, with the reason "killed". A name whose lease
     was already released still gets a higher token, so that a late writer is rejected.
 
     Limitations: the holder may still be running. Only transactions that enter the gate of this name are fenced.
@@ -52,8 +52,8 @@ def evict(
     Args:
         engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
         name: the name, in the configured namespace.
-        reason: for the audit table; not empty.
-        actor: who did it, for the audit table; None is this process's user and host.
+        reason: the reason, for the audit table; not empty.
+        actor: the person or program that acts, for the audit table; None is this process's user and host.
         dry_run: whether to return only who would be evicted.
 
     Returns:
@@ -84,18 +84,18 @@ def ask_to_resign(engine: Engine, name: str, *, reason: str, actor: str | None =
 def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None = None) -> object:
     """Ask the leader of an election to resign, and record that, in one transaction.
 
-    The leader is notified at once, and where no notification arrives (behind a pooler) with its next renewal, a third of a TTL
-    later at most. It calls `on_lost`, ends its work, releases the term and does not stand for a second, so that another
-    candidate is elected.
+    The leader is notified immediately, and where no notification arrives (behind a pooler) with its next renewal, a third of a TTL
+    later at most. It calls `on_lost`, ends its work, releases the term, and waits a second before it stands again, so that
+    another candidate is elected.
 
     Limitations: a leader that hangs, or was elected through `campaign()` and does not look at its term, does not resign. Use
     `evict`, which fences it.
 
     Args:
         engine: an Engine, or an AsyncEngine: then await it.
-        name: of the election, in the configured namespace.
-        reason: for the audit; not empty.
-        actor: who asks, for the audit; None is this process's user and host.
+        name: the name of the election, in the configured namespace.
+        reason: the reason, for the audit table; not empty.
+        actor: the person or program that asks, for the audit table; None is this process's user and host.
 
     Returns:
         The leader that was asked; None if nobody leads, and nothing was done.
@@ -151,7 +151,7 @@ def free_key(
 @overload
 def free_key(engine: Engine, scope: str, key: str, *, reason: str, actor: str | None = None) -> StuckKey | None: ...
 def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None = None) -> object:
-    """Free an idempotency key whose attempt was lost or is running, so that the next caller begins at once, and record that.
+    """Free an idempotency key whose attempt was lost or is running, so that the next caller begins immediately, and record that.
 
     In one transaction the claim of the attempt ends and a row with reason and actor is written to the audit table. The next
     caller runs the next attempt, with the steps that are done so far. An attempt that is still running gets AttemptLostError at
@@ -166,8 +166,8 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
         engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
         scope: the scope of the key, without the configured namespace.
         key: the key.
-        reason: for the audit table; not empty.
-        actor: who did it, for the audit table; None is this process's user and host.
+        reason: the reason, for the audit table; not empty.
+        actor: the person or program that acts, for the audit table; None is this process's user and host.
 
     Returns:
         The key as it was found; None if it is unknown, finished or free, and nothing was done.

@@ -150,7 +150,7 @@ class Held(_Handle):
     __slots__ = ()
 
     def on_lost(self, cb: Callable[[], object], /) -> None:
-        """Call `cb` once when the lock is lost, or at once if it already is.
+        """Call `cb` once when the lock is lost, or immediately if it already is.
 
         It is called on a dedicated thread, which runs callbacks one after the other and holds none of pgfence's own locks.
         Exceptions are logged.
@@ -202,7 +202,7 @@ class AsyncHeld(_Handle):
     __slots__ = ()
 
     def on_lost(self, cb: Callable[[], object], /) -> None:
-        """Call `cb` once when the lock is lost, or at once if it already is.
+        """Call `cb` once when the lock is lost, or immediately if it already is.
 
         It is called on the event loop that acquired the lock; a coroutine function is awaited there. Exceptions are logged.
         """

@@ -71,7 +71,7 @@ class LockBase(Guided, ABC, Generic[H]):
         """Return the current holders, as the server reports them. Takes no lock."""
 
     def _find_holders_quietly(self) -> list[Holder]:
-        """Return the holders for an error message; an empty list if the server is unreachable by now."""
+        """Return the holders for an error message, or an empty list if the server has become unreachable."""
         try:
             return self.holders()
         except UnreachableError:
@@ -222,7 +222,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
         """Return the current holders, as the server reports them. Takes no lock."""
 
     async def _find_holders_quietly(self) -> list[Holder]:
-        """Return the holders for an error message; an empty list if the server is unreachable by now."""
+        """Return the holders for an error message, or an empty list if the server has become unreachable."""
         try:
             return await self.holders()
         except UnreachableError:

@@ -50,7 +50,7 @@ HANDLE_NAMES = (
 
 
 class Guided:
-    """Base of the lock classes. Wrong uses raise an error that shows the correct form."""
+    """Base of the lock classes. Incorrect use raises an error that shows the correct form."""
 
     _block: ClassVar[str]
     """The correct form of a block."""
@@ -70,7 +70,7 @@ class Guided:
         return [name for name in super().__dir__() if not isinstance(inspect.getattr_static(self, name, None), Absent)]
 
     def _note_misuse(self) -> None:
-        """Take note of a wrong use before it raises."""
+        """Record incorrect use before it raises."""
 
     if not TYPE_CHECKING:
 

@@ -56,8 +56,8 @@ class Scenario:
     """A short play.
 
     Attributes:
-        name: for programs.
-        title: for people.
+        name: the name for programs.
+        title: the title for people.
         play: plays it, with an engine that finds pgfence's tables in the demo's schema.
     """
 

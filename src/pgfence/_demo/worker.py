@@ -47,7 +47,7 @@ class Orders:
                 self._acts.put(order)
             else:
                 self.stopped.set()
-        # The demo has ended. Exit at once: the main thread may be waiting for a lock, and the server frees what this process holds.
+        # The demo has ended. Exit immediately: the main thread may be waiting for a lock, and the server frees what this process holds.
         os._exit(0)
 
 

@@ -45,7 +45,7 @@ class Figures:
     Attributes:
         act: its name.
         title: its title.
-        seconds: from the first transfer to the last.
+        seconds: the time from the first transfer to the last.
         transfers: transfers in the journal.
         cents_lost: the sum of the differences between balances and journal, without their signs.
         accounts_off: balances that differ.
@@ -111,8 +111,8 @@ class Workload:
     """One way of transferring money, run by all processes at the same time.
 
     Attributes:
-        name: for programs.
-        title: for people.
+        name: the name for programs.
+        title: the title for people.
         work: one piece of work, repeated in each process.
         check: returns the verdict.
         faults: the faults injected into holders, in this order.

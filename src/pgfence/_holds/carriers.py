@@ -62,7 +62,7 @@ def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
             index()
 
     A cancelled wait raises `WaitCancelledError` after about half a second at most, and leaves no lock and no place in a queue
-    behind. A wait that begins after the event was set raises it at once. Tries and releases are not affected.
+    behind. A wait that begins after the event was set raises it immediately. Tries and releases are not affected.
 
     Limitations: the event does not end the waits of an async lock (cancel its task instead) or of a `TransactionLock`, which
     waits in the server (use `pg_cancel_backend` or the server's `statement_timeout`). If the server hangs, the wait ends when
@@ -164,7 +164,7 @@ class Carrier(Protocol):
         ...
 
     def run_at_home(self, work: Callable[[], object]) -> None:
-        """Run work on connections where they may be closed: at once if that is here, or else on their event loop."""
+        """Run work on connections where they may be closed: immediately if that is here, or else on their event loop."""
         ...
 
     def run_later(self, work: Callable[[], object]) -> None:

@@ -31,11 +31,11 @@ UNRECORDABLE = NOT_RECORDED.reply()
 
 
 def build_refusal(error: PgfenceError, request: str) -> Reply:
-    """Return the response for an error of pgfence. Its message may contain what the client must not see, so it is only logged.
+    """Return the response for a pgfence error. Its message may contain what the client must not see, so it is only logged.
 
     Args:
         error: raised by the claim, or at its end.
-        request: for the log.
+        request: the request as shown in the log.
     """
     status = error.http_status
     level, trace = (logging.ERROR, error) if status >= 500 else (logging.INFO, None)
@@ -48,7 +48,7 @@ def find_claim_problem(error: Exception, request: str) -> ProblemResponse | None
 
     Args:
         error: raised by the claim.
-        request: for the log.
+        request: the request as shown in the log.
     """
     if isinstance(error, PgfenceError) or sqlstate_of(error) is None:
         return None

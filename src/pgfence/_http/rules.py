@@ -81,7 +81,7 @@ def parse_key(values: Sequence[str]) -> str:
     """Return the key from the headers of a request: `"k1"` with quotes and `k1` without them are the same key.
 
     Args:
-        values: of each header of that name.
+        values: the value of each header of that name.
 
     Raises:
         UnusableKeyError: the key is missing, repeated or malformed.
@@ -112,7 +112,7 @@ class HttpRequest(NamedTuple):
         content_type: as sent, or empty.
         keys: the values of the `Idempotency-Key` headers.
         credentials: the non-empty headers `Authorization` and then `Cookie`, with their names; the Cookie headers as one.
-        length: of the body, if it was announced.
+        length: the length of the body, if it was announced.
     """
 
     method: str
@@ -257,9 +257,9 @@ class Rules:
         """Return what is stored of a response; None if the request failed or should be sent again.
 
         Args:
-            status: of the response.
-            headers: of the response.
-            body: of the response; None if it was sent as it was produced.
+            status: the status of the response.
+            headers: the headers of the response.
+            body: the body of the response; None if it was sent as it was produced.
         """
         again = status in _AGAIN or (status >= 400 and any(name.lower() == "retry-after" for name, _ in headers))
         if again or status >= self.record_below:

@@ -76,7 +76,7 @@ def is_rejection(session: LockConnection, error: BaseException) -> bool:
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Return whether to retry at once, because a concurrent transaction caused a serialization failure."""
+    """Return whether to retry immediately, because a concurrent transaction caused a serialization failure."""
     return sqlstate_of(error) == SERIALIZATION_FAILURE
 
 

@@ -38,7 +38,7 @@ _BY_CLOCK = {
 class Grant(BaseHold):
     """One held lease: its row, its id and token, and how long this process trusts it.
 
-    Create it from the server's response and pass it to `HeartbeatService.keep`. If `state` is "lost" at once, the response
+    Create it from the server's response and pass it to `HeartbeatService.keep`. If `state` is "lost" immediately, the response
     arrived too late and nothing is held.
     """
 

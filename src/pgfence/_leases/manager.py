@@ -156,7 +156,7 @@ class LeaseManager(LeaseStatements):
                 stop_listening()
 
     async def _try_acquire(self, call: LeaseAcquisition) -> tuple[Grant | None, Busy]:
-        """Try once, and again at once after a serialization failure."""
+        """Try once, and again immediately after a serialization failure."""
         claim = call.wanted
         await self.verify(claim.place, call.budget, claim.needed)
         for _ in range(RETRIES):

@@ -245,7 +245,7 @@ class Acquisition(Generic[W]):
         raise ended from error
 
     def plan_retry_after_loss(self, gone: ConnectionGoneError, failures: int) -> float:
-        """Return the pause in seconds after a connection was lost during a statement. The first loss is retried at once.
+        """Return the pause in seconds after a connection was lost during a statement. The first loss is retried immediately.
 
         Raises:
             UnreachableError: the connection was lost again, and the call does not wait for the server.

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 HandleT = TypeVar("HandleT")
 
 RETRY_AFTER = 1.0
-"""A connection lost sooner than this after a wait began counts as a failure; only the first one is replaced at once."""
+"""A connection lost sooner than this after a wait began counts as a failure; only the first one is replaced immediately."""
 
 
 class LockManager:

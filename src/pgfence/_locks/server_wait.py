@@ -38,7 +38,7 @@ class ServerWait:
 
     async def run_step(self, step: Wait, call: Acquisition[LockSql]) -> bool | None:
         """Wait for one slice and return whether the lock was granted; None if the waiter needs a ticket now."""
-        # None is returned at once, before the server is queried for holders: other waiters would take tickets in that time.
+        # None is returned immediately, before the server is queried for holders: other waiters would take tickets in that time.
         if not step.queued:
             return await self.wait_without_ticket(step.seconds)
         if self.has_turn or await self.wait_for_turn(step.seconds):
@@ -46,7 +46,7 @@ class ServerWait:
         return False
 
     async def wait_without_ticket(self, length: float) -> bool | None:
-        """Wait for `length` seconds in the server's own queue; return None at once if other waiters have tickets."""
+        """Wait for `length` seconds in the server's own queue; return None immediately if other waiters have tickets."""
         session, sql, milliseconds = self.session, self.sql, to_milliseconds(length, len(self.sql.keys))
         if isinstance(sql, TokenSql):
             return await session.lock_with_token(self.engine, sql, milliseconds, unless_queued=True)

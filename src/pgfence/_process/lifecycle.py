@@ -60,7 +60,7 @@ def finish_fork() -> None:
 
     Otherwise a thread of the parent that was waiting for the GIL during the fork still counts as waiting in the child, and
     receives the wake-up meant for the child's second thread. The function treats all other threads as dead, so it is not
-    called if another one is running. If CPython knows of only one thread, it was called already.
+    called if another one is running. If CPython knows only one thread, it was already called.
     """
     if sys.platform != "linux" or len(sys._current_frames()) == 1:
         return

@@ -75,7 +75,7 @@ class ConnectionMonitor:
             self._start()
             if fd < 0:
                 return
-            # Watch a duplicate: the descriptor number may be reused at once, and epoll forgets a socket when it is closed.
+            # Watch a duplicate: the descriptor number may be reused immediately, and epoll forgets a socket when it is closed.
             session.dup = os.dup(fd)
             self._sessions[session.dup] = weakref.ref(session)
             if self._epoll is not None:
@@ -98,7 +98,7 @@ class ConnectionMonitor:
                 os.close(dup)
 
     def shut_down(self, session: Monitored) -> None:
-        """Shut down the socket from any thread. A thread that waits for a response gets an error at once."""
+        """Shut down the socket from any thread. A thread that waits for a response gets an error immediately."""
         with self._lock:
             if session.dup < 0:
                 return
@@ -170,7 +170,7 @@ class ConnectionMonitor:
     def _renew(self) -> None:
         """Replace the epoll object by one that watches only the current connections."""
         # An interrupt inside `unwatch` can close a descriptor whose event stays registered: epoll reports a socket as long as any
-        # copy of it is open, and cannot remove one whose number is closed. Every poll would return at once.
+        # copy of it is open, and cannot remove one whose number is closed. Every poll would return immediately.
         assert self._epoll is not None
         self._epoll.close()
         self._open_epoll()

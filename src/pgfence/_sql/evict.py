@@ -75,8 +75,8 @@ class EvictionRequest:
         name: the stored name.
         key: the key of advisory locks with that name.
         place: the table names.
-        reason: the reason, for the audit.
-        actor: the person or program that evicts, for the audit.
+        reason: the reason, for the audit table.
+        actor: the person or program that evicts, for the audit table.
         only: evict only if the holder is still this one; None evicts any holder.
     """
 

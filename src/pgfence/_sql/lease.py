@@ -216,7 +216,7 @@ def build_repair(place: TableNames, stored: str) -> str:
 
 
 def _quote_pasteable(value: str) -> str:
-    """Return a string as an SQL literal that survives log lines, terminals and mails."""
+    """Return a string as an SQL literal that survives log lines, terminals and emails."""
     # It has no line breaks and no adjacent spaces.
     if value.isprintable() and "  " not in value:
         return quote_literal(value)

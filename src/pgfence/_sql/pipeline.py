@@ -167,7 +167,7 @@ def _execute_together(
     try:
         if begins:
             pipeline.result_queue.append(None)
-            # Passed to libpq at once, which makes the connection busy, so that the cursor does not send BEGIN itself.
+            # Passed to libpq immediately, which makes the connection busy, so that the cursor does not send BEGIN itself.
             wire.send_query_params(driver._get_tx_start_command(), None)
         try:
             yield from cursor._execute_gen(text, values)

@@ -20,7 +20,7 @@ _EXPIRED = "{k}.expires_at <= {now}() AND ({k}.locked_until IS NULL OR {k}.locke
 # A stable time, so that the index is used. It is never later than the current time.
 _FOUND = _EXPIRED.format(k="e", now="pg_catalog.statement_timestamp")
 # Checks again that the row is still expired, because a claim may have renewed it in the meantime. It uses a volatile time, so that
-# the index is not used: if the statistics know of no expired key, the planner would scan the whole index for each batch instead of
+# the index is not used: if the statistics contain no expired key, the planner would scan the whole index for each batch instead of
 # visiting the rows that were found.
 _STILL = _EXPIRED.format(k="k", now="pg_catalog.clock_timestamp")
 # Without current statistics the planner expects few expired keys, and would sort all of them for each batch.

@@ -26,11 +26,11 @@ class ResignRequest:
     """What is to be done.
 
     Attributes:
-        name: as it stands in the tables.
-        key: of advisory locks of that name.
+        name: the name of the election, as stored in the tables.
+        key: the key of advisory locks of that name.
         place: where the tables are.
-        reason: for the audit.
-        actor: for the audit.
+        reason: the reason, for the audit table.
+        actor: the person or program that asks, for the audit table.
     """
 
     name: str

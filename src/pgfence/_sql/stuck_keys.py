@@ -106,8 +106,8 @@ class FreeKeyRequest:
         place: the table names.
         scope: the stored scope.
         key: the stored key.
-        reason: the reason, for the audit.
-        actor: the person or program that frees it, for the audit.
+        reason: the reason, for the audit table.
+        actor: the person or program that frees it, for the audit table.
         only: free it only if this attempt is still the newest; None frees any.
     """
 

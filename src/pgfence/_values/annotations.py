@@ -252,7 +252,7 @@ def check_result(value: object, annotation: object, what: str) -> None:
 
     Args:
         value: the result.
-        annotation: from `result=` or from the function; None declares no type.
+        annotation: the annotation from `result=` or from the function; None declares no type.
         what: the key, for the message.
 
     Raises:

@@ -1,6 +1,6 @@
 """The guard of one command: ends it when the `pgfence run` that started it has been killed.
 
-If `pgfence run` is killed with SIGKILL, the server frees the lock at once, and nothing in that process can stop the command
+If `pgfence run` is killed with SIGKILL, the server frees the lock immediately, and nothing in that process can stop the command
 any more. So this second, small process ends the command and what it started: SIGTERM, and SIGKILL after the grace.
 
 It is run as a program (`python -I -S guard.py GRACE`) and imports nothing of pgfence: this keeps its start short, and

@@ -154,7 +154,7 @@ def free(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """Free KEY, so that the next caller starts a new attempt at once. It shows the attempt and asks for confirmation.
+    """Free KEY, so that the next caller starts a new attempt immediately. Shows the attempt and asks for confirmation.
 
     Use it for a key that `pgfence keys` lists, after checking what the attempt did outside the database: that is not undone.
     """

@@ -29,16 +29,16 @@ class Report:
     """The result of one run; filled in while it proceeds.
 
     Attributes:
-        name: of the lock.
+        name: the name of the lock.
         key: its 64-bit number, once the namespace is known; a lease has none.
         outcome: how it ended, in a word.
-        exit_code: of pgfence.
+        exit_code: the exit code of pgfence.
         locked: the command ran under the lock.
         waited: seconds until the lock was granted or the wait ended.
         ran: seconds that the command ran; None if it did not.
         command_code: its exit status, 128 + N for signal N; None if it did not run.
         token: the fencing token of a lease.
-        slot: which slot was run or is done, as an instant in ISO 8601; None without one.
+        slot: which slot was run or is done, as an instant in ISO 8601; None without `--once-per`.
         resumed: an earlier attempt at this slot was not finished.
         loss_reason: why the lock was lost.
         message: the line printed at the end.
@@ -116,7 +116,7 @@ class AdminReport(Generic[F]):
     Attributes:
         outcome: how it ended, in a word.
         code: the exit code.
-        lines: for people.
+        lines: the text for people.
         found: what the command found, if it got that far.
     """
 

@@ -49,7 +49,7 @@ def settle(engine: Engine, **given: str | None) -> None:
     """Configure an engine with the options that were given; the application's other settings stay.
 
     Args:
-        engine: from `find_engine`.
+        engine: the engine from `find_engine`.
         **given: arguments of `configure`; None for options that were not given.
 
     Raises:

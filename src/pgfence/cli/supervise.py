@@ -296,7 +296,7 @@ class Supervisor:
             self._raising = False
 
     def lose(self) -> None:
-        """Report that the lock is lost. May be called from any thread; returns at once."""
+        """Report that the lock is lost. May be called from any thread; returns immediately."""
         self._lost = True
         with self._lock:
             if self._open:

@@ -32,7 +32,7 @@ class EffectKey(NamedTuple):
     Attributes:
         scope: whose key it is and for which operation.
         key: what the client sends again with each retry.
-        fingerprint: of the request; None compares nothing.
+        fingerprint: the fingerprint of the request; None compares nothing.
         ttl: seconds after which the claim of a dead attempt expires.
         keep: seconds for which a result is kept after the work has ended, and an unfinished attempt's steps after its claim.
         takeover: whether a lost attempt is followed by another one.
@@ -159,7 +159,7 @@ def build_request(wanted: EffectKey, place: TableNames, namespace: str) -> Effec
 
 
 def encode_note(ended: str) -> str:
-    """Return the note for the next caller as JSON; in ASCII, which every database encoding has."""
+    """Return the note for the next caller as JSON, in ASCII, which every database encoding can represent."""
     return json.dumps({"ended": ended.encode("ascii", "replace").decode()[:_LONGEST_NOTE]})
 
 

@@ -195,7 +195,7 @@ class Attempt(_Attempt):
 
         Args:
             session: its transaction must end before the function returns.
-            value: of the type `result`, if that was given, and of a type that can be stored.
+            value: the result, of the type `result`, if that was given, and of a type that can be stored.
 
         Raises:
             AttemptLostError: this attempt is no longer valid: roll back.

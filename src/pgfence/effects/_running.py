@@ -51,8 +51,8 @@ async def claim(
     """Claim a key for an attempt, or return what is stored under it.
 
     Args:
-        manager: of the engine.
-        place: of the tables.
+        manager: the manager of the engine.
+        place: the table names.
         wanted: what is requested.
         timeout: seconds to wait for another attempt; 0 does not wait.
 
@@ -234,7 +234,7 @@ class RunningAttempt:
         return True
 
     async def free(self) -> bool | None:
-        """Let any caller run at once, because it is known that this attempt did nothing.
+        """Let any caller run immediately, because it is known that this attempt did nothing.
 
         Returns whether it was freed: False if another attempt has the key. None if the server did not respond; it is then
         retried in the background.

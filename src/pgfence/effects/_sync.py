@@ -39,7 +39,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
     How an attempt ends: with a result or an error of `record`, the key is done; with an error of `free`, the next caller runs at
     once. After any other error, a cancellation or a crash the outcome is unknown, and the claim is left to expire. It is also
     left to expire, whatever `record` and `free` say, if something was done that may not be saved, if a step is still running in
-    another thread or task, or if the attempt was lost. Errors of pgfence count only if one of its classes is listed, not by
+    another thread or task, or if the attempt was lost. pgfence errors count only if one of its classes is listed, not by
     `Exception`.
 
     Args:

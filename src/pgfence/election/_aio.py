@@ -142,8 +142,8 @@ class AsyncMember:
             fn: the work of a leader.
 
         Raises:
-            RuntimeError: `run` of this member is running already.
-            Exception: what `fn` raises, after its term was given up; the member goes on standing until it resigns.
+            RuntimeError: `run` is already running for this member.
+            Exception: what `fn` raises, after its term was given up; the member stays a candidate until it resigns.
         """
 
         async def work(term: AsyncTerm) -> None:
@@ -170,7 +170,7 @@ class AsyncMember:
     async def resign(self) -> None:
         """Step down if this member leads, and stop standing. Returns when the term is released; a second time does nothing.
 
-        Inside a callback or the function of `run` it returns at once, and the member steps down afterwards.
+        Inside a callback or the function of `run` it returns immediately, and the member steps down afterwards.
         """
         self._candidacy.end()
         if asyncio.current_task() not in (self._task, self._worker):

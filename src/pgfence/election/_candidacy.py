@@ -39,7 +39,7 @@ LONGEST_PAUSE = 1.0
 """Seconds between two questions where no notification can be expected."""
 SHORTEST_PAUSE = 0.1
 STEP_ASIDE = 1.0
-"""Seconds for which a leader that was asked to resign does not stand, so that another candidate is elected."""
+"""Seconds before a leader that was asked to resign stands again, so that another candidate is elected."""
 LONGEST_RETRY = 5.0
 
 
@@ -81,7 +81,7 @@ class Candidacy(Generic[TermT]):
 
     @property
     def term(self) -> TermT | None:
-        """The current term, None without one. No I/O."""
+        """The current term, or None. No I/O."""
         term = self._term
         return None if term is None or term.lost or term.state == "released" else term
 
@@ -90,7 +90,7 @@ class Candidacy(Generic[TermT]):
         return self._ending
 
     def end(self) -> None:
-        """Make the member step down and stop standing. Returns at once."""
+        """Make the member step down and stop standing. Returns immediately."""
         with self._lock:
             self._ending = True
             term = self._term
@@ -187,12 +187,14 @@ class Candidacy(Generic[TermT]):
         """Await `work(term)` in each term, until `end`.
 
         Raises:
-            RuntimeError: it is running already.
+            RuntimeError: it is already running.
             Exception: what the work raises; its term ends.
         """
         with self._lock:
             if self._has_runner:
-                raise RuntimeError("run() of this member is running already: one function does the work of its terms")
+                raise RuntimeError(
+                    "run() is already running for this member: use one function for the work of all its terms"
+                )
             self._has_runner = True
         try:
             await self._run_terms(work)

@@ -31,7 +31,7 @@ class Observer:
         self._stop: Callable[[], None] | None = None
 
     async def find_change(self) -> tuple[bool, Holder | None]:
-        """Return (whether the leader has changed within the timeout, the leader). The first call returns at once."""
+        """Return (whether the leader has changed within the timeout, the leader). The first call returns immediately."""
         ends_at = clock() + self._timeout
         while True:
             manager, request = self._candidate.build(_skip)

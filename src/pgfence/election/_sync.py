@@ -67,17 +67,17 @@ class Election:
     candidate wins is not guaranteed.
 
     Args:
-        engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
+        engine: an Engine, or a function that returns one. Needs the tables of `pgfence install`.
         name: text, at most 255 characters with its namespace.
         ttl: seconds that a term outlives a dead leader, 0.3 to a day.
         heartbeat: "auto" renews the term while the process lives; "progress" only while `term.progress()` is called, so that
             a leader that does nothing loses it.
-        max_hold: seconds after which a term ends in any case; None: never.
+        max_hold: seconds after which a term ends in any case; None does not limit it.
         namespace: instead of the configured one.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range; the message says what would do.
+        ValueError: an argument is out of range; the message gives the range.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class Election:
     ) -> Member:
         """Stand for the election in the background, from now until the member resigns.
 
-        Never raises because the server is away or the tables are missing: that is logged to `pgfence.election`, the member
-        tries again, and `is_leader` is False.
+        Does not raise if the server is unreachable or the tables are missing: the error is logged to `pgfence.election`, the
+        member tries again, and `is_leader` is False.
 
         The callbacks run one after the other on the member's thread; an exception in one is logged. They must not block for
-        long: a follower that waits in a callback does not stand, and a leader releases its term only after `on_lost`.
+        long: a follower cannot be elected while a callback blocks it, and a leader releases its term only after `on_lost`.
 
         Args:
-            owner: what operators read of the leader; None: host and process id.
+            owner: the name that operators see for the leader; None: host and process id.
             on_gained: called when this member becomes the leader.
-            on_lost: called when it is the leader no longer, for whatever reason; only after `on_gained`. It should stop the
+            on_lost: called when it is no longer the leader, for whatever reason; only after `on_gained`. It should stop the
                 work: the term is released when it returns.
             on_changed: called with each new leader that this member sees, itself included.
 
@@ -135,7 +135,7 @@ class Election:
         """Wait until this process is the leader, and return its term. Release it to resign.
 
         Args:
-            owner: what operators read of the leader; None: host and process id.
+            owner: the name that operators see for the leader; None: host and process id.
             timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait.
 
         Raises:
@@ -217,8 +217,8 @@ class Member:
 
         Raises:
             TypeError: `fn` is a coroutine function.
-            RuntimeError: `run` of this member is running already.
-            Exception: what `fn` raises, after its term was given up; the member goes on standing until it resigns.
+            RuntimeError: `run` is already running for this member.
+            Exception: what `fn` raises, after its term was given up; the member stays a candidate until it resigns.
         """
         reject_coroutine(fn, _ASYNC)
 
@@ -234,7 +234,7 @@ class Member:
     def resign(self) -> None:
         """Step down if this member leads, and stop standing. Returns when the term is released; a second time does nothing.
 
-        Inside a callback or the function of `run` it returns at once, and the member steps down afterwards.
+        Inside a callback or the function of `run` it returns immediately, and the member steps down afterwards.
         """
         self._candidacy.end()
         if threading.current_thread() not in (self._thread, self._worker):

@@ -9,7 +9,7 @@ Guarantees:
     of servers can run at the same time. Nothing is added to the system: no user, and no changed mode of an existing folder.
 
 Limitations:
-    It is not a server for production. Files of a killed process are removed by the next start, not at once. The binaries of
+    It is not a server for production. Files of a killed process are removed by the next start, not immediately. The binaries of
     the wheel support neither TLS nor ICU.
 """
 

@@ -37,8 +37,8 @@ class Server:
         version: e.g. "18.6".
         data: its data folder.
         log: the file that it logs to.
-        port: of both the socket and 127.0.0.1; 0 before the first start.
-        password: of its superuser `postgres` over TCP.
+        port: the port of both the socket and 127.0.0.1; 0 before the first start.
+        password: the password of its superuser `postgres` over TCP.
     """
 
     host = "127.0.0.1"

@@ -21,7 +21,7 @@ __all__ = ["Fenced", "fence", "fenced"]
 if not TYPE_CHECKING:  # checkers must report a misspelt name
 
     def __getattr__(name: str) -> object:
-        """Load the mixin on first access: it needs SQLAlchemy's ORM, which takes twice as long to import as pgfence may."""
+        """Load the mixin on first access, because importing SQLAlchemy's ORM takes twice the time allowed for `import pgfence`."""
         if name == "Fenced":
             from pgfence.fence._mixin import Fenced
 

@@ -104,7 +104,7 @@ def enter(
 
     Args:
         work: the transaction; begun here if necessary.
-        tokens: by resource, as stored in the tables.
+        tokens: the token for each resource, as stored in the tables.
         after_reads: whether statements of this transaction may precede it.
         named: the resources are names that callers use; the configured namespace is added.
         issued: the tables that issued the tokens, if known.
@@ -157,8 +157,8 @@ def _enter(
     """Enter the gates that were not entered yet.
 
     Args:
-        connection: of the transaction.
-        tokens: by resource, as stored in the tables.
+        connection: the connection of the transaction.
+        tokens: the token for each resource, as stored in the tables.
         issued: the tables that issued the tokens, if known.
         fresh: nothing was sent in this transaction, except by hooks at its BEGIN.
         unseen: entering late is allowed, because the caller permits it or because earlier statements are unknown.
@@ -206,8 +206,8 @@ def save_checkpoint(
 
     Args:
         work: the transaction; begun here if necessary.
-        name: of the lease, as stored in the tables.
-        token: of the lease.
+        name: the name of the lease, as stored in the tables.
+        token: the token of the lease.
         data: JSON.
         issued: the tables of the lease, if known.
 
@@ -234,7 +234,7 @@ def get_entered_token(connection: Connection, resource: str) -> int | None:
     A ROLLBACK TO SAVEPOINT undoes what was entered since that savepoint.
 
     Args:
-        connection: of the transaction.
+        connection: the connection of the transaction.
         resource: its name as stored in the tables.
     """
     return gates.EnteredGates.of(connection).token_of(table_names_of(connection), resource)
@@ -305,7 +305,7 @@ def begin_fenced(
 
     Args:
         factory: a sessionmaker or an Engine.
-        tokens: by resource, as stored in the tables.
+        tokens: the token for each resource, as stored in the tables.
         issued: the tables that issued the tokens, if known.
 
     Raises:

@@ -126,7 +126,7 @@ class FencedHeld(_HasToken, Held):
             resources: the resources whose gates are entered; by default the one of its name.
 
         Raises:
-            StaleFencingTokenError: another token is valid by now; nothing of the transaction can be committed.
+            StaleFencingTokenError: another token is valid now; nothing of the transaction can be committed.
             LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or
                 the session's own `lock_timeout`. This transaction is aborted: roll back.
             TransactionStateError: the connection is in autocommit, or another statement was already sent.
@@ -186,7 +186,7 @@ class HeldLease(_Leased, FencedHeld):
             data: JSON; replaces what was saved before.
 
         Raises:
-            StaleFencingTokenError: another token is valid by now.
+            StaleFencingTokenError: another token is valid now.
             LockLostError, LockNotHeldError: the lease is no longer held.
             TypeError: `data` is not JSON.
             ValueError: `data` is not JSON; or the session is configured for another schema or prefix.

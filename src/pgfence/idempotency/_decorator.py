@@ -150,7 +150,7 @@ class _CallTemplate:
         values = bound.arguments
         named = self._plain if self._naming is None else tuple(map(str, self._naming(args, kwargs)))
         payload = None if self._payload is None else {name: values[name] for name in self._payload}
-        if self._late is not None:  # the name in the annotation may be defined by now
+        if self._late is not None:  # the name in the annotation may be defined now
             self._options["result"] = _resolve_hints(self._late)[0].get("return")
         return idempotent(values[self._session], named[0], scope=named[1], payload=payload, **self._options)
 

@@ -63,7 +63,7 @@ class Op(Generic[T]):
         """Set the result of the work, which the end of the block stores in the caller's transaction.
 
         Args:
-            value: of the type `result`, if that was given, and of a type that can be stored; see `idempotent`.
+            value: the result, of the type `result`, if that was given, and of a type that can be stored; see `idempotent`.
 
         Raises:
             IdempotencyMisuseError: the key already has a result; or the value is not of the type `result`.

@@ -45,7 +45,7 @@ class Slot(_Slotted, HeldLease):
     """A slot that this process alone is running.
 
     If its block ends without an exception, or it is released, the slot is done and never runs again. If the block raises,
-    another attempt may begin at once; after a crash or a loss, when the TTL has passed.
+    another attempt may begin immediately; after a crash or a loss, when the TTL has passed.
 
     Limitations: a run that died may have left partial work behind.
     """

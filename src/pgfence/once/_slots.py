@@ -47,8 +47,8 @@ class Schedule(Protocol):
 class Every:
     """A slot at a fixed interval.
 
-    Whole days are calendar days in the zone, from midnight to midnight, even if they have 23 or 25 hours. Every other interval
-    always has the same length of real time, counted from one fixed midnight in the zone.
+    Whole days are calendar days in the zone, from midnight to midnight, even if they have 23 or 25 hours. All other intervals
+    have the same length in real time, counted from one fixed midnight in the zone.
     """
 
     step: timedelta
@@ -164,7 +164,7 @@ def due(
         schedule: the slots; a datetime is the only slot, whatever the clock says.
         catch_up: how slots that were not run are handled: "last" runs the newest, however late; "all" runs each in order, from
             the first that was ever tried; "none" runs none of them, so a slot must be begun within its first minute.
-        now: by the server's clock.
+        now: the time by the server's clock.
         done: the newest slot that was finished.
         tried: the newest slot that was begun. If the clock was ahead then, it is ignored.
     """

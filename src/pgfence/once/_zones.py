@@ -20,7 +20,7 @@ class SlotZoneError(PgfenceError):
     """This host and the server, or the host that ran the last slot, disagree on a time zone. Nothing runs on this host.
 
     Attributes:
-        names: of the job.
+        names: the names of the job.
         zone: the name of the time zone.
         at: the time at which they disagree.
         here: how far local time is ahead of UTC at that time, by this host's rules.

@@ -36,7 +36,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
     serialized by its row in the database.
 
     Args:
-        engine: an Engine, or a function that returns one. The tables must be there, in version 5: `pgfence install`.
+        engine: an Engine, or a function that returns one. Needs the tables of `pgfence install`, version 5 or later.
         name: text, at most 255 characters with its namespace.
         limit: how many units a window may hold, 1 to 100,000. The first process stores limit and period; see `change`.
         per: the length of the window: seconds or a timedelta, 1 ms to a year.
@@ -72,7 +72,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
             timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait.
 
         Raises:
-            LockTimeoutError: they are not allowed in time; raised as soon as that is known, usually at once. `retry_after` is
+            LockTimeoutError: they are not allowed in time; raised as soon as that is known, usually immediately. `retry_after` is
                 the seconds until they may be.
             WaitCancelledError: the event of `cancel_waits()` was set.
             PgfenceError, ValueError, TypeError: as `try_take`.

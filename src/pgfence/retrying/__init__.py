@@ -10,8 +10,8 @@ committed, and only after an error that another attempt can cure:
 Attempts and total time are bounded, and the last error is raised. Attempts are separated by a random backoff of at most 5 ms,
 doubled each time up to 500 ms, so that conflicting transactions do not collide again.
 
-Limitations: nothing is guaranteed about effects outside the transaction. A mail sent by the function is sent again with each
-attempt: return what has to be done and do it after the commit. A running attempt is never interrupted.
+Limitations: nothing is guaranteed about effects outside the transaction. An email sent by the function is sent again in each
+attempt: return what has to be done, and do it after the commit. A running attempt is never interrupted.
 
 Never retried: a lost connection (during COMMIT it raises `CommitOutcomeUnknownError`, because the server may have committed);
 a conflict with the version that a client sent (`VersionConflictError` with `retryable` False), which no attempt can resolve;

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     """The options of one call.
 
     Attributes:
-        name: of the function.
+        name: the name of the function.
         attempts: the maximum number of attempts.
         timeout: seconds after which no attempt begins; None is the configured default.
     """

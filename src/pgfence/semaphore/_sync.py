@@ -37,7 +37,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     paused, loses its place. A name of the form `NAME#i` that is held as a `Lease` blocks that permit.
 
     Args:
-        engine: an Engine, or a function that returns one. The tables must be there, in version 5: `pgfence install`.
+        engine: an Engine, or a function that returns one. Needs the tables of `pgfence install`, version 5 or later.
         name: text, at most 250 characters with its namespace; it must not end in `#` or `/` and digits.
         permits: how many there are, 1 to 1,000. The first contender stores the number; see `resize`.
         ttl: seconds that a permit outlives a dead holder, 0.3 to a day (longer ones as a timedelta).
@@ -53,7 +53,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range; the message says what would do.
+        ValueError: an argument is out of range; the message gives the range.
     """
 
     _engines = SYNC_ENGINES

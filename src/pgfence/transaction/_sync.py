@@ -62,7 +62,7 @@ class TransactionLock(TransactionLockBase):
         names: one or more names or LockKeys. Several are one lock: either all are acquired or none, always in the same order.
         namespace: replaces the configured namespace, for names that are str.
         shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock
-            that the transaction already holds is sufficient; requesting it exclusively after shared is rejected.
+            that the transaction already holds is sufficient; requesting the exclusive lock while holding the shared one is rejected.
         bind_arguments: for a Session that routes to several engines, as in `Session.connection()`.
         expire: with a Session, whether to expire what was loaded before the lock, so that it is read again, and to raise if
             there are unflushed changes, which may be based on it. With False it does neither.
@@ -102,7 +102,7 @@ class TransactionLock(TransactionLockBase):
         return self._try(self._unwrap())
 
     def acquire(self, *, timeout: Seconds | None = None) -> None:
-        """Wait until the lock is held. Returns at once if this transaction already holds it.
+        """Wait until the lock is held. Returns immediately if this transaction already holds it.
 
         Args:
             timeout: seconds, for all names together. None is the configured default (at most 60 s while this thread holds a

@@ -66,7 +66,7 @@ class VersionedSession(Session):
             counts the rows that it matches. asyncpg cannot count them: four rows or more are locked and compared first. Rows
             of a class with the mode "xmin", of a Session on a Connection, and in AUTOCOMMIT are written one by one.
             "row" sends and counts one UPDATE for each row. "batch" locks and compares all rows of the flush first, lists every
-            conflict at once, and then writes rows that change alike together; in AUTOCOMMIT, where a row lock does not last, it
+            conflict immediately, and then writes rows that change alike together; in AUTOCOMMIT, where a row lock does not last, it
             raises TransactionStateError.
         **session_options: passed to Session.
 

@@ -65,7 +65,7 @@ def etag(instance: object, /) -> str:
     Limitations: the tag covers this row only, not other rows or the reader's permissions that a response may depend on.
 
     Args:
-        instance: of a versioned class, with its changes flushed. An expired one is loaded again, which an AsyncSession cannot
+        instance: an instance of a versioned class, with its changes flushed. An expired one is loaded again, which an AsyncSession cannot
             do here: use `expire_on_commit=False` with it.
 
     Raises:
@@ -97,7 +97,7 @@ def if_match(headers: Headers, /) -> IfMatch:
     """Read the If-Match header of a request.
 
     Args:
-        headers: of Flask, FastAPI, Starlette, or a dict with `If-Match` or `if-match`. Several lines are one list.
+        headers: the headers of Flask, FastAPI or Starlette, or a dict with `If-Match` or `if-match`. Several lines are one list.
 
     Returns:
         The value to pass to `load_for_version` as `expected`.

@@ -46,7 +46,7 @@ TICK = 1.0
 class HeartbeatService:
     """Renews all leases that this process acquired through one engine.
 
-    Public methods return at once, do no I/O and can be called from any thread, but not under the mutex and not from a
+    Public methods return immediately, do no I/O and can be called from any thread, but not under the mutex and not from a
     finaliser.
     """
 
