@@ -433,6 +433,8 @@ NAMES = {
     "current": "public: current()",
     "held": "public: held()",
     "fenced": "public: fenced()",
+    "claimed_by": "public: Claimable.claimed_by",
+    "claimed_until": "public: Claimable.claimed_until",
     "fence_token": "public: Fenced.fence_token()",
     "remaining": "public: HeldLease.remaining()",
     "idempotent": "public: idempotent()",

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pgfence._api.handles import AsyncHeld, Held, current, held
     from pgfence._holds.carriers import cancel_waits
     from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
-    from pgfence.claims import claim
+    from pgfence.claims import Claimable, claim, extend_claim, finish_claim
     from pgfence.effects import AsyncAttempt, AsyncIdempotentEffect, Attempt, IdempotentEffect
     from pgfence.election import AsyncElection, AsyncMember, AsyncTerm, Election, Member, Term
     from pgfence.fence import Fenced
@@ -93,6 +93,7 @@ __all__ = [
     "AttemptLostError",
     "CapacityError",
     "CatchUp",
+    "Claimable",
     "CommitOutcomeUnknownError",
     "DeadlockError",
     "Election",
@@ -159,8 +160,10 @@ __all__ = [
     "configure",
     "current",
     "etag",
+    "extend_claim",
     "fence",
     "fenced",
+    "finish_claim",
     "held",
     "idempotent",
     "idempotent_call",
@@ -198,6 +201,7 @@ _LATE = {
     "AsyncWriteHeld": "pgfence.read_write",
     "Attempt": "pgfence.effects",
     "CatchUp": "pgfence.once",
+    "Claimable": "pgfence.claims",
     "Election": "pgfence.election",
     "Fenced": "pgfence.fence",
     "FencedHeld": "pgfence.fence.handles",
@@ -228,6 +232,8 @@ _LATE = {
     "claim": "pgfence.claims",
     "current": "pgfence._api.handles",
     "etag": "pgfence.versions",
+    "extend_claim": "pgfence.claims",
+    "finish_claim": "pgfence.claims",
     "held": "pgfence._api.handles",
     "idempotent": "pgfence.idempotency",
     "idempotent_call": "pgfence.idempotency",

@@ -330,6 +330,8 @@ class AttemptLostError(PgfenceError):
     remains; the derived keys let the provider recognize it. `retry_after` is set then: the same call returns the result of the
     newest attempt, or runs another one.
 
+    For a claim of a row, `scope` is the table, `key` the primary key, `attempt` the token of the claim and `newest` that of the row.
+
     With `takeover=False` it is also raised by calls after an attempt whose outcome is unknown, until the key is freed.
     `retry_after` is None then, because waiting does not help.
     """

@@ -10,7 +10,7 @@ from sqlalchemy import ForeignKey, create_engine, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
-from pgfence import claim
+from pgfence import Claimable, claim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,6 +60,14 @@ class Tag(Base):
     __tablename__ = f"tag_{SUFFIX}"
     id: Mapped[int] = mapped_column(primary_key=True)
     job_id: Mapped[int] = mapped_column(ForeignKey(Job.id))
+
+
+class Task(Claimable, Base):
+    """What is claimed for longer than a transaction."""
+
+    __tablename__ = f"task_{SUFFIX}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    state: Mapped[str] = mapped_column(default="new")
 
 
 class Jobs:

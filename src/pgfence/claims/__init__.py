@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from pgfence.claims._functions import claim
+from pgfence.claims._functions import claim, extend_claim, finish_claim
+from pgfence.claims._mixin import Claimable
 
-__all__ = ["claim"]
+__all__ = ["Claimable", "claim", "extend_claim", "finish_claim"]

@@ -1,4 +1,4 @@
-"""`claim`: the arguments, their checks, and the guarantees."""
+"""`claim`, `extend_claim`, `finish_claim`: the arguments, their checks, and the guarantees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from sqlalchemy.sql import ClauseElement, Executable
 
 from pgfence._api.inputs import is_async_session, is_session, unwrap_session
+from pgfence.claims._mixin import Claimable
 from pgfence.claims._statements import build_query, claim_rows, find_mapper
+from pgfence.claims._tokens import check_form, claim_until, extend, finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -16,13 +18,33 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
     from pgfence._api.inputs import AnyAsyncSession, SyncSession
+    from pgfence._process.clock import Seconds
     from pgfence._process.coroutines import Coro
 
-__all__ = ["claim"]
+__all__ = ["claim", "extend_claim", "finish_claim"]
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Claimable)
 
 
+@overload
+def claim(
+    session: AnyAsyncSession,
+    entity: type[C],
+    *criteria: ColumnElement[bool],
+    ttl: Seconds,
+    order_by: Any = None,
+    limit: int = 1,
+) -> Coroutine[Any, Any, Sequence[C]]: ...
+@overload
+def claim(
+    session: SyncSession,
+    entity: type[C],
+    *criteria: ColumnElement[bool],
+    ttl: Seconds,
+    order_by: Any = None,
+    limit: int = 1,
+) -> Sequence[C]: ...
 @overload
 def claim(
     session: AnyAsyncSession, entity: type[T], *criteria: ColumnElement[bool], order_by: Any = None, limit: int = 1
@@ -37,8 +59,10 @@ def claim(
 ) -> Sequence[T]: ...
 @overload
 def claim(session: SyncSession, statement: Select[Any], /, *, limit: int = 1) -> Sequence[Any]: ...
-def claim(session: Any, entity: Any, *criteria: Any, order_by: Any = None, limit: int = 1) -> object:
-    """Claim rows that no other worker has claimed, in the caller's transaction, and return them as ORM objects.
+def claim(
+    session: Any, entity: Any, *criteria: Any, ttl: Seconds | None = None, order_by: Any = None, limit: int = 1
+) -> object:
+    """Claim rows that no other worker has claimed, and return them as ORM objects.
 
     ::
 
@@ -52,6 +76,10 @@ def claim(session: Any, entity: Any, *criteria: Any, order_by: Any = None, limit
     and an INSERT of a row that refers to a claimed one does not wait. Attributes are read again even if the session already
     has the row. If the session has autoflush, its pending changes are flushed first, as before any query.
 
+    With `ttl`, for a class with `Claimable`: a row without a claim, or with one that has expired by the clock of the server, gets
+    a new claim, with a token that is larger by one. Commit, then work without a transaction; see `Claimable`. If the transaction is
+    rolled back, the row is not claimed.
+
     Limitations: fewer rows than `limit`, or none, does not mean that no others match: they may be locked. A join that returns
     a row several times counts it several times; use `where(Job.tags.any(...))` instead. The rows are in the order of `order_by`
     as of the start of the statement; the order in which different workers finish is not guaranteed. In REPEATABLE READ and
@@ -64,6 +92,8 @@ def claim(session: Any, entity: Any, *criteria: Any, order_by: Any = None, limit
         statement: a select() of one mapped class, with joins, criteria, order and loader options, in place of `entity` and what
             follows it.
         criteria: SQL expressions that a row must satisfy.
+        ttl: seconds after which the claim expires, from 0.3 to a day (a timedelta may be longer), for a class with
+            `Claimable`. Longer work calls `extend_claim`.
         order_by: an expression, or several of them as a list, that determines which rows come first.
         limit: the largest number of rows to claim, from 1 to 10,000.
 
@@ -74,11 +104,73 @@ def claim(session: Any, entity: Any, *criteria: Any, order_by: Any = None, limit
         ValueError: `limit` is out of range; the statement has LIMIT, OFFSET, FOR UPDATE, GROUP BY, HAVING or DISTINCT; or the
             table has no primary key.
         TypeError: `session` is not a session, `entity` is not a mapped class, or `statement` returns something else than its
-            instances.
+            instances; `ttl` without `Claimable`, or the other way round.
     """
     query = _read_query(entity, criteria, order_by)
     mapper = find_mapper(query)
+    if ttl is not None and query is entity:
+        raise TypeError("claim() with ttl= takes a class, not a select(): pass the criteria and order_by= to claim()")
+    life = check_form(mapper, ttl)
+    if life is not None:
+        return _run(session, lambda work: claim_until(work, query, mapper, limit, life), "claim")
     return _run(session, lambda work: claim_rows(work, query, mapper, limit), "claim")
+
+
+@overload
+def extend_claim(
+    session: AnyAsyncSession, row: Claimable, *, ttl: Seconds | None = None
+) -> Coroutine[Any, Any, None]: ...
+@overload
+def extend_claim(session: SyncSession, row: Claimable, *, ttl: Seconds | None = None) -> None: ...
+def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) -> object:
+    """Extend a claim, so that it expires `ttl` seconds from now by the clock of the server. Takes effect with the commit.
+
+    Guarantees: a claim that another worker has replaced is not extended; the check and what else the transaction writes are
+    committed together, or not at all. A claim that has expired and was not replaced is extended.
+
+    Args:
+        session: a Session or scoped_session; or an async one, in which case the result must be awaited. It may be another one
+            than that of the claim.
+        row: an instance that `claim` returned.
+        ttl: seconds, as for `claim`; None for the last value that was passed.
+
+    Raises:
+        AttemptLostError: the claim was replaced or finished, the row was deleted, or the transaction of the claim was rolled
+            back. PostgreSQL has aborted this transaction, so nothing of it can be committed; a savepoint around the call limits
+            that to itself.
+        LockNotHeldError: `claim` did not return this instance.
+        TransactionStateError: the connection is in autocommit.
+        TypeError, ValueError: `row` is not an instance of a class with `Claimable`, or `ttl` is out of range.
+    """
+    return _run(session, lambda work: extend(work, row, ttl), "extend_claim")
+
+
+@overload
+def finish_claim(session: AnyAsyncSession, row: Claimable) -> Coroutine[Any, Any, None]: ...
+@overload
+def finish_claim(session: SyncSession, row: Claimable) -> None: ...
+def finish_claim(session: Any, row: Claimable) -> object:
+    """End a claim, in the transaction that writes the result of the work. Takes effect with the commit.
+
+    It sets `claimed_until` and `claimed_by` to None and keeps `claim_token`. Change the row in the same transaction so that the
+    criteria of `claim` no longer match it: a row without a claim is free for the next one.
+
+    Guarantees: if another worker has replaced the claim, nothing that this transaction writes is committed. A claim that has
+    expired and was not replaced can still be finished, because the work is done.
+
+    Args:
+        session: a Session or scoped_session; or an async one, in which case the result must be awaited. It may be another one
+            than that of the claim.
+        row: an instance that `claim` returned.
+
+    Raises:
+        AttemptLostError: the claim was replaced or finished, the row was deleted, or the transaction of the claim was rolled
+            back. PostgreSQL has aborted this transaction, as for `extend_claim`.
+        LockNotHeldError: `claim` did not return this instance.
+        TransactionStateError: the connection is in autocommit.
+        TypeError: `row` is not an instance of a class with `Claimable`, or `session` is not a session.
+    """
+    return _run(session, lambda work: finish(work, row), "finish_claim")
 
 
 def _read_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> Any:

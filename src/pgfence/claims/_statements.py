@@ -24,6 +24,7 @@ from pgfence.errors import TransactionStateError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from sqlalchemy import Connection
     from sqlalchemy.orm import Session
 
     from pgfence._orm import AnySelect
@@ -119,7 +120,10 @@ def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: i
     tables = list(dict.fromkeys(each.local_table for each in mapper.iterate_to_root()))
     # NO KEY: an INSERT of a row that refers to a claimed row does not wait.
     locking = query.limit(limit).with_for_update(key_share=True, skip_locked=True, of=tables)
-    where = open_transaction(session, mapper)
+    connection = find_connection(session, mapper)
+    if not session.autoflush:
+        _reject_unflushed(session, mapper)
+    where = {"bind": connection}
     try:
         # populate_existing: a row that the Session has loaded before may have been changed by another transaction since.
         result = session.execute(locking, bind_arguments=where, execution_options={"populate_existing": True})
@@ -129,24 +133,22 @@ def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: i
         raise
 
 
-def open_transaction(session: Session, mapper: Mapper[Any]) -> dict[str, Any]:
-    """Begin the transaction of a Session if necessary, and return the bind arguments of the server that the class is written on.
+def find_connection(session: Session, mapper: Mapper[Any]) -> Connection:
+    """Return the connection on which a Session writes the rows of a class, in a transaction.
 
     Raises:
-        TransactionStateError: the connection is in autocommit, or autoflush is off and there are unflushed changes.
+        TransactionStateError: the connection is in autocommit.
     """
     # A Session that sends reads to replicas must lock rows on the primary.
     where: dict[str, Any] = {"bind": session.get_bind(mapper, clause=update(mapper.base_mapper.class_))}
-    connection = open_connection(session, where.copy())  # Session.connection() removes "bind" from its argument
+    connection = open_connection(session, where)
     style_of(connection.dialect)
     if read_driver_state(connection).autocommit:
         raise TransactionStateError(
             f"the connection is in autocommit, in which the claim of {mapper.class_.__name__} rows would end with its own"
             " statement: use a connection without AUTOCOMMIT"
         )
-    if not session.autoflush:
-        _reject_unflushed(session, mapper)
-    return where
+    return connection
 
 
 def _reject_unflushed(session: Session, mapper: Mapper[Any]) -> None:
