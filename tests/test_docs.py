@@ -207,14 +207,16 @@ def casebook(page: str) -> str:
     """Return the casebook with the files of the tests as they are now."""
     files = files_by_case()
 
-    def held_by(section: re.Match[str]) -> str:
-        listed = "**Held by** " + ", ".join(f"`{file}`" for file in files.get(section["case"], []))
+    def tested_by(section: re.Match[str]) -> str:
+        listed = "**Tested by** " + ", ".join(f"`{file}`" for file in files.get(section["case"], []))
         return section["text"] + textwrap.fill(listed, 120, break_long_words=False, break_on_hyphens=False)
 
-    return re.sub(r"(?ms)(?P<text>^## (?P<case>C\d{3}).*?)^\*\*Held by\*\* .*?(?=\n\n|\n?\Z)", held_by, page)
+    return re.sub(
+        r"(?ms)(?P<text>^## (?P<case>C\d{3}).*?)^\*\*(?:Held|Tested) by\*\* .*?(?=\n\n|\n?\Z)", tested_by, page
+    )
 
 
-def test_every_case_of_the_casebook_is_held_by_the_tests_it_names() -> None:
+def test_every_case_of_the_casebook_names_its_tests() -> None:
     """The casebook has a section for each case that tests name, with the files of those tests, and no other section."""
     page = CASEBOOK.read_text(encoding="utf-8")
     assert sorted(re.findall(r"^## (C\d{3})", page, re.MULTILINE)) == sorted(files_by_case())
