@@ -54,7 +54,7 @@ def configure(
     pooler: PoolerSetting = "auto",
     on_event: Callable[[Event], object] | None = None,
 ) -> None:
-    """Set how pgfence uses an engine. Call it once for each engine, before the first use.
+    """Configure how pgfence uses an engine. Call it once for each engine, before the first use.
 
     A second call with the same values does nothing, so every part of an application may repeat it. The settings apply to this
     engine and its `execution_options()` copies, in this process; every other process configures its own.

@@ -98,7 +98,7 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
         actor: the person or program that asks, for the audit table; None is this process's user and host.
 
     Returns:
-        The leader that was asked; None if nobody leads, and nothing was done.
+        The leader that was asked; None if there was no leader, and nothing was done.
 
     Raises:
         ValueError: the name is held by something else than an election; or the name, the reason or the actor cannot be used.

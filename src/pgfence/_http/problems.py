@@ -143,7 +143,7 @@ OF_ERRORS = {
         409,
         f"This request took too long, and another one with its Idempotency-Key came first. {_LATER}",
     ),
-    "LockTimeoutError": Problem("lock_timeout", 423, f"Another request has the lock that this one needs. {_LATER}"),
+    "LockTimeoutError": Problem("lock_timeout", 423, f"Another request holds the lock that this one needs. {_LATER}"),
     "WaitCancelledError": Problem(
         "wait_cancelled",
         503,

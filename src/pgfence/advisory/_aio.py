@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
-    """Hold an exclusive, session-level advisory lock by name, on a dedicated connection: the async twin of `AdvisoryLock`.
+    """Hold an exclusive, session-level advisory lock by name, on a dedicated connection: the async counterpart of `AdvisoryLock`.
 
     ::
 
@@ -137,7 +137,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
     def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:
         """Hold the lock on the connection that does the work. If the lock is lost, so is its connection: no stale write.
 
-        Yields an ordinary AsyncConnection outside the engine's pool, as the sync twin does. A loss also cancels the block.
+        Yields an ordinary AsyncConnection outside the engine's pool, as the sync class does. A loss also cancels the block.
 
         Args:
             timeout: as in `acquire`.

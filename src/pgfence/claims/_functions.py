@@ -178,7 +178,9 @@ def _read_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> Any:
     if not isinstance(entity, (ClauseElement, Executable)):
         return build_query(entity, criteria, order_by)
     if criteria or order_by is not None:
-        raise TypeError("claim() of a select() takes only limit: add where() and order_by() to the select()")
+        raise TypeError(
+            "claim() with a select() takes no argument but limit: add where() and order_by() to the select()"
+        )
     return entity
 
 

@@ -73,7 +73,7 @@ class AsyncElection:
     ) -> AsyncMember:
         """Stand for the election in a task of the running loop, from now until the member resigns.
 
-        As the sync twin; the callbacks may be coroutine functions, and run one after the other in the member's task.
+        As in the sync class; the callbacks may be coroutine functions, and run one after the other in the member's task.
 
         Raises:
             RuntimeError: no event loop is running.
@@ -91,17 +91,17 @@ class AsyncElection:
         )
 
     async def campaign(self, *, owner: str | None = None, timeout: Seconds | None = None) -> AsyncTerm:
-        """Wait until this process is the leader, and return its term; arguments and errors are those of the sync twin."""
+        """Wait until this process is the leader, and return its term; arguments and errors are those of the sync class."""
         return await self._candidate.with_owner(owner).acquire(timeout=timeout)
 
     def lead(
         self, *, owner: str | None = None, timeout: Seconds | None = None, on_loss: OnLoss = "cancel"
     ) -> AbstractAsyncContextManager[AsyncTerm, None]:
-        """Lead for the length of an `async with` block, which a loss cancels; arguments and errors are those of the sync twin."""
+        """Lead for the length of an `async with` block, which a loss cancels; arguments and errors are those of the sync class."""
         return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
 
     async def observe(self, *, timeout: Seconds | None = None) -> AsyncIterator[Holder | None]:
-        """Iterate over the leaders: the current one, then each change; arguments and errors are those of the sync twin."""
+        """Iterate over the leaders: the current one, then each change; arguments and errors are those of the sync class."""
         observer = Observer(self._candidate, math.inf if timeout is None else seconds(timeout))
         try:
             while (found := await observer.find_change())[0]:

@@ -1,4 +1,4 @@
-"""Who leads, and each change: what `observe()` of both twins does."""
+"""Who leads, and each change: what `observe()` of both classes does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of the server for a term, and the arguments of an election, for both twins. No I/O."""
+"""The requests to the server for a term, and the arguments of an election, for the sync and async classes. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One key in the caller's transaction, on a sync Session; the async twin calls this through `run_sync`."""
+"""One key in the caller's transaction, on a sync Session; the async class calls this through `run_sync`."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class EngineFinder:
 
 @dataclass(frozen=True, slots=True)
 class EngineKind(Generic[EngineSourceT]):
-    """The checks that differ between a sync class and its async twin.
+    """The checks that differ between a sync class and its async counterpart.
 
     Attributes:
         check: raises TypeError for anything that is not an engine source of this kind; `why` explains why a session is rejected.

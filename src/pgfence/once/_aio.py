@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSlot]):
-    """Run work once in each slot of time, in whichever process requests it first: the async twin of `Once`.
+    """Run work once in each slot of time, in whichever process requests it first: the async counterpart of `Once`.
 
     ::
 

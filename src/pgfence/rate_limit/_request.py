@@ -1,4 +1,4 @@
-"""The arguments of a rate limit, and how units are taken, for both twins."""
+"""The arguments of a rate limit, and how units are taken, for the sync and async classes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Result(NamedTuple):
 
 
 class RateLimitOptions(Generic[EngineSourceT]):
-    """The arguments of a rate limit and what is done with them, for both twins."""
+    """The arguments of a rate limit and what is done with them, for the sync and async classes."""
 
     _engines: EngineKind[EngineSourceT]
 

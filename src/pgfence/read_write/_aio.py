@@ -23,7 +23,7 @@ class AsyncWriteHeld(AsyncHeld):
     __slots__ = ()
 
     async def downgrade(self) -> AsyncHeld:
-        """Become a reader, and return the handle of the read lock; errors are those of the sync twin."""
+        """Become a reader, and return the handle of the read lock; errors are those of the sync class."""
         return await downgrade(cast("LockManager", self._manager), cast("SessionHold", self._hold), AsyncHeld)
 
 

@@ -36,7 +36,7 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
         return await self._take(0.0)
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncPermit:
-        """Wait until a permit is free, or as many as the weight; arguments and errors are those of the sync twin."""
+        """Wait until a permit is free, or as many as the weight; arguments and errors are those of the sync class."""
         return await self._acquire(timeout)
 
     async def holders(self) -> list[Holder]:
@@ -49,5 +49,5 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
         return await self._find_holders()
 
     async def resize(self, permits: int) -> None:
-        """Store another number of permits, for all processes; arguments and errors are those of the sync twin."""
+        """Store another number of permits, for all processes; arguments and errors are those of the sync class."""
         await self._resize(permits)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class _PermitHandle(_HasToken):
-    """What both twins share."""
+    """What the sync and async classes share."""
 
     __slots__ = ()
 
@@ -64,6 +64,6 @@ class AsyncPermit(_PermitHandle, AsyncHeldLease):
     __slots__ = ()
 
     async def hand_over(self) -> LeaseRef:
-        """Renew once, and return what another process needs to adopt it; errors are those of the sync twin."""
+        """Renew once, and return what another process needs to adopt it; errors are those of the sync class."""
         self._check_single()
         return await super().hand_over()

@@ -1,4 +1,4 @@
-"""What is asked of the server for permits, and the arguments of a semaphore, for both twins. No I/O."""
+"""The requests to the server for permits, and the arguments of a semaphore, for the sync and async classes. No I/O."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class PermitRequest(AcquireRequest):
 
 
 class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
-    """The arguments of a semaphore and what is done with them, for both twins."""
+    """The arguments of a semaphore and what is done with them, for the sync and async classes."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
 
     async def _take(self, timeout: Seconds | None, *, lasts: bool = False) -> HandleT | None:
         manager, request = self._prepare()
-        # A try waits for nobody. A fair waiter has its place in the server's queue, also among those of this process.
+        # A try does not wait. A fair waiter has its place in the server's queue, also among those of this process.
         if not timeout_of(manager.config, timeout, manager.carrier.get_contender()):
             request = replace(request, turn=str(uuid.uuid4()))  # type: ignore[call-arg]
         elif self._fair:

@@ -40,7 +40,7 @@ _ASYNCIO = "sqlalchemy.ext.asyncio"
 
 
 class AsyncTransactionLock(TransactionLockBase):
-    """Hold a lock until the caller's transaction ends: the async twin of `TransactionLock`.
+    """Hold a lock until the caller's transaction ends: the async counterpart of `TransactionLock`.
 
     ::
 

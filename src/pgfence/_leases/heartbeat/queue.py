@@ -94,7 +94,7 @@ class RenewalSchedule:
         over: list[Grant] = []
         while self.next() < math.inf:
             grant = self._heap[0][3]
-            if grant.released:  # whoever released it was interrupted before the drop
+            if grant.released:  # the thread that released it was interrupted before the drop
                 self.remove(grant)
             elif now >= grant.deadline:
                 over.append(grant)
