@@ -188,6 +188,13 @@ class LockKey:
         low = self._value & 0xFFFFFFFF
         return self._value >> 32, low - (1 << 32) if low >> 31 else low
 
+    @property
+    def _turnstile(self) -> LockKey:
+        """The second key of a reader/writer lock. A name cannot contain U+001F, so no name has this key."""
+        numbers = f"raw:{self._value}" if self._space == "bigint" else "pair:{}:{}".format(*self.halves)
+        text = self._hashed if self._hashed is not None else SEPARATOR + numbers
+        return _hash_text(text + SEPARATOR + "turnstile")
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a LockKey is immutable")
 
@@ -219,6 +226,12 @@ def _hash_names(names: Sequence[str], namespace: str) -> list[LockKey]:
     hashed = [namespace + SEPARATOR + name for name in names]
     values = struct.unpack(f">{len(names)}q", b"".join([hashlib.sha256(text.encode()).digest()[:8] for text in hashed]))
     return [LockKey._make(value, "bigint", name, text) for value, name, text in zip(values, names, hashed, strict=True)]
+
+
+@lru_cache(maxsize=1024)
+def _hash_text(text: str) -> LockKey:
+    (value,) = struct.unpack(">q", hashlib.sha256(text.encode()).digest()[:8])
+    return LockKey._make(value, "bigint", None, text)
 
 
 @lru_cache(maxsize=1024)

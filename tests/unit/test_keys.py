@@ -22,7 +22,8 @@ from sqlalchemy.dialects import postgresql
 from pgfence.keys import LockKey, resolve
 from support.rows import every_row
 
-VECTORS = json.loads((Path(__file__).parents[1] / "data" / "key_vectors.json").read_text(encoding="ascii"))["vectors"]
+DATA = json.loads((Path(__file__).parents[1] / "data" / "key_vectors.json").read_text(encoding="ascii"))
+VECTORS = DATA["vectors"]
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 int32 = st.integers(-(2**31), 2**31 - 1)
@@ -54,6 +55,19 @@ def test_a_name_gives_its_frozen_key(vector: dict) -> None:
     assert key.value == int(vector["value"])
     assert (key.value >> 32 & 0xFFFFFFFF, key.value & 0xFFFFFFFF) == (vector["classid"], vector["objid"])
     assert key.space == "bigint"
+
+
+@every_row("vector", DATA["turnstiles"])
+def test_a_key_gives_its_frozen_turnstile(vector: dict) -> None:
+    """Every vector of the data file is met, for names and for ready keys, and a named key differs from its number's."""
+    if "raw" in vector:
+        key = LockKey.raw(vector["raw"])
+    elif "pair" in vector:
+        key = LockKey.pair(*vector["pair"])
+    else:
+        key = LockKey.of(vector["name"], namespace=vector["namespace"])
+        assert LockKey.raw(key.value)._turnstile != key._turnstile
+    assert key._turnstile == LockKey.raw(int(vector["turnstile"]))
 
 
 def test_the_vectors_cover_both_signs_and_differ() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pgfence._connections.connection import RELEASE_BUDGET, WAIT_GRACE
 from pgfence._holds.wait_plan import to_milliseconds
+from pgfence._sql.read_write import WriteSql, build_turnstile
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence._sql.ticket_queue import LEAVE, build_wait_for_keys, build_wait_for_turn
 from pgfence._sql.token import TokenSql
@@ -26,7 +27,7 @@ LOOK_EVERY = 4
 class ServerWait:
     """The wait of one contender on its connection. After an error its state is unknown, and the connection is closed."""
 
-    __slots__ = ("engine", "has_ticket", "has_turn", "session", "slices", "sql")
+    __slots__ = ("engine", "has_ticket", "has_turn", "has_turnstile", "session", "slices", "sql")
 
     def __init__(self, engine: Engine, session: LockConnection, sql: LockSql) -> None:
         self.engine = engine
@@ -34,6 +35,7 @@ class ServerWait:
         self.sql = sql
         self.has_ticket = False
         self.has_turn = False
+        self.has_turnstile = False
         self.slices = 0
 
     async def run_step(self, step: Wait, call: Acquisition[LockSql]) -> bool | None:
@@ -41,9 +43,24 @@ class ServerWait:
         # None is returned immediately, before the server is queried for holders: other waiters would take tickets in that time.
         if not step.queued:
             return await self.wait_without_ticket(step.seconds)
-        if self.has_turn or await self.wait_for_turn(step.seconds):
-            return await self.wait_in_turn(min(step.seconds, call.left))
-        return False
+        if isinstance(self.sql, WriteSql) and not self.has_turnstile:
+            self.has_turnstile = await self._set_turnstile(self.sql, on=True)
+        if not self.has_turn and not await self.wait_for_turn(step.seconds):
+            return False
+        granted = await self.wait_in_turn(min(step.seconds, call.left))
+        if granted:
+            await self._open_turnstile()
+        return granted
+
+    async def _set_turnstile(self, sql: LockSql, *, on: bool) -> bool:
+        """Close the turnstile to readers if no other writer holds it, or open it. Return whether that was done."""
+        text, args = build_turnstile(sql.keys, sql.style, on=on)
+        return bool(await self.session.fetch_value(self.engine, text, args, limit=RELEASE_BUDGET))
+
+    async def _open_turnstile(self) -> None:
+        if self.has_turnstile and not await self._set_turnstile(self.sql, on=False):
+            self.session.close_after_use = True
+        self.has_turnstile = False
 
     async def wait_without_ticket(self, length: float) -> bool | None:
         """Wait for `length` seconds in the server's own queue; return None immediately if other waiters have tickets."""
@@ -84,7 +101,8 @@ class ServerWait:
         return granted
 
     async def leave(self) -> None:
-        """Return the ticket."""
+        """Return the ticket, and open the turnstile."""
+        await self._open_turnstile()
         if not self.has_ticket:
             return
         if await self.session.fetch_value(self.engine, LEAVE, (), limit=RELEASE_BUDGET) is False:

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 class WriteSql(LockSql):
-    """The statements for a writer: the exclusive lock on one key."""
+    """The statements for a writer: the exclusive lock on one key.
+
+    A writer that waits for more than one slice also holds the key's turnstile, exclusively and for the session, until it has the
+    lock or gives up. Readers pass the turnstile before they try, so none gets in between two slices of the writer's wait.
+    """
 
     __slots__ = ()
     once_only = (
@@ -28,11 +32,12 @@ class WriteSql(LockSql):
 class ReadSql(LockSql):
     """The statements for a reader: the shared lock on one key.
 
-    A reader that finds a ticket takes one too, so that it comes after the writer that waits. Without this, readers that overlap
-    would let a writer wait indefinitely: after each slice of its wait it leaves the server's queue for a moment.
+    A reader that has to wait takes a ticket if another waiter has one, so that it comes after the writer that waits. Without
+    turnstile and tickets, readers that overlap would let a writer wait indefinitely: after each slice of its wait it leaves the
+    server's queue for a moment.
     """
 
-    __slots__ = ("_arguments", "_own_texts")
+    __slots__ = ("_arguments", "_own_texts", "_turnstile")
     once_only = (
         "a second read lock would wait indefinitely behind a writer that waits for the first. Pass the handle on, or downgrade()"
         " the write lock"
@@ -43,6 +48,7 @@ class ReadSql(LockSql):
     def __init__(self, keys: tuple[LockKey, ...], style: ParamStyle) -> None:
         super().__init__(keys, style)
         (key,) = keys
+        self._turnstile = key._turnstile.value
         self._arguments: tuple[object, ...] = (key.value,) if key.space == "bigint" else key.halves
         self._own_texts = _build_texts(style, len(self._arguments))
         self.try_text, _, self.unlock_text = self._own_texts
@@ -51,7 +57,7 @@ class ReadSql(LockSql):
     @property
     def try_args(self) -> tuple[object, ...]:
         """What `try_text` takes after the backend's pid."""
-        return (self.base, *self._arguments)
+        return (self._turnstile, *self._arguments)
 
     @property
     def wait_text(self) -> str:
@@ -72,7 +78,7 @@ def _build_texts(style: ParamStyle, width: int) -> tuple[str, str, str]:
     # Locks nothing if another server process executes it, see `advisory`. The order of the conditions is that of the CASE.
     attempt = (
         f"SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) {mark(style, 1)}::integer THEN NULL"
-        f" WHEN {HAS_TICKETS.format(mark(style, 2))} THEN false"
+        f" WHEN NOT pg_catalog.pg_try_advisory_xact_lock_shared(CAST({mark(style, 2)} AS bigint)) THEN false"
         f" ELSE pg_catalog.pg_try_advisory_lock_shared({cast_arguments(3)}) END"
     )
     wait = (
@@ -100,3 +106,10 @@ def build_downgrade(keys: tuple[LockKey, ...], style: ParamStyle) -> tuple[str, 
         f"{cast_arguments(1 + len(values))}) OFFSET 0) AS s"
     )
     return text, (*values, *values)
+
+
+def build_turnstile(keys: tuple[LockKey, ...], style: ParamStyle, *, on: bool) -> tuple[str, tuple[object, ...]]:
+    """Return the statement with which a writer's session tries to hold the turnstile, or lets it go, and its parameter."""
+    (key,) = keys
+    function = "pg_try_advisory_lock" if on else "pg_advisory_unlock"
+    return f"SELECT pg_catalog.{function}(CAST({mark(style, 1)} AS bigint))", (key._turnstile.value,)
