@@ -83,7 +83,7 @@ def lock_on(
             return _create_lease(engine, name, namespace, terms, ttl)
         key = LockKey.of(name, namespace=config_of(engine).namespace if namespace is None else namespace)
     except ValueError as error:
-        raise MisuseError(_name_options(str(error))) from None
+        raise MisuseError(rename_arguments(str(error))) from None
     report.key = key.value
     return AdvisoryLock(engine, key)
 
@@ -105,8 +105,8 @@ def _create_lease(engine: Engine, name: str, namespace: str | None, terms: Terms
     return Lease(engine, name, ttl=ttl, max_hold=terms.max_hold, min_hold=least, namespace=namespace)
 
 
-def _name_options(message: str) -> str:
-    """Replace the names of arguments in a message by the names of options."""
+def rename_arguments(message: str) -> str:
+    """Replace the names of arguments in a message with the names of options."""
     if message.startswith("cron="):
         return f"--once-per={message.removeprefix('cron=')}. Or use one of: {', '.join(PERIODS)}"
     if message.startswith("tz="):

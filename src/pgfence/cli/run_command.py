@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import os
-import signal
-from typing import Literal, NoReturn
+from typing import Literal
 
 import click
 
-from pgfence.cli import options
-from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.cli import options, running
+from pgfence.cli.codes import Code, MisuseError
+from pgfence.cli.guarded import OnLost
 from pgfence.cli.locks import Terms
-from pgfence.cli.parser import Command, Option
+from pgfence.cli.parser import Option
 from pgfence.cli.report import Console
-from pgfence.cli.run import OnLost, OnUnreachable, Pooler, RunOptions
+from pgfence.cli.run import OnUnreachable, RunOptions
 from pgfence.cli.run import run as run_guarded
-from pgfence.cli.supervise import has_terminal
+from pgfence.cli.server import Pooler
 
 _HELD = "Kind of lock"
 _BUSY = "If the lock is held elsewhere"
-_FAILURES = "If the lock is lost or there is no server"
-
-
-class _AfterDashes(Command):
-    """A command that takes another command after `--`, so that the options of the two are never confused."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" not in args and not {"-h", "--help"} & set(args):
-            ctx.fail("Write -- before the command.")
-        return super().parse_args(ctx, args)
+_FAILURES = running.FAILURES
 
 
 @click.command(
     "run",
     short_help="Run a command while this host holds a lock.",
-    cls=_AfterDashes,
+    cls=running.AfterDashes,
     usage="[OPTIONS] NAME -- COMMAND [ARGS]...",
     arguments={
         "NAME": "Name of the lock: one command per name runs at a time, on all hosts.",
@@ -151,28 +141,14 @@ class _AfterDashes(Command):
     default=OnUnreachable.FAIL.value,
     help="When no server responds within --wait, fail, skip the command, or run it WITHOUT the lock. Default: fail.",
 )
-@click.option(
-    "--grace",
-    cls=Option,
-    heading=_FAILURES,
-    type=float,
-    default=10.0,
-    metavar="SECONDS",
-    help="Time between SIGTERM and SIGKILL when the command is stopped. Default: 10.",
-)
+@running.grace
 @options.dsn
 @options.engine
-@click.option(
-    "--pooler",
-    cls=Option,
-    heading=options.DATABASE,
-    type=click.Choice([each.value for each in Pooler]),
-    help="Connection pooler in front of the server. Default: auto, which rejects a pooler that it detects.",
-)
+@running.pooler
 @options.namespace
 @options.schema
 @options.prefix
-@click.option("--verbose", "-v", cls=Option, heading=options.OUTPUT, is_flag=True, help="Print each step.")
+@running.verbose
 @click.option(
     "--quiet",
     "-q",
@@ -234,14 +210,16 @@ def run(
         schema=schema,
         prefix=prefix,
         pooler=None if pooler is None else Pooler(pooler),
-        wait=_seconds(wait or 0.0, "--wait"),
+        wait=running.check_seconds(wait or 0.0, "--wait"),
         busy_code=_when_busy(on_busy, conflict_exit_code),
         on_lost=OnLost(on_lost),
         on_unreachable=OnUnreachable(on_unreachable),
-        grace=_seconds(grace, "--grace"),
+        grace=running.check_seconds(grace, "--grace"),
         terms=terms,
     )
-    _perform(wanted, Console(quiet=quiet, verbose=verbose), as_json=as_json)
+    speaker = Console(quiet=quiet, verbose=verbose)
+    running.fill_standard_descriptors()
+    running.end_command(run_guarded(wanted, speaker, os.environ), speaker, as_json=as_json)
 
 
 def _when_busy(on_busy: Literal["exit", "ok"], code: int | None) -> int:
@@ -250,33 +228,3 @@ def _when_busy(on_busy: Literal["exit", "ok"], code: int | None) -> int:
     if on_busy == "ok":
         return Code.OK
     return Code.BUSY if code is None else code
-
-
-def _perform(wanted: RunOptions, speaker: Console, *, as_json: bool) -> NoReturn:
-    _fill_standard_descriptors()
-    report = run_guarded(wanted, speaker, os.environ)
-    if as_json:
-        speaker.write(report.as_json())
-    elif report.message:
-        (speaker.tell if report.outcome in {"busy", "done", "skipped"} else speaker.warn)(report.message)
-    if report.exit_code == Code.SIGNAL + signal.SIGINT and has_terminal():
-        # A shell then ends its own loop or script as well. Its $? is the same.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    raise CommandExit(report.exit_code)
-
-
-def _seconds(value: float, option: str) -> float:
-    if math.isnan(value) or value < 0:
-        raise MisuseError(f"{option} must be 0 or more seconds")
-    return value
-
-
-def _fill_standard_descriptors() -> None:
-    """Open the null device where stdin, stdout or stderr is closed."""
-    # Otherwise the socket of a lock would get that number, and the command would write to it.
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

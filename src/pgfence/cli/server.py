@@ -13,6 +13,7 @@ import socket
 import sys
 from contextlib import contextmanager
 from dataclasses import fields
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
 DRIVERS = ("psycopg", "psycopg2")
 # libpq's variables that select a server, not only a user.
 WHERE = ("PGDATABASE", "PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE")
+
+
+class Pooler(StrEnum):
+    """The kind of pooler in front of the server, as the user declares it."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    SESSION = "session"
+    TRANSACTION = "transaction"
 
 
 @contextmanager

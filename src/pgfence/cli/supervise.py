@@ -17,29 +17,29 @@ Guarantees:
 - if this process is killed with SIGKILL, a guard ends the command and what it started (see `guard`);
 - as PID 1 of a container this process reaps orphans, and signals work although PID 1 has no default actions.
 
-Limitations: processes that the command leaves behind on a normal end are neither stopped nor waited for. A command of another
-user (sudo) cannot be signalled. An orphan that left its process group is not found where the system has no reaper but PID 1,
+Limitations: processes that the command leaves behind on a normal end are neither stopped nor waited for, unless the caller
+asks for that (`ends_rest`). A command of another user (sudo) cannot be signalled. An orphan that left its process group is not found where the system has no reaper but PID 1,
 nor by the guard. The guard protects from some microseconds after the start, once it knows which process to end.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pgfence._process.clock import clock
 from pgfence.cli import guard
-from pgfence.cli.guard import FORWARDED, PAUSE, Ending, list_descendants, list_processes
+from pgfence.cli.guard import FORWARDED, PAUSE, Ending
+from pgfence.cli.job import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,11 +70,13 @@ class Ended:
         code: its exit status; 128 + N if signal N ended it.
         signal: that N.
         stopped: it was stopped because of a loss.
+        received: HUP, INT, QUIT and TERM that this process received while it ran.
     """
 
     code: int
     signal: int | None
     stopped: bool
+    received: frozenset[int] = frozenset()
 
 
 def has_terminal() -> bool:
@@ -106,18 +108,6 @@ def _adopt_orphans(*, wanted: bool) -> None:
     # Processes that left the group or session of the command are then still found among the children.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
-
-
-def _list_children() -> frozenset[int]:
-    """Return the processes that this one has started."""
-    lists = list(Path("/proc/self/task").glob("*/children"))
-    if not lists:  # not Linux, or a kernel without this option: slower
-        return frozenset(pid for pid, process in list_processes().items() if process.parent == os.getpid())
-    found: set[int] = set()
-    for file in lists:
-        with suppress(OSError):  # the thread has ended
-            found.update(map(int, file.read_text(encoding="ascii").split()))
-    return frozenset(found)
 
 
 class _Guard:
@@ -169,78 +159,6 @@ class _Guard:
             pass
 
 
-class _Job:
-    """The command, and the processes it started."""
-
-    def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], *, own_group: bool, descriptors: Sequence[int]
-    ) -> None:
-        command, env = _with_sockets(command, env)
-        self._strangers = _list_children()
-        self._own_group = own_group
-        self.process = subprocess.Popen(command, env=env, process_group=0 if own_group else None, pass_fds=descriptors)
-
-    @property
-    def ended(self) -> bool:
-        return self.process.returncode is not None
-
-    @property
-    def group(self) -> int:
-        return self.process.pid if self._own_group else os.getpgrp()
-
-    def send(self, signum: int) -> None:
-        """Send a signal to the command and to what it started in its group, as far as that is permitted."""
-        for target in (-self.group,) if self._own_group else self.list_group():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(target, signum)
-
-    def list_group(self) -> set[int]:
-        """Return its running processes in its process group."""
-        table = list_processes()
-        return {pid for pid in self._list_all(table) if table[pid].group == self.group}
-
-    def list_everything(self) -> set[int]:
-        """Return all of its running processes."""
-        return self._list_all(list_processes())
-
-    def _list_all(self, table: dict[int, guard.ProcessRow]) -> set[int]:
-        us = os.getpid()
-        # Orphans are now children of this process; its other children, such as the guard, existed before the command.
-        roots = {pid for pid, process in table.items() if process.parent == us} - self._strangers
-        if self._own_group:
-            roots |= {pid for pid, process in table.items() if process.group == self.group}
-        return {pid for pid in list_descendants(roots, table) if table[pid].running}
-
-    def reap(self, guarding: subprocess.Popen[bytes]) -> None:
-        """Collect the processes that have ended, orphans included."""
-        with suppress(ChildProcessError):
-            while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                known = [process for process in (self.process, guarding) if process.pid == child.si_pid]
-                if known:
-                    known[0].poll()
-                elif child.si_pid in self._strangers:
-                    break  # started by other code, which waits for it
-                else:
-                    os.waitpid(child.si_pid, 0)
-        self.process.poll()
-        guarding.poll()
-
-
-_EXEC_WITH_OUR_NUMBER = (
-    "import os, signal, sys; signal.signal(signal.SIGPIPE, signal.SIG_DFL); signal.signal(signal.SIGXFSZ, signal.SIG_DFL);"
-    " os.environ['LISTEN_PID'] = str(os.getpid()); os.execvp(sys.argv[1], sys.argv[1:])"
-)
-
-
-def _with_sockets(command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
-    """Return a command that accepts the sockets which systemd opened for this process: LISTEN_PID must be its own number."""
-    if env.get("LISTEN_PID") != str(os.getpid()) or shutil.which(command[0], path=env.get("PATH")) is None:
-        return command, env
-    # systemd also compares the inode of the process if this variable is set.
-    kept = {name: value for name, value in env.items() if name != "LISTEN_PIDFDID"}
-    return [sys.executable, "-I", "-S", "-c", _EXEC_WITH_OUR_NUMBER, *command], kept
-
-
 class Supervisor:
     """Handles the signals of this process inside the `with` block, and runs commands.
 
@@ -248,10 +166,12 @@ class Supervisor:
 
     Args:
         grace: seconds between SIGTERM and SIGKILL; `math.inf` for no SIGKILL.
+        ends_rest: whether the processes that a command leaves behind are ended also after a normal end.
     """
 
-    def __init__(self, *, grace: float) -> None:
+    def __init__(self, *, grace: float, ends_rest: bool = False) -> None:
         self._grace = grace
+        self._ends_rest = ends_rest
         self._own_group = not has_terminal()
         self._descriptors = list_inherited()
         self._raising = False
@@ -298,10 +218,38 @@ class Supervisor:
     def lose(self) -> None:
         """Report that the lock is lost. May be called from any thread; returns immediately."""
         self._lost = True
+        self.wake()
+
+    def forget_loss(self) -> None:
+        """Prepare for another command, under another lock. No thread may call `lose` for the previous one any more."""
+        self._lost = False
+
+    def wake(self) -> None:
+        """Make `wait_for` evaluate its condition. May be called from any thread; returns at once."""
         with self._lock:
             if self._open:
                 with suppress(BlockingIOError):
                     os.write(self._writer, b"\0")
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = math.inf) -> bool:
+        """Wait until a condition is true, and return whether it is. It is evaluated after each `wake`.
+
+        Raises:
+            Interrupted: a signal asked to stop, now or since the end of the last command.
+        """
+        ends_at = clock() + seconds
+        while True:
+            self._raise_pending(self._drain())
+            if condition():
+                return True
+            if (left := ends_at - clock()) <= 0:
+                return False
+            self._raise_pending(self._wait(min(left, LONGEST_SLEEP)))
+
+    def _raise_pending(self, signals: bytes) -> None:
+        for signum in signals:
+            if signum in STOPPING:
+                raise Interrupted(signum)
 
     def run(
         self,
@@ -326,26 +274,26 @@ class Supervisor:
         """
         guarding = _Guard(self._grace, in_our_group=not self._own_group)
         try:
-            for signum in self._drain():
-                if signum in STOPPING:
-                    raise Interrupted(signum)
+            self._raise_pending(self._drain())
             _adopt_orphans(wanted=True)
-            job = _Job(command, env, own_group=self._own_group, descriptors=self._descriptors)
+            job = Job(command, env, own_group=self._own_group, descriptors=self._descriptors)
         except BaseException:
             guarding.dismiss()
             _adopt_orphans(wanted=False)
             raise
         guarding.watch(job.process.pid)
-        stopped = self._wait_until_over(job, guarding, on_loss, on_continue)
+        stopped, received = self._wait_until_over(job, guarding, on_loss, on_continue)
         # An exception above leaves the guard running: its pipe is closed when this process ends, and it ends the command.
         guarding.dismiss()
         _adopt_orphans(wanted=False)
         status: int = job.process.returncode
-        return Ended(128 - status, -status, stopped) if status < 0 else Ended(status, None, stopped)
+        if status < 0:
+            return Ended(128 - status, -status, stopped, received)
+        return Ended(status, None, stopped, received)
 
     def _wait_until_over(
-        self, job: _Job, guarding: _Guard, on_loss: Callable[[], bool], on_continue: Callable[[], object]
-    ) -> bool:
+        self, job: Job, guarding: _Guard, on_loss: Callable[[], bool], on_continue: Callable[[], object]
+    ) -> tuple[bool, frozenset[int]]:
         told: set[int] = set()
         ending: Ending | None = None
         asked = stopped = False
@@ -365,20 +313,20 @@ class Supervisor:
                     told.add(signum)
             job.reap(guarding.process)
             if job.ended and ending is None:
-                if not told:
-                    return stopped
+                if not told and not self._ends_rest:
+                    return stopped, frozenset()
                 ending = self._wait_for_rest(job, told)
             left = ending is not None and ending.step()
             if job.ended and not left:
-                return stopped
+                return stopped, frozenset(told)
             signals = self._wait(pause if left else LONGEST_SLEEP)
             if signal.SIGCONT in signals:
                 on_continue()
             pause = min(pause * 1.2, LONGEST_PAUSE)
 
-    def _wait_for_rest(self, job: _Job, told: set[int]) -> Ending:
-        """Return the `Ending` of the processes that a command left behind when a signal ended it."""
-        everything = bool(told & {signal.SIGHUP, signal.SIGTERM})
+    def _wait_for_rest(self, job: Job, told: set[int]) -> Ending:
+        """Return the `Ending` of the processes that a command left behind."""
+        everything = self._ends_rest or bool(told & {signal.SIGHUP, signal.SIGTERM})
         find = job.list_everything if everything else job.list_group
         return Ending(find, self._grace, job.list_group() if signal.SIGTERM in told else ())
 

@@ -1,0 +1,163 @@
+"""A command under a lock: started, stopped when the lock is lost, and the lock released at its end."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from pgfence._process.clock import clock
+from pgfence.cli.codes import Code
+from pgfence.cli.locks import build_variables, give_back
+from pgfence.cli.supervise import Interrupted
+from pgfence.errors import LockLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pgfence._api.handles import Held
+    from pgfence.cli.report import Console, Report
+    from pgfence.cli.supervise import Ended, Supervisor
+
+# Lets a script check that it runs under a lock, and under which one.
+NAME_VARIABLE = "PGFENCE_NAME"
+
+
+class OnLost(StrEnum):
+    """What to do with the command when its lock is lost."""
+
+    STOP = "stop"
+    WARN = "warn"
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedCommand:
+    """What is run.
+
+    Attributes:
+        name: of the lock.
+        command: program and arguments.
+        grace: seconds between SIGTERM and SIGKILL.
+        on_lost: what to do when the lock is lost.
+        noun: what a message calls the lock.
+    """
+
+    name: str
+    command: Sequence[str]
+    grace: float
+    on_lost: OnLost = OnLost.STOP
+    noun: str = "lock"
+
+    @property
+    def hold(self) -> str:
+        """Noun and name, for messages."""
+        return f"{self.noun} {self.name!r}"
+
+
+def report_interrupted(report: Report, stop: Interrupted, when: str = "before the command was started") -> Report:
+    """Return the report of a call that a signal ended while no command was running."""
+    name = signal.Signals(stop.signum).name
+    return report.end("interrupted", Code.SIGNAL + stop.signum, f"received {name} {when}")
+
+
+class GuardedRun:
+    """The command and its lock, from start to release."""
+
+    def __init__(
+        self,
+        job: GuardedCommand,
+        speaker: Console,
+        report: Report,
+        held: Held | None,
+        release: Callable[[bool], None] | None = None,
+    ) -> None:
+        """Prepare a run.
+
+        Args:
+            job: the command.
+            speaker: prints lines.
+            report: is filled in.
+            held: the lock; None to run without one. Its loss must be reported to the supervisor.
+            release: releases it if that is not what `give_back` does, and raises LockLostError if it was lost. Its argument says
+                whether the command succeeded.
+        """
+        self._job = job
+        self._speaker = speaker
+        self._report = report
+        self._held = held
+        self._give_back = release
+        self.ended: Ended | None = None
+        """How the command ended; None if it was not started."""
+        report.locked = held is not None
+
+    def run(self, supervisor: Supervisor, environ: Mapping[str, str]) -> Report:
+        """Run the command, release the lock and return the report."""
+        environment = {**environ, NAME_VARIABLE: self._job.name, **build_variables(self._held)}
+        start = clock()
+        try:
+            ended = self.ended = supervisor.run(
+                self._job.command,
+                environment,
+                on_loss=self._on_loss,
+                on_continue=lambda: self._on_continue(supervisor),
+            )
+        except Interrupted as stop:
+            self._release(well=False)
+            return report_interrupted(self._report, stop)
+        except OSError as error:
+            self._release(well=False)
+            return self._report_not_started(error)
+        self._report.ran = clock() - start
+        self._report.command_code = ended.code
+        self._speaker.trace(f"the command ended with {ended.code} after {self._report.ran:.3f} s")
+        return self._report_end(ended.code, stopped=ended.stopped, lost=self._release(well=ended.code == 0))
+
+    def _report_end(self, code: int, *, stopped: bool, lost: bool) -> Report:
+        if not lost:
+            return self._report.end("ran", code)
+        if self._job.on_lost is OnLost.WARN:
+            return self._report.end("lost", code)
+        why = self._report.loss_reason
+        late = f"the {self._job.hold} was lost ({why}) before it was released: the command may have finished without it"
+        return self._report.end("lost", Code.LOST, None if stopped else late)
+
+    def _on_continue(self, supervisor: Supervisor) -> None:
+        """Check whether a lease has expired while this process was stopped."""
+        if self._held is not None and self._held.lost:
+            supervisor.lose()
+
+    def _on_loss(self) -> bool:
+        assert self._held is not None
+        lost = f"the {self._job.hold} was lost ({self._held.loss_reason})"
+        if self._job.on_lost is OnLost.WARN:
+            self._speaker.warn(
+                f"{lost}: other hosts may run the same command now. The command continues because of --on-lost=warn"
+            )
+            return False
+        self._speaker.warn(f"{lost}: stopping the command; SIGKILL in {self._job.grace:g} s if it does not end")
+        return True
+
+    def _release(self, *, well: bool) -> bool:
+        """Release the lock and return whether it was lost before."""
+        if self._held is None:
+            return False
+        try:
+            if self._give_back is not None:
+                self._give_back(well)
+            else:
+                give_back(self._held, well=well)
+        except LockLostError as error:
+            self._report.loss_reason = error.reason
+            return True
+        self._speaker.trace(f"released {self._job.name!r}")
+        return False
+
+    def _report_not_started(self, error: OSError) -> Report:
+        program = self._job.command[0]
+        # An unreadable folder on PATH turns "not found" into "permission denied".
+        if "/" not in program and shutil.which(program) is None:
+            return self._report.end("not started", Code.NOT_FOUND, f"{program}: not found on PATH")
+        code = Code.NOT_FOUND if isinstance(error, FileNotFoundError) else Code.NOT_EXECUTABLE
+        return self._report.end("not started", code, f"{program}: {error.strerror}")

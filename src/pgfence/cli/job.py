@@ -1,0 +1,104 @@
+"""The command that is supervised, and the processes it started: signal them, list them, collect those that have ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pgfence.cli.guard import list_descendants, list_processes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pgfence.cli.guard import ProcessRow
+
+
+def _list_children() -> frozenset[int]:
+    """Return the processes that this one has started."""
+    lists = list(Path("/proc/self/task").glob("*/children"))
+    if not lists:  # not Linux, or a kernel without this option: slower
+        return frozenset(pid for pid, process in list_processes().items() if process.parent == os.getpid())
+    found: set[int] = set()
+    for file in lists:
+        with suppress(OSError):  # the thread has ended
+            found.update(map(int, file.read_text(encoding="ascii").split()))
+    return frozenset(found)
+
+
+class Job:
+    """The command, and the processes it started."""
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, own_group: bool, descriptors: Sequence[int]
+    ) -> None:
+        command, env = _with_sockets(command, env)
+        self._strangers = _list_children()
+        self._own_group = own_group
+        self.process = subprocess.Popen(command, env=env, process_group=0 if own_group else None, pass_fds=descriptors)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the command has ended; what it started may still run."""
+        return self.process.returncode is not None
+
+    @property
+    def group(self) -> int:
+        """The process group to which it belongs."""
+        return self.process.pid if self._own_group else os.getpgrp()
+
+    def send(self, signum: int) -> None:
+        """Send a signal to the command and to what it started in its group, as far as that is permitted."""
+        for target in (-self.group,) if self._own_group else self.list_group():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(target, signum)
+
+    def list_group(self) -> set[int]:
+        """Return its running processes in its process group."""
+        table = list_processes()
+        return {pid for pid in self._list_all(table) if table[pid].group == self.group}
+
+    def list_everything(self) -> set[int]:
+        """Return all of its running processes."""
+        return self._list_all(list_processes())
+
+    def _list_all(self, table: dict[int, ProcessRow]) -> set[int]:
+        us = os.getpid()
+        # Orphans are now children of this process; its other children, such as the guard, existed before the command.
+        roots = {pid for pid, process in table.items() if process.parent == us} - self._strangers
+        if self._own_group:
+            roots |= {pid for pid, process in table.items() if process.group == self.group}
+        return {pid for pid in list_descendants(roots, table) if table[pid].running}
+
+    def reap(self, guarding: subprocess.Popen[bytes]) -> None:
+        """Collect the processes that have ended, orphans included."""
+        with suppress(ChildProcessError):
+            while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                known = [process for process in (self.process, guarding) if process.pid == child.si_pid]
+                if known:
+                    known[0].poll()
+                elif child.si_pid in self._strangers:
+                    break  # started by other code, which waits for it
+                else:
+                    os.waitpid(child.si_pid, 0)
+        self.process.poll()
+        guarding.poll()
+
+
+_EXEC_WITH_OUR_NUMBER = (
+    "import os, signal, sys; signal.signal(signal.SIGPIPE, signal.SIG_DFL); signal.signal(signal.SIGXFSZ, signal.SIG_DFL);"
+    " os.environ['LISTEN_PID'] = str(os.getpid()); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+def _with_sockets(command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
+    """Return a command that accepts the sockets which systemd opened for this process: LISTEN_PID must be its own number."""
+    if env.get("LISTEN_PID") != str(os.getpid()) or shutil.which(command[0], path=env.get("PATH")) is None:
+        return command, env
+    # systemd also compares the inode of the process if this variable is set.
+    kept = {name: value for name, value in env.items() if name != "LISTEN_PIDFDID"}
+    return [sys.executable, "-I", "-S", "-c", _EXEC_WITH_OUR_NUMBER, *command], kept

@@ -1,0 +1,86 @@
+"""What the parsers of `pgfence run` and `pgfence elect` share."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.cli.options import DATABASE, OUTPUT
+from pgfence.cli.parser import Command, Option
+from pgfence.cli.server import Pooler
+from pgfence.cli.supervise import has_terminal
+
+if TYPE_CHECKING:
+    from pgfence.cli.report import Console, Report
+
+FAILURES = "If the lock is lost or there is no server"
+
+
+class AfterDashes(Command):
+    """A command that takes another command after `--`, so that the options of the two are never confused."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse them, and reject a call without `--`."""
+        if "--" not in args and not {"-h", "--help"} & set(args):
+            ctx.fail("Write -- before the command.")
+        return super().parse_args(ctx, args)
+
+
+grace = click.option(
+    "--grace",
+    cls=Option,
+    heading=FAILURES,
+    type=float,
+    default=10.0,
+    metavar="SECONDS",
+    help="Time between SIGTERM and SIGKILL when the command is stopped. Default: 10.",
+)
+
+pooler = click.option(
+    "--pooler",
+    cls=Option,
+    heading=DATABASE,
+    type=click.Choice([each.value for each in Pooler]),
+    help="Connection pooler in front of the server. Default: auto, which rejects a pooler that it detects.",
+)
+
+verbose = click.option("--verbose", "-v", cls=Option, heading=OUTPUT, is_flag=True, help="Print each step.")
+
+
+def end_command(report: Report, speaker: Console, *, as_json: bool = False) -> NoReturn:
+    """Print the report, and end with its exit code."""
+    if as_json:
+        speaker.write(report.as_json())
+    elif report.message:
+        (speaker.tell if report.outcome in {"busy", "done", "skipped"} else speaker.warn)(report.message)
+    if report.exit_code == Code.SIGNAL + signal.SIGINT and has_terminal():
+        # A shell then ends its own loop or script as well. Its $? is the same.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    raise CommandExit(report.exit_code)
+
+
+def check_seconds(value: float, option: str) -> float:
+    """Return a number of seconds.
+
+    Raises:
+        MisuseError: it is negative or no number.
+    """
+    if math.isnan(value) or value < 0:
+        raise MisuseError(f"{option} must be 0 or more seconds")
+    return value
+
+
+def fill_standard_descriptors() -> None:
+    """Open the null device where stdin, stdout or stderr is closed."""
+    # Otherwise the socket of a lock would get that number, and the command would write to it.
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
