@@ -162,6 +162,7 @@ VERBS = frozenset(
         "drain",
         "drive",
         "drop",
+        "elect",
         "emit",
         "encode",
         "end",

@@ -60,7 +60,8 @@ def test_help_of_run_ends_with_examples_and_exit_codes(capsys: pytest.CaptureFix
 
 @every_row(
     "words",
-    [[name] for name in ("run", "install", "init", "evict", "keys", "purge", "key", "demo")] + [["keys", "free"]],
+    [[name] for name in ("run", "elect", "install", "init", "evict", "keys", "purge", "key", "demo")]
+    + [["keys", "free"]],
 )
 def test_help_of_each_command_says_when_to_use_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Each help text has a sentence about its use, and ends with exit codes."""

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from sqlalchemy import create_engine
 
+from pgfence import Election
 from pgfence.cli import main
 from pgfence.keys import LockKey, qualify_name
 from support.locking import elsewhere, is_free
 from support.rows import every_row
+from support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from pgfence import Term
 
 pytestmark = pytest.mark.usefixtures("tables")
 
@@ -273,3 +278,66 @@ def test_no_server_is_69(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["evict", name, *WHY, "--yes", "--dsn", "postgresql://nobody:secret@127.0.0.1:1/nothing"]
     assert main(words) == 69
     assert "secret" not in capfd.readouterr().err
+
+
+@pytest.fixture
+def leader(name: str, dsn: str) -> Iterator[Term]:
+    """The leader of an election, whose owner is pod-1."""
+    engine = create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
+    with Election(engine, name, ttl=60).lead(owner="pod-1", on_loss="flag") as term:
+        yield term
+    engine.dispose()
+
+
+def test_asking_shows_whom_it_asked(
+    leader: Term, name: str, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """--ask ends with 0, shows the leader and records the request; the leader resigns, and its token stays valid."""
+    assert main(["evict", name, "--ask", *WHY, "--yes"]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith(f"{name!r} is held by a term of pod-1 ")
+    assert out.endswith("Asked to resign, and recorded in the audit table.\n")
+    eventually(lambda: leader.lost)
+    assert leader.loss_reason == "resigned"
+    assert audited(admin, name) == [("ann", "hung since 3 a.m.")]
+    assert newest(admin, name) == leader.token
+
+
+def test_asking_with_json_is_one_object(leader: Term, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The object has the fields of an eviction; no newer token is granted."""
+    assert main(["evict", name, "--ask", *WHY, "--yes", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (told["outcome"], told["exit_code"], told["token"], told["newest"]) == ("asked", 0, leader.token, None)
+    assert [(holder["kind"], holder["owner"]) for holder in told["holders"]] == [("term", "pod-1")]
+
+
+def test_asking_can_be_tried_or_declined(
+    leader: Term,
+    name: str,
+    admin: psycopg.Connection[Any],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """--dry-run shows the leader, a "no" ends with 77; neither asks the leader."""
+    assert main(["evict", name, "--ask", *WHY, "--dry-run"]) == 0
+    assert "pod-1" in capfd.readouterr().out
+    answer(monkeypatch, "n\n")
+    assert main(["evict", name, "--ask", *WHY]) == 77
+    assert "Ask it to resign?" in capfd.readouterr().err
+    assert audited(admin, name) == []
+    leader.check()
+
+
+@pytest.mark.parametrize("how", ["--yes", "--dry-run"])
+def test_asking_without_a_leader(
+    name: str, how: str, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """67 if nothing is held; one line and 64 if the holder is not a leader, whose lease is left alone."""
+    assert main(["evict", name, "--ask", *WHY, how]) == 67
+    assert capfd.readouterr().out == f"No process leads the election {name!r}: nothing to ask.\n"
+    token = lease(admin, name)
+    assert main(["evict", name, "--ask", *WHY, how]) == 64
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1
+    assert f"{name!r} is held by a lease, not by the leader of an election: leave out --ask" in err
+    assert (audited(admin, name), newest(admin, name)) == ([], token)

@@ -11,6 +11,7 @@ from pgfence.cli.parser import Group, Option
 
 MODULES = {
     "run": "run_command",
+    "elect": "elect_command",
     "install": "install",
     "init": "init",
     "evict": "evict",

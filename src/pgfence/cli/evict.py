@@ -1,4 +1,4 @@
-"""`pgfence evict`: show the holder of a name, ask, end the hold, and record who did it and why."""
+"""`pgfence evict`: show the holder of a name, ask, end the hold or request that, and record who did it and why."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 
 from pgfence._admin import requests
 from pgfence._sql import evict as statements
+from pgfence._sql import resign
 from pgfence.cli import options
 from pgfence.cli.codes import Code, MisuseError
 from pgfence.cli.parser import Command, Option
@@ -28,9 +29,12 @@ if TYPE_CHECKING:
     cls=Command,
     arguments={"NAME": "Name of a lease or of an advisory lock."},
     codes=[
-        ("0", "Evicted; or shown, with --dry-run."),
-        ("64", "Misuse; also without a terminal and without --yes."),
-        ("67", "No lease and no session has that name. Nothing was done."),
+        ("0", "Evicted; asked, with --ask; or shown, with --dry-run."),
+        (
+            "64",
+            "Misuse; also without a terminal and without --yes; with --ask, the holder is not the leader of an election.",
+        ),
+        ("67", "No lease and no session has that name; with --ask, there is no leader. Nothing was done."),
         ("69", "The server did not respond."),
         ("75", "A transaction under the token is still open, or the holder has changed. Nothing was done."),
         ("77", "Not confirmed. Nothing was done."),
@@ -38,6 +42,12 @@ if TYPE_CHECKING:
     ],
 )
 @click.argument("name", metavar="NAME")
+@click.option(
+    "--ask",
+    cls=Option,
+    is_flag=True,
+    help="Ask the leader of an election to stop its work and resign, instead of evicting it.",
+)
 @options.reason
 @options.actor
 @click.option("--dry-run", cls=Option, heading=options.AUDIT, is_flag=True, help="Only show the holder.")
@@ -50,6 +60,7 @@ if TYPE_CHECKING:
 @options.as_json
 def evict(
     name: str,
+    ask: bool,
     reason: str,
     actor: str | None,
     dry_run: bool,
@@ -63,10 +74,11 @@ def evict(
 ) -> None:
     """End the current hold on NAME and reject its token from then on.
 
-    Use it when a holder hangs and others need its lock or lease. It shows the holder and asks for confirmation.
+    Use it when a holder hangs and others need its lock or lease. It shows the holder and asks for confirmation. With --ask, the
+    leader of an election hands over in an orderly way; a leader that hangs does not respond.
     """
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
-        report = _Eviction(target, name, reason, actor).run(dry_run=dry_run, yes=yes)
+        report = (_Request if ask else _Eviction)(target, name, reason, actor).run(dry_run=dry_run, yes=yes)
     found = report.found
     data: dict[str, object] = {
         "token": found.token if found else None,
@@ -78,6 +90,8 @@ def evict(
 
 class _Eviction:
     """One call of the command."""
+
+    question = "Evict?"
 
     def __init__(self, engine: Engine, name: str, reason: str, actor: str | None) -> None:
         self._engine = engine
@@ -93,16 +107,21 @@ class _Eviction:
 
     def _run(self, *, dry_run: bool, yes: bool) -> AdminReport[Found]:
         seen = requests.perform(self._engine, statements.look, self._order)
-        if seen.token is None and not seen.holders:
-            nobody = f"No lease and no session has the name {self._name!r}: nothing to evict."
+        if (nobody := self._describe_absence(seen)) is not None:
             return AdminReport("nobody", Code.NOBODY, [nobody], seen)
         if dry_run:
             return AdminReport("seen", Code.OK, [*self._list_holders(seen), "Nothing was done."], seen)
-        if not yes and not confirm(self._list_holders(seen), "Evict?"):
+        if not yes and not confirm(self._list_holders(seen), self.question):
             return AdminReport("declined", Code.DECLINED, ["nothing was done"], seen)
-        return self._evict(seen)
+        return self._perform(seen)
 
-    def _evict(self, seen: Found) -> AdminReport[Found]:
+    def _describe_absence(self, seen: Found) -> str | None:
+        """Return the message if there is nothing to do."""
+        if seen.token is None and not seen.holders:
+            return f"No lease and no session has the name {self._name!r}: nothing to evict."
+        return None
+
+    def _perform(self, seen: Found) -> AdminReport[Found]:
         # While the user reads and answers, the name may change hands. Evict only the holder that was shown.
         order = replace(self._order, only=seen)
         found = requests.perform(self._engine, statements.evict, order)
@@ -126,8 +145,37 @@ class _Eviction:
         return [f"{self._name!r} is held by {_describe(holder)}." for holder in found.holders]
 
 
+class _Request(_Eviction):
+    """One call with --ask."""
+
+    question = "Ask it to resign?"
+
+    def _describe_absence(self, seen: Found) -> str | None:
+        if not seen.holders:
+            return f"No process leads the election {self._name!r}: nothing to ask."
+        if all(holder.kind != "term" for holder in seen.holders):
+            raise MisuseError(
+                f"{self._name!r} is held by a {seen.holders[0].kind}, not by the leader of an election: leave out --ask to evict"
+                " the holder"
+            )
+        return None
+
+    def _perform(self, seen: Found) -> AdminReport[Found]:
+        order = self._order
+        request = resign.ResignRequest(order.name, order.key, order.place, order.reason, order.actor)
+        try:
+            leader = requests.perform(self._engine, resign.ask_to_resign, request)
+        except ValueError as error:  # another kind of holder has the name since it was shown
+            raise MisuseError(str(error)) from None
+        if leader is None:
+            return AdminReport("nobody", Code.NOBODY, [f"The leader of {self._name!r} has resigned meanwhile."], seen)
+        found = replace(seen, holders=(leader,), token=leader.token)
+        done = "Asked to resign, and recorded in the audit table."
+        return AdminReport("asked", Code.OK, [*self._list_holders(found), done], found)
+
+
 def _describe(holder: Holder) -> str:
-    kind = f"a {holder.kind} of " if holder.kind in ("lease", "slot", "session lock") else ""
+    kind = f"a {holder.kind} of " if holder.kind in ("lease", "slot", "session lock", "term") else ""
     purpose = f", for {holder.purpose!r}" if holder.purpose else ""
     until = f", until {holder.expires_at.isoformat(timespec='seconds')}" if holder.expires_at else ""
     return f"{kind}{holder}{until}{purpose}"

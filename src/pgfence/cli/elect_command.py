@@ -1,0 +1,135 @@
+"""The options of `pgfence elect`."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from pgfence.cli import options, running
+from pgfence.cli.elect import ElectOptions, Restart
+from pgfence.cli.elect import elect as keep_running
+from pgfence.cli.parser import Option
+from pgfence.cli.report import Console
+from pgfence.cli.server import Pooler
+
+_TERM = "Election"
+DEFAULT_TTL = 15.0
+
+
+@click.command(
+    "elect",
+    short_help="Keep one copy of a command running in a fleet.",
+    cls=running.AfterDashes,
+    usage="[OPTIONS] NAME -- COMMAND [ARGS]...",
+    arguments={
+        "NAME": "Name of the election: one host leads, and runs the command.",
+        "COMMAND": "Program that the leader runs, with its arguments. It must stay in the foreground.",
+    },
+    examples={
+        "pgfence elect scheduler -- bin/scheduler": "On every host: one of them runs the scheduler, another takes over",
+        "pgfence elect --restart always mailbox -- bin/poll": "Start the command again whenever it ends, on any host",
+    },
+    codes=[
+        ("0-255", "The command's own exit code, if it is not started again; 128 + N if signal N ended it."),
+        ("64", "Misuse: an option, a name, a URL or an engine cannot be used."),
+        ("69", "The server rejected the login, or the database does not exist."),
+        ("70", "An unexpected error; its traceback is printed."),
+        ("76", "The term was lost when the command ended, with --restart never."),
+        ("78", "Elections do not work there: the tables are missing or too old, or it is not PostgreSQL."),
+        ("126", "The command could not be executed."),
+        ("127", "The command was not found."),
+        ("128 + N", "Signal N came while the command was not running."),
+    ],
+)
+@click.argument("name", metavar="NAME")
+@click.argument("command", metavar="COMMAND", nargs=-1, required=True)
+@click.option(
+    "--ttl",
+    cls=Option,
+    heading=_TERM,
+    type=float,
+    default=DEFAULT_TTL,
+    metavar="SECONDS",
+    help="Seconds after which another host takes over from a leader that has died. Default: 15.",
+)
+@click.option(
+    "--max-hold",
+    cls=Option,
+    heading=_TERM,
+    type=float,
+    metavar="SECONDS",
+    help="End each term after SECONDS, even if the command is still running.",
+)
+@click.option(
+    "--owner",
+    cls=Option,
+    heading=_TERM,
+    metavar="TEXT",
+    help="Name of this host that operators read. Default: host and process id.",
+)
+@click.option(
+    "--restart",
+    cls=Option,
+    heading="If the command ends or the term is lost",
+    type=click.Choice([each.value for each in Restart]),
+    default=Restart.ON_FAILURE.value,
+    help="When the command ends, stand for election again: always, only if its exit code is not 0, or never."
+    " Default: on-failure.",
+)
+@running.grace
+@options.dsn
+@options.engine
+@running.pooler
+@options.namespace
+@options.schema
+@options.prefix
+@running.verbose
+@click.option(
+    "--quiet",
+    "-q",
+    cls=Option,
+    heading=options.OUTPUT,
+    is_flag=True,
+    help="Do not report that the command ended and this host stands again; errors are still printed.",
+)
+def elect(
+    name: str,
+    command: tuple[str, ...],
+    ttl: float,
+    max_hold: float | None,
+    owner: str | None,
+    restart: str,
+    grace: float,
+    dsn: str | None,
+    engine: str | None,
+    pooler: str | None,
+    namespace: str | None,
+    schema: str | None,
+    prefix: str | None,
+    verbose: bool,
+    quiet: bool,
+) -> None:
+    """Keep one copy of a command running in a fleet.
+
+    Use it for a scheduler, a poller and any service that must run on one host at a time. Start it on every host: the elected
+    leader runs the command, the others wait. When the leader ends, dies or loses its term, another host is elected.
+    """
+    wanted = ElectOptions(
+        name=name,
+        command=command,
+        dsn=dsn,
+        engine=engine,
+        namespace=namespace,
+        schema=schema,
+        prefix=prefix,
+        pooler=None if pooler is None else Pooler(pooler),
+        owner=owner,
+        ttl=ttl,
+        max_hold=max_hold,
+        restart=Restart(restart),
+        grace=running.check_seconds(grace, "--grace"),
+    )
+    speaker = Console(quiet=quiet, verbose=verbose)
+    running.fill_standard_descriptors()
+    running.end_command(keep_running(wanted, speaker, os.environ), speaker)
