@@ -1,4 +1,9 @@
-"""Drain an outbox on one of many instances of a web application."""
+"""Drain an outbox on one of many instances of a web application.
+
+pip install "pgfence[fastapi,psycopg,asyncio]" uvicorn
+psql -c "CREATE TABLE outbox (id bigserial PRIMARY KEY, sent boolean NOT NULL DEFAULT false)"
+uvicorn leader:app
+"""
 
 import asyncio
 import os
