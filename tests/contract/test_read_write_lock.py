@@ -150,6 +150,28 @@ async def test_a_downgrade_waits_for_a_probe(world: World, name: str) -> None:
     await world.call(reader.release)
 
 
+@pytest.mark.async_only
+async def test_a_cancelled_downgrade_leaves_nothing_behind(world: World, name: str) -> None:
+    """Wherever it is cancelled, the lock is free afterwards, also for the same task, or the reader's handle is there."""
+    one = AsyncReadWriteLock(world.engine(), name)
+
+    async def downgrade_and_cancel(steps: int) -> bool:
+        writer = await one.write.acquire(timeout=5)
+        running = asyncio.create_task(writer.downgrade())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        running.cancel()
+        try:
+            reader = await running
+        except asyncio.CancelledError:
+            return False
+        await reader.release()
+        return True
+
+    assert False in [await world.call(downgrade_and_cancel, steps) for steps in range(1, 6)]
+    await world.call((await world.call(one.write.acquire, timeout=5)).release)
+
+
 async def test_a_key_of_two_integers_works_too(world: World) -> None:
     """Readers wait for a writer, and a writer for readers, on a pair key."""
     key = LockKey.pair(17, 42)

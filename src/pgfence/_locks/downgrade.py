@@ -10,6 +10,7 @@ from pgfence._holds.queue import QueueEntry
 from pgfence._process.lifecycle import MUTEX
 from pgfence._sql.errors import is_connection_lost
 from pgfence._sql.read_write import ReadSql, build_downgrade
+from pgfence.errors import LockNotHeldError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,26 +30,12 @@ async def downgrade(
         LockLostError: it was lost before, or at this moment.
     """
     hold.check()
-    session, sql = hold.session, ReadSql(hold.sql.keys, hold.sql.style)
-    text, args = build_downgrade(sql.keys, sql.style)
     try:
-        if not session.turn.acquire(False):
-            await session.wait_for_probe()
-        try:
-            kept = await session.fetch_value(manager.engine, text, args, limit=RELEASE_BUDGET)
-        except Exception as error:
-            if not (session.dead or is_connection_lost(error)):
-                raise
-            hold.reason = session.dead or "killed"
-            raise hold.lost_error() from error
-        finally:
-            session.turn.release()
+        await _replace_lock(manager, hold)
         mine, _ = manager._begin_release(hold)
         if not mine:
             raise hold.not_held_error()
-        if not kept:
-            hold.reason = "killed"
-            raise hold.lost_error()
+        sql, session = ReadSql(hold.sql.keys, hold.sql.style), hold.session
         entry = QueueEntry(sql.places, hold.owner, manager.queue, no_handoff=True)
         reader = Hold(hold.names, sql, entry, session)
         with MUTEX:
@@ -59,6 +46,35 @@ async def downgrade(
         if session.dead is not None:  # died after the statement, before the reader's hold was attached
             session.on_connection_lost(session.dead)
         return make(manager, reader)
-    except BaseException:
-        manager.carrier.run_cleanup(lambda: manager._finish_interrupted_release(hold))
+    except LockNotHeldError:
         raise
+    except BaseException:
+        manager.carrier.run_cleanup(lambda: _end_hold(manager, hold))
+        raise
+
+
+async def _replace_lock(manager: LockManager, hold: SessionHold) -> None:
+    """Send the statement that unlocks for the writer and locks for the reader."""
+    session = hold.session
+    text, args = build_downgrade(hold.sql.keys, hold.sql.style)
+    if not session.turn.acquire(False):
+        await session.wait_for_probe()
+    try:
+        hold.check()  # again: another thread may have released it, and its connection may serve another holder
+        kept = await session.fetch_value(manager.engine, text, args, limit=RELEASE_BUDGET)
+    except Exception as error:
+        if not (session.dead or is_connection_lost(error)):
+            raise
+        hold.reason = hold.reason or session.dead or "killed"
+        raise hold.lost_error() from error
+    finally:
+        session.turn.release()
+    if not kept:
+        hold.reason = "killed"
+        raise hold.lost_error()
+
+
+def _end_hold(manager: LockManager, hold: SessionHold) -> None:
+    """End the hold and its connection, which may hold either lock. Calling it again does nothing."""
+    manager._begin_release(hold)
+    manager._finish_interrupted_release(hold)
