@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 
 from pgfence import AsyncRateLimit, RateLimit
@@ -12,8 +13,6 @@ from pgfence.errors import LockTimeoutError, SchemaError
 from support.rows import every_row
 
 if TYPE_CHECKING:
-    import psycopg
-
     from support.worlds import World
 
 pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
@@ -70,6 +69,18 @@ async def test_waiting_ends_when_the_oldest_take_leaves_the_window(world: World,
     one = rate(world, world.engine(), name, limit=2, per=0.2)
     for _ in range(6):
         await world.call(one.wait, timeout=30)
+
+
+async def test_a_locked_row_is_waited_for(world: World, name: str, dsn: str) -> None:
+    """While another session has the row locked, nothing is taken: a try is not allowed, a wait goes on."""
+    one = rate(world, world.engine(), name)
+    assert await world.call(one.try_take)
+    with psycopg.connect(dsn) as locking:
+        locking.execute("SELECT FROM pgfence_rate_limit WHERE name = %s FOR UPDATE", [name])
+        assert not await world.call(one.try_take)
+        waiting = asyncio.create_task(world.call(one.wait, timeout=30))
+        await asyncio.sleep(0)
+    await waiting
 
 
 async def test_a_wait_that_cannot_succeed_fails_at_once(world: World, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic, NamedTuple
 
 from pgfence._holds.carriers import Cancelled, build_cancelled_error, expect_uncancelled
+from pgfence._leases.answers import is_row_locked
 from pgfence._leases.manager import LeaseManager
 from pgfence._locks.acquisition import timeout_of
 from pgfence._process.clock import between, clock, seconds
@@ -84,7 +85,12 @@ class RateLimitOptions(Generic[EngineSourceT]):
         manager, place = self._find()
         args = self._qualify(manager), self._limit, self._per, units
         text = rate_sql(place, manager.style).take
-        found = _Result(*await manager.fetch_row(place, text, args, needed=LIMITS))
+        try:
+            found = _Result(*await manager.fetch_row(place, text, args, needed=LIMITS))
+        except Exception as error:
+            if not is_row_locked(error):
+                raise
+            return _Result("busy", 0.0, self._limit, self._per)  # another session has the row locked: nothing was taken
         if found.outcome == "mismatch":
             raise ValueError(
                 f"the rate limit {self._name!r} is {found.limit} per {found.per:g} s, not {self._limit} per {self._per:g} s:"
