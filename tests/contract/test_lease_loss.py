@@ -163,3 +163,14 @@ async def test_many_leases_of_one_process_end_each_for_itself(
     for n, held in enumerate(crowd):
         if n != 7:
             await world.call(held.release)
+
+
+async def test_a_renewal_that_overtakes_a_release_warns_of_nothing(
+    world: World, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A renewal that reaches the server after the release is rejected, which says nothing about clocks."""
+    held = await world.call(lease(world, world.engine(), name).acquire)
+    grant = held._hold
+    await world.call(held.release)
+    grant.lose_rejected("superseded")
+    assert not caplog.records

@@ -180,7 +180,8 @@ class Grant(BaseHold):
 
     def lose_rejected(self, reason: LossReason) -> None:
         """Mark it lost because the server rejected a renewal. Not under the mutex."""
-        if self.reason is None:
+        # A renewal that overtook a release says nothing about clocks.
+        if self.reason is None and not self.released:
             self.warn_of_clock(reason)
         self.lose(reason)
 
