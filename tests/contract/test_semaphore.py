@@ -305,13 +305,16 @@ async def test_one_name_excludes_whatever_takes_it(world: World, name: str, admi
 
 
 async def test_the_holder_of_an_evicted_permit_is_told(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Evicting any row of a permit ends it, and its holder learns of that with the next renewal."""
+    """Evicting any row of a permit ends it, its holder learns of that with the next renewal, and returns the other rows."""
     engine = world.engine()
     pair = await world.call(semaphore(world, engine, name, weight=2).acquire)
     admin.execute("SELECT pgfence_evict_lease_v2(%s, 'operator', 'test', NULL)", [f"{name}#2"])
     with pytest.raises(LockLostError):
         await world.call(pair.renew)
     assert pair.loss_reason == "evicted"
+    with pytest.raises(LockLostError):
+        await world.call(pair.release)
+    await eventually(lambda: row(admin, f"{name}#1").released_at is not None)
 
 
 @every_row(

@@ -297,7 +297,8 @@ class LeaseStatements:
         if grant.loss_reason is None:
             return False
         grant.done = False  # `LockLostError` is raised, so the late release below must not mark the slot as done
-        if grant.loss_reason in _MAY_BE_OURS:
+        # Of several permits, one may have been evicted, and the others not.
+        if grant.loss_reason in _MAY_BE_OURS or len(grant.rows) > 1:
             self.heartbeat.release_later(grant)
         return True
 
