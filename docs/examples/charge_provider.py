@@ -11,7 +11,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from pgfence import AsyncAttempt, AsyncIdempotentEffect, Attempt, IdempotentEffect
 
-engine = create_engine("postgresql+psycopg://")  # the server is that of PGHOST
+engine = create_engine("postgresql+psycopg://")  # reads PGHOST, PGDATABASE, ...
 async_engine = create_async_engine("postgresql+asyncpg://")
 
 

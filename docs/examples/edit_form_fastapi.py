@@ -26,7 +26,7 @@ from pgfence import (
     load_for_version,
 )
 
-engine = create_async_engine("postgresql+asyncpg://")  # the server is that of PGHOST
+engine = create_async_engine("postgresql+asyncpg://")  # reads PGHOST, PGDATABASE, ...
 Sessions = async_sessionmaker(engine, sync_session_class=VersionedSession)
 
 

@@ -33,7 +33,9 @@ class Page(Versioned, Base):  # adds the column "version"
 
 
 app = Flask(__name__)
-app.config["SQLALCHEMY_DATABASE_URI"] = "postgresql+psycopg://"  # that of PGHOST
+app.config["SQLALCHEMY_DATABASE_URI"] = (
+    "postgresql+psycopg://"  # reads PGHOST, PGDATABASE, ...
+)
 db = SQLAlchemy(app, session_options={"class_": VersionedSession})
 
 

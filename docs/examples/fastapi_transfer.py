@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from pgfence import AsyncTransactionLock, LockKey
 from pgfence.fastapi import Locked, install_error_handlers
 
-engine = create_async_engine("postgresql+asyncpg://")  # the server is that of PGHOST
+engine = create_async_engine("postgresql+asyncpg://")  # reads PGHOST, PGDATABASE, ...
 Sessions = async_sessionmaker(engine)
 ACCOUNT = LockKey.family("account")  # ACCOUNT(7) is the key of the lock "account:7"
 

@@ -16,7 +16,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from pgfence import LockKey, TransactionLock
 from pgfence.fastapi import install_error_handlers
 
-engine = create_engine("postgresql+psycopg://")  # the server is that of PGHOST
+engine = create_engine("postgresql+psycopg://")  # reads PGHOST, PGDATABASE, ...
 SessionLocal = sessionmaker(engine)
 ACCOUNT = LockKey.family("account")
 

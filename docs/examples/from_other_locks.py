@@ -10,7 +10,7 @@ from sqlalchemy import create_engine
 
 from pgfence import AdvisoryLock, compat
 
-engine = create_engine("postgresql+psycopg://")  # the server is that of PGHOST
+engine = create_engine("postgresql+psycopg://")  # reads PGHOST, PGDATABASE, ...
 OLD = compat.pals_key("myapp", "billing")  # pals.Locker("myapp", ...).lock("billing")
 
 

@@ -12,7 +12,7 @@ from sqlalchemy import create_engine
 
 from pgfence import Lease
 
-engine = create_engine("postgresql+psycopg://")  # the server is that of PGHOST
+engine = create_engine("postgresql+psycopg://")  # reads PGHOST, PGDATABASE, ...
 
 
 def release_n(redis: Redis, work: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from pgfence.asgi import App, IdempotencyMiddleware, Receive, Scope, Send
 from pgfence.fastapi import install_error_handlers
 
-engine = create_async_engine("postgresql+asyncpg://")  # the server is that of PGHOST
+engine = create_async_engine("postgresql+asyncpg://")  # reads PGHOST, PGDATABASE, ...
 Sessions = async_sessionmaker(engine)
 
 

@@ -13,7 +13,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 
 from pgfence.wsgi import IdempotencyMiddleware
 
-engine = create_engine("postgresql+psycopg://")  # the server is that of PGHOST
+engine = create_engine("postgresql+psycopg://")  # reads PGHOST, PGDATABASE, ...
 SessionLocal = sessionmaker(engine)
 
 

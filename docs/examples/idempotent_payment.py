@@ -18,7 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from pgfence import idempotent
 from pgfence.fastapi import idempotency_key, install_error_handlers
 
-engine = create_async_engine("postgresql+asyncpg://")  # the server is that of PGHOST
+engine = create_async_engine("postgresql+asyncpg://")  # reads PGHOST, PGDATABASE, ...
 Sessions = async_sessionmaker(engine)
 
 

@@ -22,7 +22,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sess
 from pgfence import PgfenceError, idempotent_call
 
 SECRET = b"the shared secret from the sender's settings"
-engine = create_engine("postgresql+psycopg://")  # the server is that of PGHOST
+engine = create_engine("postgresql+psycopg://")  # reads PGHOST, PGDATABASE, ...
 SessionLocal = sessionmaker(engine)
 
 

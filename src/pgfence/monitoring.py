@@ -124,7 +124,7 @@ def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix:
     known failure is not listed, and neither is one in a caller's transaction, which other sessions cannot see before it has a
     result.
 
-    `prefix` applies to scopes: the same filter is `--scope` on the command line, where `--prefix` is that of the tables.
+    `prefix` applies to scopes: the same filter is `--scope` on the command line, where `--prefix` is the prefix of the tables.
 
     Guarantees: no lock is taken, and nothing that is stored under a key leaves the server: no result, no payload, and only the
     names of its steps. The table is read from end to end.

@@ -1,6 +1,6 @@
 """Create and drop pgfence's tables and server functions, or return the script that creates them.
 
-Schema and prefix are those of `configure()`, to which the engine's `schema_translate_map` is applied. Without a schema, pgfence
+Schema and prefix come from `configure()`, to which the engine's `schema_translate_map` is applied. Without a schema, pgfence
 uses the one in which the search path finds an installation, or else the first one of the search path.
 """
 

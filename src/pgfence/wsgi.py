@@ -48,7 +48,7 @@ class IdempotencyMiddleware:
             routes=["/payments"],
         )
 
-    Guarantees, arguments and responses are those of `pgfence.asgi.IdempotencyMiddleware`, with an Engine, a WSGI application, and a
+    Guarantees, arguments and responses are the same as for `pgfence.asgi.IdempotencyMiddleware`, with an Engine, a WSGI application, and a
     `principal` that takes the environment and leaves its body unread. The path below the application's root is `PATH_INFO`. Inside
     another IdempotencyMiddleware that has claimed the key already, this one claims and stores nothing.
 

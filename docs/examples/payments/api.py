@@ -33,7 +33,7 @@ from pgfence.fastapi import (
 
 PROVIDER = os.environ.get("PROVIDER", "http://127.0.0.1:8001")
 TTL = 30.0  # seconds until another process continues the request of a dead one
-engine = create_engine("postgresql+psycopg://")  # the server is that of PGHOST
+engine = create_engine("postgresql+psycopg://")  # reads PGHOST, PGDATABASE, ...
 SessionLocal = sessionmaker(engine)
 
 

@@ -274,7 +274,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
     ) -> object:
         """Return a decorator whose coroutine functions run while the lock is held, and are cancelled if it is lost.
 
-        Arguments and errors are those of the sync `wrap`. Anything but a coroutine function raises TypeError at decoration.
+        Arguments and errors are the same as for the sync `wrap`. Anything but a coroutine function raises TypeError at decoration.
         """
         policy = Policy(timeout, busy, unreachable)
 

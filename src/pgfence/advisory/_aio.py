@@ -51,7 +51,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
     Each task acquires for itself: a second `acquire` by the task that holds the lock raises SelfDeadlockError, a second
     `try_acquire` returns None, and a child task waits like any other.
 
-    Guarantees, limitations, arguments and errors are those of `AdvisoryLock`, with AsyncEngine and AsyncConnection.
+    Guarantees, limitations, arguments and errors are the same as for `AdvisoryLock`, with AsyncEngine and AsyncConnection.
     """
 
     @overload

@@ -76,7 +76,7 @@ def claim(
     and an INSERT of a row that refers to a claimed one does not wait. Attributes are read again even if the session already
     has the row. If the session has autoflush, its pending changes are flushed first, as before any query.
 
-    With `ttl`, for a class with `Claimable`: a row without a claim, or with one that has expired by the clock of the server, gets
+    With `ttl`, for a class with `Claimable`: a row without a claim, or with one that has expired by the server's clock, gets
     a new claim, with a token that is larger by one. Commit, then work without a transaction; see `Claimable`. If the transaction is
     rolled back, the row is not claimed.
 
@@ -123,7 +123,7 @@ def extend_claim(
 @overload
 def extend_claim(session: SyncSession, row: Claimable, *, ttl: Seconds | None = None) -> None: ...
 def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) -> object:
-    """Extend a claim, so that it expires `ttl` seconds from now by the clock of the server. Takes effect with the commit.
+    """Extend a claim, so that it expires `ttl` seconds from now by the server's clock. Takes effect with the commit.
 
     Guarantees: a claim that another worker has replaced is not extended; the check and what else the transaction writes are
     committed together, or not at all. A claim that has expired and was not replaced is extended.

@@ -46,7 +46,7 @@ class Claimable:
     single-table inheritance it belongs on the base class. Only `claim`, `extend_claim` and `finish_claim` write its columns; a
     flush that would write them raises ValueError.
 
-    Guarantees: a row has one claim at a time, until `claimed_until` by the clock of the server. An expired claim is replaced by
+    Guarantees: a row has one claim at a time, until `claimed_until` by the server's clock. An expired claim is replaced by
     the next call of `claim`, without any cleanup job. A claim that was replaced cannot be extended or finished.
 
     Limitations: nothing is guaranteed about the work itself: after its claim has expired, an owner may still be running while

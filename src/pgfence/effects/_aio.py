@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
     """Do something outside the database once, however often it is requested: the async counterpart of `IdempotentEffect`.
 
-    Guarantees, arguments and errors are those of `IdempotentEffect`, with an AsyncEngine and a coroutine function. The heartbeat
+    Guarantees, arguments and errors are the same as for `IdempotentEffect`, with an AsyncEngine and a coroutine function. The heartbeat
     runs on a dedicated thread, so that a blocked event loop does not lose the claim. After a cancellation the outcome is
     unknown. A cancellation that arrives while the result is being stored does not stop that.
     """

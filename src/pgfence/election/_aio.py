@@ -45,7 +45,7 @@ class _AsyncCandidate(TermOptions[AsyncEngineSource, AsyncTerm], AsyncLockBase[A
 class AsyncElection:
     """One leader at a time among the processes that stand for a name; see `Election`.
 
-    Guarantees, limitations, arguments and errors are those of `Election`, with an AsyncEngine. A loss cancels the task of
+    Guarantees, limitations, arguments and errors are the same as for `Election`, with an AsyncEngine. A loss cancels the task of
     `AsyncMember.run` and the block of `lead()`.
     """
 
@@ -91,17 +91,17 @@ class AsyncElection:
         )
 
     async def campaign(self, *, owner: str | None = None, timeout: Seconds | None = None) -> AsyncTerm:
-        """Wait until this process is the leader, and return its term; arguments and errors are those of the sync class."""
+        """Wait until this process is the leader, and return its term; arguments and errors are the same as for the sync class."""
         return await self._candidate.with_owner(owner).acquire(timeout=timeout)
 
     def lead(
         self, *, owner: str | None = None, timeout: Seconds | None = None, on_loss: OnLoss = "cancel"
     ) -> AbstractAsyncContextManager[AsyncTerm, None]:
-        """Lead for the length of an `async with` block, which a loss cancels; arguments and errors are those of the sync class."""
+        """Lead for the length of an `async with` block, which a loss cancels; arguments and errors are the same as for the sync class."""
         return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
 
     async def observe(self, *, timeout: Seconds | None = None) -> AsyncIterator[Holder | None]:
-        """Iterate over the leaders: the current one, then each change; arguments and errors are those of the sync class."""
+        """Iterate over the leaders: the current one, then each change; arguments and errors are the same as for the sync class."""
         observer = Observer(self._candidate, math.inf if timeout is None else seconds(timeout))
         try:
             while (found := await observer.find_change())[0]:

@@ -8,7 +8,7 @@ from pgfence.fence.handles import AsyncHeldLease, HeldLease
 class Term(HeldLease):
     """A term as leader, held like a lease; its token is the number of the term, and only grows.
 
-    Guarantees and limitations are those of `HeldLease`: write inside `begin()`, and PostgreSQL rejects what a former leader
+    Guarantees and limitations are the same as for `HeldLease`: write inside `begin()`, and PostgreSQL rejects what a former leader
     still writes.
     """
 

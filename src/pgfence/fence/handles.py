@@ -220,7 +220,7 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
     async def fence(self, session: AsyncWork, *resources: str) -> None:
         """Enter the gate in a transaction that you began, as its first statement. It stays entered until the transaction ends.
 
-        Arguments and errors are those of `FencedHeld.fence`.
+        Arguments and errors are the same as for `FencedHeld.fence`.
         """
         tokens, issued = _collect_tokens(self, resources), self._hold.place
         await unwrap_session(session).run_sync(lambda work: enter(work, tokens, issued=issued))
@@ -232,7 +232,7 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
     def begin(self, factory: object, *resources: str) -> AbstractAsyncContextManager[object, None]:
         """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
 
-        Guarantees, arguments and errors are those of `FencedHeld.begin`.
+        Guarantees, arguments and errors are the same as for `FencedHeld.begin`.
         """
         return begin_fenced_async(factory, _collect_tokens(self, resources), self._hold.place)
 
@@ -243,11 +243,11 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
     __slots__ = ()
 
     async def renew(self, ttl: Seconds | None = None) -> None:
-        """Renew the lease now; arguments and errors are those of `HeldLease.renew`."""
+        """Renew the lease now; arguments and errors are the same as for `HeldLease.renew`."""
         await self._leases.renew(self._grant, ttl_of(ttl))
 
     async def checkpoint(self, session: AsyncWork, data: Json) -> None:
-        """Save what the next holder can resume from; arguments and errors are those of `HeldLease.checkpoint`."""
+        """Save what the next holder can resume from; arguments and errors are the same as for `HeldLease.checkpoint`."""
         self.check()
         name, token, text = self._hold.stored, self.token, encode_json(data, "a checkpoint")
         issued = self._grant.place

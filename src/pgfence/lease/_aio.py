@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[AsyncHeldLease]):
     """Hold a lock that expires and brings a fencing token: the async counterpart of `Lease`.
 
-    Guarantees, limitations, arguments and errors are those of `Lease`, with an AsyncEngine. The heartbeat runs on a dedicated
+    Guarantees, limitations, arguments and errors are the same as for `Lease`, with an AsyncEngine. The heartbeat runs on a dedicated
     thread, so that a blocked event loop does not lose the lease. A loss cancels the block of `hold()`.
     """
 

@@ -31,7 +31,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         @AsyncOnce(engine, "digest", cron="0 7 * * *", tz="Europe/Vienna").wrap()
         async def send_digest() -> int: ...
 
-    Guarantees, limitations, arguments and errors are those of `Once`, with an AsyncEngine. A run whose slot is lost is cancelled.
+    Guarantees, limitations, arguments and errors are the same as for `Once`, with an AsyncEngine. A run whose slot is lost is cancelled.
     """
 
     _engines = ASYNC_ENGINES

@@ -76,7 +76,7 @@ class AsyncSlot(_Slotted, AsyncHeldLease):
     __slots__ = ()
 
     async def release(self) -> None:
-        """Mark the slot as done, and release it; errors are those of `Slot.release`."""
+        """Mark the slot as done, and release it; errors are the same as for `Slot.release`."""
         await super().release()
 
     async def hand_over(self) -> NoReturn:

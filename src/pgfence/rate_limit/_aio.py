@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 class AsyncRateLimit(RateLimitOptions[AsyncEngineSource]):
     """At most `limit` takes in any window of `per` seconds, across all processes; see `RateLimit`.
 
-    Guarantees, limitations, arguments and errors are those of `RateLimit`, with an AsyncEngine.
+    Guarantees, limitations, arguments and errors are the same as for `RateLimit`, with an AsyncEngine.
     """
 
     _engines = ASYNC_ENGINES
 
     async def try_take(self, n: int = 1) -> bool:
-        """Take `n` units if they are allowed now, and return whether they were; errors are those of the sync class."""
+        """Take `n` units if they are allowed now, and return whether they were; errors are the same as for the sync class."""
         return await self._try(n)
 
     async def wait(self, n: int = 1, *, timeout: Seconds | None = None) -> None:
-        """Take `n` units, waiting until they are allowed; arguments and errors are those of the sync class."""
+        """Take `n` units, waiting until they are allowed; arguments and errors are the same as for the sync class."""
         await self._wait(n, timeout)
 
     async def change(self, *, limit: int | None = None, per: Seconds | None = None) -> None:
-        """Store another limit or period, for all processes; arguments and errors are those of the sync class."""
+        """Store another limit or period, for all processes; arguments and errors are the same as for the sync class."""
         await self._change(limit, per)

@@ -23,7 +23,7 @@ class AsyncWriteHeld(AsyncHeld):
     __slots__ = ()
 
     async def downgrade(self) -> AsyncHeld:
-        """Become a reader, and return the handle of the read lock; errors are those of the sync class."""
+        """Become a reader, and return the handle of the read lock; errors are the same as for the sync class."""
         return await downgrade(cast("LockManager", self._manager), cast("SessionHold", self._hold), AsyncHeld)
 
 
@@ -47,7 +47,7 @@ class _AsyncWriteLock(AsyncAdvisoryLock[AsyncWriteHeld]):
 class AsyncReadWriteLock:
     """Many readers or one writer of a name at a time, across processes; see `ReadWriteLock`.
 
-    Guarantees, limitations, arguments and errors are those of `ReadWriteLock`, with an AsyncEngine.
+    Guarantees, limitations, arguments and errors are the same as for `ReadWriteLock`, with an AsyncEngine.
     """
 
     def __init__(self, engine: AsyncEngineSource, name: Name, *, namespace: str | None = None) -> None:

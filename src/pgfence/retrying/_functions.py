@@ -151,7 +151,7 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
 
         left = withdraw(1, amount=5)
 
-    Guarantees and limitations are those of `run_transaction`. The first parameter of the function is the session, which callers
+    Guarantees and limitations are the same as for `run_transaction`. The first parameter of the function is the session, which callers
     omit. In a transaction that is already open, call the original function: `withdraw.__wrapped__(session, 1, amount=5)`.
 
     Args:

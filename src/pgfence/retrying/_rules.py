@@ -25,8 +25,8 @@ _AGAIN = (SERIALIZATION_FAILURE, DEADLOCK_DETECTED)
 class TransactionAttempt(Event):
     """The end of one attempt of `run_transaction`, an event for `configure(on_event=...)`.
 
-    `event` is "committed", "retried" (another attempt follows) or "failed" (the caller gets the error); `name` is that of the
-    function. `owner`, `lease_id` and `token` are None.
+    `event` is "committed", "retried" (another attempt follows) or "failed" (the caller gets the error); `name` is the name
+    of the function. `owner`, `lease_id` and `token` are None.
 
     Attributes:
         attempt: its number, starting at 1.

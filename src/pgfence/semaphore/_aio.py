@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLockBase[AsyncPermit]):
     """At most `permits` holders of one name at a time, across all processes; see `Semaphore`.
 
-    Guarantees, limitations, arguments and errors are those of `Semaphore`, with an AsyncEngine. The heartbeat runs on a
+    Guarantees, limitations, arguments and errors are the same as for `Semaphore`, with an AsyncEngine. The heartbeat runs on a
     dedicated thread; a loss cancels the block of `hold()`.
     """
 
@@ -36,7 +36,7 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
         return await self._take(0.0)
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncPermit:
-        """Wait until a permit is free, or as many as the weight; arguments and errors are those of the sync class."""
+        """Wait until a permit is free, or as many as the weight; arguments and errors are the same as for the sync class."""
         return await self._acquire(timeout)
 
     async def holders(self) -> list[Holder]:
@@ -49,5 +49,5 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
         return await self._find_holders()
 
     async def resize(self, permits: int) -> None:
-        """Store another number of permits, for all processes; arguments and errors are those of the sync class."""
+        """Store another number of permits, for all processes; arguments and errors are the same as for the sync class."""
         await self._resize(permits)

@@ -41,7 +41,7 @@ class _PermitHandle(_HasToken):
 class Permit(_PermitHandle, HeldLease):
     """One or more permits of a semaphore, held like a lease. Release it, or use it as a context manager.
 
-    Guarantees and limitations are those of `HeldLease`. `begin()` and `fence()` without a resource enter the gate of this permit,
+    Guarantees and limitations are the same as for `HeldLease`. `begin()` and `fence()` without a resource enter the gate of this permit,
     so that a stale holder of the same permit cannot commit; other holders of the semaphore are not affected.
     """
 
@@ -64,6 +64,6 @@ class AsyncPermit(_PermitHandle, AsyncHeldLease):
     __slots__ = ()
 
     async def hand_over(self) -> LeaseRef:
-        """Renew once, and return what another process needs to adopt it; errors are those of the sync class."""
+        """Renew once, and return what another process needs to adopt it; errors are the same as for the sync class."""
         self._check_single()
         return await super().hand_over()

@@ -50,7 +50,7 @@ class AsyncTransactionLock(TransactionLockBase):
             one.balance -= 10
             two.balance += 10
 
-    Guarantees and limitations are those of `TransactionLock`. Load rows after acquiring the lock: instances loaded before it
+    Guarantees and limitations are the same as for `TransactionLock`. Load rows after acquiring the lock: instances loaded before it
     are expired, and accessing one without `await session.refresh(...)` raises SQLAlchemy's MissingGreenlet. A task that is
     cancelled while a statement runs loses its connection and so its transaction, as with every statement of an AsyncSession.
 

@@ -1,4 +1,4 @@
-# Migrations. The database is that of MIGRATION_URL, DATABASE_URL or sqlalchemy.url below: do not put a password into this file.
+# Migrations. The database is taken from MIGRATION_URL, DATABASE_URL or sqlalchemy.url below: do not put a password into this file.
 
 [alembic]
 script_location = ${script_location}
