@@ -33,9 +33,7 @@ class Page(Versioned, Base):  # adds the column "version"
 
 
 app = Flask(__name__)
-app.config["SQLALCHEMY_DATABASE_URI"] = (
-    "postgresql+psycopg://"  # reads PGHOST, PGDATABASE, ...
-)
+app.config["SQLALCHEMY_DATABASE_URI"] = "postgresql+psycopg://"  # from PGHOST, ...
 db = SQLAlchemy(app, session_options={"class_": VersionedSession})
 
 
