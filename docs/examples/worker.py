@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pgfence import AsyncHeldLease, AsyncLease, Fenced, fenced
+from pgfence import AsyncHeldLease, AsyncLease, fenced
 
 engine = create_async_engine("postgresql+asyncpg://")
 SessionLocal = async_sessionmaker(engine)
@@ -19,14 +19,10 @@ class Base(DeclarativeBase):
     pass
 
 
-class Entry(Fenced, Base):
+class Entry(Base):
     __tablename__ = "entry"
+    book: Mapped[str] = mapped_column(primary_key=True)
     id: Mapped[int] = mapped_column(primary_key=True)
-    book: Mapped[str]
-
-    @staticmethod
-    def __fence_resource__(row: Entry) -> str:
-        return f"close:{row.book}"
 
 
 async def chunks(after: int) -> AsyncIterator[list[int]]:
@@ -35,7 +31,7 @@ async def chunks(after: int) -> AsyncIterator[list[int]]:
 
 
 async def write(session: AsyncSession, book: str, chunk: list[int]) -> None:
-    session.add_all([Entry(id=id_, book=book) for id_ in chunk])
+    session.add_all([Entry(book=book, id=id_) for id_ in chunk])
 
 
 async def main(book: str) -> None:
@@ -43,9 +39,11 @@ async def main(book: str) -> None:
     async with lease.hold() as held:
         done = held.last_checkpoint
         async for chunk in chunks(after=done if isinstance(done, int) else 0):
-            async with held.begin(SessionLocal) as session:  # at the gate
-                await write(session, book, chunk)
-                await held.checkpoint(session, chunk[-1])
+            async with held.begin(SessionLocal) as session:
+                # The previous holder may have committed this chunk while we waited at the gate.
+                if await session.get(Entry, (book, chunk[0])) is None:
+                    await write(session, book, chunk)
+                    await held.checkpoint(session, chunk[-1])
             held.progress()
 
 

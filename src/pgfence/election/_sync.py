@@ -59,9 +59,10 @@ class Election:
     The leader holds a lease of that name, which a background thread renews; the fencing token of its term is the number of
     the term. A `Lease`, a `Once` and an `AdvisoryLock(token=True)` of the same name exclude a leader, and are excluded by it.
 
-    Guarantees: at most one leader by token: writes in `term.begin()` are rejected once a later term has begun. A leader that
-    cannot renew its term knows so before another one is elected. A leader that resigns stops working before it releases the
-    term, and another candidate then takes over within moments; after a crash it takes one TTL.
+    Guarantees: at most one leader by token. A transaction of `term.begin()` that begins after a later term was granted is
+    rejected; the next leader waits at the gate for one that was already open. A leader that cannot renew its term knows so
+    before another one is elected. A leader that resigns stops working before it releases the term, and another candidate then
+    takes over within moments; after a crash it takes one TTL.
 
     Limitations: work that is not fenced may overlap for as long as a paused former leader does not look at its term. Which
     candidate wins is not guaranteed.

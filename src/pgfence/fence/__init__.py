@@ -1,4 +1,4 @@
-"""Transactions that PostgreSQL rejects once a newer holder has taken over.
+"""Transactions that PostgreSQL rejects if they begin after a newer holder has taken over.
 
 A transaction *enters the gate* of a resource with a fencing token as its first statement, and stays inside until it ends.
 Transactions with the same token run concurrently. A newer token waits for them to finish; from then on PostgreSQL rejects

@@ -38,9 +38,10 @@ def fence(
             fence(session, "close:2026-04", token)
             session.get_one(Period, "2026-04").closed = True
 
-    Guarantees: a transaction whose token is not the newest cannot commit; transactions with the same token run concurrently.
-    The first transaction of a newer holder waits until the older ones inside the gate have ended, and sees what they wrote. A
-    rejected transaction cannot commit even if the error is swallowed: roll back.
+    Guarantees: a transaction that enters the gate after a newer token was granted is rejected. One that is already inside may
+    still commit: the first transaction of the newer holder waits at the gate until the older ones inside have ended, and sees
+    what they wrote. Transactions with the same token run concurrently. A rejected transaction cannot commit even if the error is
+    swallowed: roll back.
 
     Limitations: nothing is guaranteed about writers that enter no gate, unless `pgfence.schema.add_fence` guards the tables,
     or about effects outside this transaction. In REPEATABLE READ and SERIALIZABLE the snapshot is older than the wait: use

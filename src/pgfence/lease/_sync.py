@@ -25,7 +25,8 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     one TTL. Tokens only grow. A holder that cannot renew the lease considers it lost shortly before the server can grant it to
     another.
 
-    Limitations: a former holder may still be running. Write inside `begin()`, and PostgreSQL rejects stale writes.
+    Limitations: a former holder may still be running. Write inside `begin()`: PostgreSQL rejects a transaction that
+    begins after a newer token was granted.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist: `pgfence install`.

@@ -41,8 +41,8 @@ class _PermitHandle(_HasToken):
 class Permit(_PermitHandle, HeldLease):
     """One or more permits of a semaphore, held like a lease. Release it, or use it as a context manager.
 
-    Guarantees and limitations are the same as for `HeldLease`. `begin()` and `fence()` without a resource enter the gate of this permit,
-    so that a stale holder of the same permit cannot commit; other holders of the semaphore are not affected.
+    Guarantees and limitations are the same as for `HeldLease`. `begin()` and `fence()` without a resource enter the gate of this
+    permit, so that a stale holder of the same permit is rejected there; other holders of the semaphore are not affected.
     """
 
     __slots__ = ()
