@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 __all__ = ["claim", "extend_claim", "finish_claim"]
 
 T = TypeVar("T")
-C = TypeVar("C", bound=Claimable)
+R = TypeVar("R", bound=Claimable)
 
 
 @overload
 def claim(
     session: AnyAsyncSession,
-    entity: type[C],
+    entity: type[R],
     *criteria: ColumnElement[bool],
     ttl: Seconds,
     order_by: Any = None,
     limit: int = 1,
-) -> Coroutine[Any, Any, Sequence[C]]: ...
+) -> Coroutine[Any, Any, Sequence[R]]: ...
 @overload
 def claim(
     session: SyncSession,
-    entity: type[C],
+    entity: type[R],
     *criteria: ColumnElement[bool],
     ttl: Seconds,
     order_by: Any = None,
     limit: int = 1,
-) -> Sequence[C]: ...
+) -> Sequence[R]: ...
 @overload
 def claim(
     session: AnyAsyncSession, entity: type[T], *criteria: ColumnElement[bool], order_by: Any = None, limit: int = 1
