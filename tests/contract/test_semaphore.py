@@ -6,6 +6,7 @@ import asyncio
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 from sqlalchemy import text
 
@@ -17,8 +18,6 @@ from support.rows import every_row
 from support.waiting import eventually
 
 if TYPE_CHECKING:
-    import psycopg
-
     from support.worlds import World
 
 pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
@@ -41,6 +40,14 @@ def waiters(admin: psycopg.Connection[Any], name: str) -> int:
     found = admin.execute("SELECT count(*) FROM pgfence_permit_waiter WHERE name = %s", [name]).fetchone()
     assert found is not None
     return int(found[0])
+
+
+def has_waiting_locks(admin: psycopg.Connection[Any]) -> bool:
+    """Return whether any session of this database waits for a row."""
+    waiting = (
+        "SELECT FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE datname = current_database() AND NOT granted"
+    )
+    return admin.execute(waiting.encode()).fetchone() is not None
 
 
 @pytest.mark.every_driver
@@ -220,6 +227,23 @@ async def test_resizing_counts_the_permits_in_use(world: World, name: str) -> No
     more = [await world.call(one.try_acquire) for _ in range(3)]
     assert [each is not None for each in more] == [True, True, False]
     await free(world, *granted, *more)
+
+
+async def test_permits_above_the_number_are_not_locked_while_in_use(
+    world: World, name: str, admin: psycopg.Connection[Any], dsn: str
+) -> None:
+    """After a reduction, an acquire waits for no release in progress, so that the two cannot deadlock."""
+    one = semaphore(world, world.engine(), name, permits=10, weight=10)
+    held = await world.call(one.acquire)
+    await world.call(one.resize, 2)
+    other = world.other()
+    with psycopg.connect(dsn) as releasing:
+        releasing.execute("SELECT FROM pgfence_lease WHERE name = %s FOR UPDATE", [f"{name}#9"])
+        trying = asyncio.create_task(other.call(semaphore(world, world.engine(), name).try_acquire))
+        await eventually(lambda: trying.done() or has_waiting_locks(admin))
+        assert trying.done()
+    assert await trying is None
+    await free(world, held)
 
 
 async def test_fair_waiters_are_served_in_order(world: World, name: str, admin: psycopg.Connection[Any]) -> None:

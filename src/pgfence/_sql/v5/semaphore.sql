@@ -1,6 +1,7 @@
 -- Semaphores, since version 5. The permits of the semaphore NAME are the lease rows NAME#1 to NAME#N, each with its own token
 -- series. Whoever takes permits, gives up a grant by its id, or changes the number of permits locks the semaphore's own row first,
 -- so that the free permits cannot change between counting and taking, except by becoming more. Releases and renewals do not lock it.
+-- Whoever locks several permits locks them in the order of their numbers, so that no two wait for each other.
 
 -- Creates the rows of permits that were never used.
 CREATE FUNCTION @add_permits_v1@(p_name text, p_from integer, p_to integer) RETURNS void
@@ -68,14 +69,16 @@ BEGIN
     END IF;
     all_names := ARRAY(SELECT p_name || '#' || i FROM pg_catalog.generate_series(1, highest) AS i);
     IF highest > size THEN
-        -- Permits above the number count until they are free. Locked, because a renewal in progress may extend one that looks expired.
-        PERFORM 1 FROM @lease@ AS l WHERE l.name = ANY (all_names[size + 1 : highest]) FOR NO KEY UPDATE;
+        -- Permits above the number count until they are free. A renewal in progress may extend one that looks expired: wait for it.
+        PERFORM 1 FROM pg_catalog.unnest(all_names) WITH ORDINALITY AS n(name, i) JOIN @lease@ AS l ON l.name = n.name
+        WHERE l.released_at IS NULL AND l.free_at <= pg_catalog.clock_timestamp()
+        ORDER BY n.i FOR NO KEY UPDATE OF l;
     END IF;
     at := pg_catalog.clock_timestamp();
     FOR r IN
-        SELECT l.* FROM @lease@ AS l
-        WHERE l.name = ANY (all_names) AND l.free_at > at AND GREATEST(l.acquired_at, l.renewed_at, l.released_at) > at
-        FOR NO KEY UPDATE
+        SELECT l.* FROM pg_catalog.unnest(all_names) WITH ORDINALITY AS n(name, i) JOIN @lease@ AS l ON l.name = n.name
+        WHERE l.free_at > at AND GREATEST(l.acquired_at, l.renewed_at, l.released_at) > at
+        ORDER BY n.i FOR NO KEY UPDATE OF l
     LOOP
         moved := GREATEST(moved, @rebase_lease_v1@(r.name, at));
     END LOOP;
