@@ -1,6 +1,6 @@
 """Coordination through the PostgreSQL you already have, for SQLAlchemy, sync and async.
 
-The everyday names. `pgfence.embedded`, `pgfence.testing` and the like are imported by those who need them.
+The everyday names. Import `pgfence.embedded`, `pgfence.testing` and the other modules separately.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def find_mapper(query: object) -> Mapper[Any]:
     if not isinstance(query, Select):
         raise TypeError(
             f"claim() takes select() of a mapped class, not {type(query).__name__}: PostgreSQL locks no rows of a UNION, and"
-            " a text cannot be changed"
+            " text() cannot be changed"
         )
     found = query.column_descriptions
     mapper: object = inspect(found[0].get("entity"), raiseerr=False) if len(found) == 1 else None

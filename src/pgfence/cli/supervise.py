@@ -225,7 +225,7 @@ class Supervisor:
         self._lost = False
 
     def wake(self) -> None:
-        """Make `wait_for` evaluate its condition. May be called from any thread; returns at once."""
+        """Make `wait_for` evaluate its condition. May be called from any thread; returns immediately."""
         with self._lock:
             if self._open:
                 with suppress(BlockingIOError):

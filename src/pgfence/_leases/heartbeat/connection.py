@@ -76,7 +76,7 @@ class HeartbeatConnection(ABC):
 
     @abstractmethod
     def wait(self, seconds: float) -> None:
-        """Wait until another thread calls `wake` or a notification arrives, which is passed on; at most `seconds`."""
+        """Wait at most `seconds` until another thread calls `wake`, or a notification arrives and is passed on."""
 
     @abstractmethod
     def wake(self) -> None:
