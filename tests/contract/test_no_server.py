@@ -53,6 +53,14 @@ async def test_a_transaction_without_a_server_is_unreachable(world: World, name:
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.matrix
+async def test_the_message_of_a_failed_wait_has_whole_sentences(world: World, name: str) -> None:
+    """Whether the driver's text ends with a question or a full stop, the next sentence comes after exactly one mark."""
+    waiting = lock(world, world.engine(dsn=NOWHERE), name)
+    with pytest.raises(UnreachableError, match=r"[^?.][?.] Waited 0\.2 s for .*: the server could not be reached"):
+        await world.call(waiting.acquire, timeout=0.2)
+
+
 async def test_an_error_of_the_callers_own_network_is_left_alone(world: World, dsn: str) -> None:
     """A ConnectionRefusedError that the function raises itself is not from the database."""
 

@@ -60,7 +60,8 @@ class Patience:
         if self.heard_at is None and not self.failures:
             return error
         reason = str(error).removesuffix(LOCK_OUTCOME_UNKNOWN).rstrip(" .")
-        message = f"{reason}. Waited {timeout:g} s for {format_names(names)}: "
+        reason += " " if reason.endswith("?") else ". "  # libpq's last line may be a question
+        message = f"{reason}Waited {timeout:g} s for {format_names(names)}: "
         if self.heard_at is None:
             message += f"the server could not be reached. {LOCK_OUTCOME_UNKNOWN}"
         else:
