@@ -13,6 +13,8 @@ from pgfence.errors import LockTimeoutError, SchemaError
 from support.rows import every_row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from support.worlds import World
 
 pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
@@ -131,6 +133,15 @@ async def test_concurrent_takes_do_not_exceed_the_limit(world: World, name: str)
     )
     assert sum(taken) == 5
     assert not await world.call(one.try_take)
+
+
+async def test_missing_rights_name_the_tables(world: World, name: str, role: Callable[..., str]) -> None:
+    """The GRANT that the error proposes includes the tables of rate limits."""
+    one = rate(world, world.engine(dsn=role()), name)
+    for action in (one.try_take, one.change):
+        with pytest.raises(SchemaError) as caught:
+            await world.call(action)
+        assert '"pgfence_rate_take"' in (caught.value.command or "")
 
 
 async def test_older_tables_are_named(world: World, name: str, admin: psycopg.Connection[Any]) -> None:

@@ -128,6 +128,8 @@ class LeaseStatements:
         args: Sequence[object],
         seconds: float,
         again: Callable[[BaseException], bool] = is_retryable,
+        *,
+        needed: int | None = None,
     ) -> Any:
         """Run an idempotent statement, retrying for about `seconds` until the server responds, and return its row.
 
@@ -137,6 +139,7 @@ class LeaseStatements:
             args: its parameters.
             seconds: no further try starts after this time.
             again: returns whether to retry after an error.
+            needed: the version of the tables that it needs, if it differs from the manager's.
 
         Raises:
             UnreachableError: the server did not respond; it is unknown whether the statement was executed.
@@ -145,7 +148,7 @@ class LeaseStatements:
         until, failures = clock() + seconds, 0
         while True:
             try:
-                return await self._ask(place, text, args, limit=RELEASE_BUDGET)
+                return await self._ask(place, text, args, limit=RELEASE_BUDGET, needed=needed)
             except Exception as error:
                 failures += 1
                 if clock() > until or not again(error):
@@ -165,7 +168,7 @@ class LeaseStatements:
         if self.style != "numeric":
             text = text.replace("%", "%%")
         try:
-            row = await self._ask(place, text, (), limit=limit)
+            row = await self._ask(place, text, (), limit=limit, needed=needed)
         except SchemaError as error:
             if error.sqlstate == NO_RIGHT:
                 raise

@@ -78,7 +78,8 @@ class RateLimitOptions(Generic[EngineSourceT]):
         manager, place = self._find()
         await manager.verify(place, needed=LIMITS)
         args = self._qualify(manager), size, period
-        await manager.execute_with_retry(place, rate_sql(place, manager.style).change, args, _CHANGING)
+        text = rate_sql(place, manager.style).change
+        await manager.execute_with_retry(place, text, args, _CHANGING, needed=LIMITS)
         self._limit, self._per = size, period
 
     async def _take(self, units: int) -> _Result:

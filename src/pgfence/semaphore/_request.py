@@ -203,7 +203,8 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
         manager, request = self._prepare()
         await manager.verify(request.place, needed=LIMITS)
         args = request.stored, size
-        await manager.execute_with_retry(request.place, permit_sql(request.place, manager.style).resize, args, 5.0)
+        text = permit_sql(request.place, manager.style).resize
+        await manager.execute_with_retry(request.place, text, args, 5.0, needed=LIMITS)
         self._permits = size
         self._request = None
 
