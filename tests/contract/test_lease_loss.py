@@ -40,6 +40,37 @@ async def test_a_loss_ends_the_block_with_its_reason(world: World, name: str, ad
     assert (caught.value.reason, caught.value.token, caught.value.names) == ("superseded", 1, (name,))
 
 
+async def test_a_loss_that_the_block_raised_has_no_note(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C090: check() raised the loss in the block, so leaving the block does not repeat it as a note."""
+    held = await world.call(lease(world, world.engine(), name, ttl=2).acquire)
+    with pytest.raises(LockLostError) as caught:
+        async with world.enter(held):
+            lapse(admin, name)
+            assert rival(admin, name) == 2
+            await eventually(lambda: held.lost)
+            held.check()
+    assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError, lambda: LockLostError("the loss of another lock")], ids=["other", "loss"]
+)
+async def test_a_loss_is_noted_on_another_error_of_the_block(
+    world: World, name: str, admin: psycopg.Connection[Any], error: Any
+) -> None:
+    """C090: the body's own error takes precedence, also the loss of another lock, and carries the loss as a note."""
+    held = await world.call(lease(world, world.engine(), name, ttl=2).acquire)
+    with pytest.raises((ZeroDivisionError, LockLostError)) as caught:
+        async with world.enter(held):
+            lapse(admin, name)
+            assert rival(admin, name) == 2
+            await eventually(lambda: held.lost)
+            raise error()
+    assert caught.value.__notes__ == [f"while the lock was being released: LockLostError: {held._hold.lost_error()}"]
+
+
 async def test_with_on_loss_flag_a_loss_only_sets_a_flag(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:

@@ -131,7 +131,9 @@ class _Handle:
                 return
             if exc is None:
                 raise
-            attach(exc, error, "while the lock was being released")
+            # `check()` in the block may have raised the error of this loss already: a note would repeat it.
+            if not (isinstance(exc, LockLostError) and isinstance(error, LockLostError) and str(exc) == str(error)):
+                attach(exc, error, "while the lock was being released")
 
     def __del__(self) -> None:
         hold = getattr(self, "_hold", None)  # missing if the constructor was interrupted
