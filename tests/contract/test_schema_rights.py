@@ -73,6 +73,7 @@ FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
         | {"semaphore": ("SELECT", "INSERT", "UPDATE"), "permit_waiter": ("SELECT", "INSERT", "UPDATE", "DELETE")},
         (
             PERMITS,
+            PERMITS,
             f"SELECT {{release_permits_v1}}(ARRAY['s#1'], {ID}, ARRAY[1])",
             f"SELECT {{leave_permits_v1}}('s', {ID})",
         ),
