@@ -7,6 +7,7 @@ statement here has its LIMIT on the outside, and is executed once.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, Table, inspect, select, update
@@ -24,7 +25,7 @@ from pgfence.errors import TransactionStateError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Update
     from sqlalchemy.orm import Session
 
     from pgfence._orm import AnySelect
@@ -140,7 +141,7 @@ def find_connection(session: Session, mapper: Mapper[Any]) -> Connection:
         TransactionStateError: the connection is in autocommit.
     """
     # A Session that sends reads to replicas must lock rows on the primary.
-    where: dict[str, Any] = {"bind": session.get_bind(mapper, clause=update(mapper.base_mapper.class_))}
+    where: dict[str, Any] = {"bind": session.get_bind(mapper, clause=_build_write(mapper))}
     connection = open_connection(session, where)
     style_of(connection.dialect)
     if read_driver_state(connection).autocommit:
@@ -149,6 +150,12 @@ def find_connection(session: Session, mapper: Mapper[Any]) -> Connection:
             " statement: use a connection without AUTOCOMMIT"
         )
     return connection
+
+
+@lru_cache(maxsize=1000)
+def _build_write(mapper: Mapper[Any]) -> Update:
+    """Return a statement that writes the class; it only selects the engine of a routing Session and is never sent."""
+    return update(mapper.base_mapper.class_)
 
 
 def _reject_unflushed(session: Session, mapper: Mapper[Any]) -> None:
