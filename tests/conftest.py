@@ -13,6 +13,7 @@ import signal
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import psycopg
 import pytest
 from sqlalchemy import create_engine
@@ -37,6 +38,10 @@ _ADVISORY = """
     FROM pg_locks l JOIN pg_database d ON d.oid = l.database LEFT JOIN pg_stat_activity a USING (pid)
     WHERE l.locktype = 'advisory' AND d.datname = current_database()
 """
+
+# A busy machine must not turn a slow example into a failure.
+hypothesis.settings.register_profile("calm", deadline=None)
+hypothesis.settings.load_profile("calm")
 
 
 def pytest_configure() -> None:
