@@ -204,6 +204,15 @@ def test_a_lost_term_stops_the_command(cli: Cli, name: str, admin: psycopg.Conne
     assert not alive(second)
 
 
+def test_a_term_ends_at_its_maximum(cli: Cli, name: str) -> None:
+    """With --max-hold a command that hangs is stopped, and the host stands again."""
+    with host(cli, "--ttl", "1", "--max-hold", "1.5", name, "--", *WORK) as one:
+        first, second = one.children(2)[:2]
+        assert not alive(first)
+        assert first != second
+        assert f"the term of {name!r} was lost (overdue)" in one.read("err")
+
+
 def test_a_paused_leader_stops_its_command_on_waking(cli: Cli, name: str) -> None:
     """Stopped past its TTL, it is replaced; when it is woken it stops its own command, and follows."""
     with leader_and_follower(cli, name, "--ttl", "1", name, "--", *WORK) as (leader, follower, child):

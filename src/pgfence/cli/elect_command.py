@@ -14,6 +14,7 @@ from pgfence.cli.report import Console
 from pgfence.cli.server import Pooler
 
 _TERM = "Election"
+_END = "If the command ends or the term is lost"
 DEFAULT_TTL = 15.0
 
 
@@ -71,13 +72,13 @@ DEFAULT_TTL = 15.0
 @click.option(
     "--restart",
     cls=Option,
-    heading="If the command ends or the term is lost",
+    heading=_END,
     type=click.Choice([each.value for each in Restart]),
     default=Restart.ON_FAILURE.value,
     help="When the command ends, stand for election again: always, only if its exit code is not 0, or never."
     " Default: on-failure.",
 )
-@running.grace
+@running.build_grace_option(_END)
 @options.dsn
 @options.engine
 @running.pooler

@@ -19,7 +19,7 @@ from pgfence.cli.server import Pooler
 
 _HELD = "Kind of lock"
 _BUSY = "If the lock is held elsewhere"
-_FAILURES = running.FAILURES
+_FAILURES = "If the lock is lost or there is no server"
 
 
 @click.command(
@@ -141,7 +141,7 @@ _FAILURES = running.FAILURES
     default=OnUnreachable.FAIL.value,
     help="When no server responds within --wait, fail, skip the command, or run it WITHOUT the lock. Default: fail.",
 )
-@running.grace
+@running.build_grace_option(_FAILURES)
 @options.dsn
 @options.engine
 @running.pooler

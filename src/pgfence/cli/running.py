@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import click
 
@@ -16,9 +16,11 @@ from pgfence.cli.server import Pooler
 from pgfence.cli.supervise import has_terminal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pgfence.cli.report import Console, Report
 
-FAILURES = "If the lock is lost or there is no server"
+_Command = TypeVar("_Command", bound="Callable[..., object]")
 
 
 class AfterDashes(Command):
@@ -31,15 +33,18 @@ class AfterDashes(Command):
         return super().parse_args(ctx, args)
 
 
-grace = click.option(
-    "--grace",
-    cls=Option,
-    heading=FAILURES,
-    type=float,
-    default=10.0,
-    metavar="SECONDS",
-    help="Time between SIGTERM and SIGKILL when the command is stopped. Default: 10.",
-)
+def build_grace_option(heading: str) -> Callable[[_Command], _Command]:
+    """Return the decorator that adds --grace under a heading."""
+    return click.option(
+        "--grace",
+        cls=Option,
+        heading=heading,
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="Time between SIGTERM and SIGKILL when the command is stopped. Default: 10.",
+    )
+
 
 pooler = click.option(
     "--pooler",
