@@ -40,7 +40,7 @@ async def main(book: str) -> None:
         done = held.last_checkpoint
         async for chunk in chunks(after=done if isinstance(done, int) else 0):
             async with held.begin(SessionLocal) as session:
-                # The previous holder may have committed this chunk while we waited at the gate.
+                # The previous holder may have committed this chunk while we waited.
                 if await session.get(Entry, (book, chunk[0])) is None:
                     await write(session, book, chunk)
                     await held.checkpoint(session, chunk[-1])
