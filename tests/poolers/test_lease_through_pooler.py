@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 from sqlalchemy import event
 
+from pgfence import AsyncElection, AsyncRateLimit, AsyncSemaphore, Election, RateLimit, Semaphore
 from pgfence.config import configure
 from support.leases import lease, rival, row
 from support.locking import background
@@ -94,3 +96,22 @@ async def test_the_poolers_sessions_keep_nothing_of_pgfence(
             ("SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE '%pgfence%'", 0),
         ):
             assert await value(world, plain, query) == wanted
+
+
+async def test_permits_rates_and_elections_work_through_it(
+    world: World, name: str, pgbouncer: Callable[..., str]
+) -> None:
+    """Permits, takes and terms need no dedicated session either; without notifications a waiter and a member ask again."""
+    engine = pooled(world, pgbouncer("transaction"), pooler="transaction")
+    one = world.pick(Semaphore, AsyncSemaphore)(engine, name, permits=2, weight=2, ttl=30, fair=True)
+    permit = await world.call(one.acquire, timeout=5)
+    await world.call(permit.renew)
+    waiting = asyncio.create_task(world.other().call(one.acquire, timeout=30))
+    await asyncio.sleep(0)
+    await world.call(permit.release)
+    await world.call((await waiting).release)
+    rate = world.pick(RateLimit, AsyncRateLimit)(engine, name, limit=1, per=60)
+    assert [await world.call(rate.try_take) for _ in range(2)] == [True, False]
+    member = await world.call(world.pick(Election, AsyncElection)(engine, name, ttl=3).stand)
+    await eventually(lambda: member.is_leader)
+    await world.call(member.resign)
