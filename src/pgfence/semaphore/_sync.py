@@ -34,7 +34,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     Limitations: a former holder may not have stopped; write inside `permit.begin()`, which fences that permit. The token of a
     permit cannot fence a resource that several holders write. Without `fair=True` the order of waiters is not guaranteed, and
     a large weight may wait while smaller ones pass. A fair waiter that does not ask for 3 seconds, because its process is
-    paused, loses its place. A name of the form `NAME#i` that is held as a `Lease` blocks that permit. Each fair waiter asks
+    paused, is overtaken until it asks again. A name of the form `NAME#i` that is held as a `Lease` blocks that permit. Each fair waiter asks
     the server once a second and at each release, also if many of them wait in one process.
 
     Args:
