@@ -83,7 +83,7 @@ class IdempotencyMiddleware:
             None: all paths, and a request without a key is passed on.
         record_below: responses with this status or above are failures: they are sent and not stored. The same applies to 401,
             408, 425 and 429, and from 400 on to responses with `Retry-After`, because the same request may succeed later.
-        max_body: bytes that the body of a request may have, 413 otherwise, and that are stored of a response.
+        max_body: bytes that the body of a request may have, 413 otherwise, and the bytes of a response that are stored.
         ttl: seconds until the claim of a dead process expires, 0.3 to a day. This does not limit how long a request may take.
         keep: seconds for which a response is kept, at least the ttl.
         on_failure: what happens to the key after a failure: an error, no response, or a response that is not stored. "free": the

@@ -1,8 +1,8 @@
 """Keys of other libraries, so that old and new code exclude each other during a migration.
 
 Each function returns the key that the other library would lock for the same name, as a `LockKey` that is used alone or together
-with a name: `AdvisoryLock(engine, pals_key("myapp", "billing"), "billing")`. Use them only during the migration, and names in
-new code: these keys are shorter, have no namespace or depend on the kind of machine.
+with a name: `AdvisoryLock(engine, pals_key("myapp", "billing"), "billing")`. Use them only during the migration, and
+use plain names in new code: these keys are shorter, have no namespace or depend on the kind of machine.
 
 pals and sqlalchemy-dlock use the byte order of the host. The keys here are those of little-endian machines, such as x86 and
 ARM; on a big-endian machine, such as s390x, the old code locks other keys.

@@ -1,4 +1,4 @@
-"""Settings that an application makes once for each engine. The defaults need none of this."""
+"""Settings that an application makes once for each engine. They are optional."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class LockTimeoutError(PgfenceError, TimeoutError):
     If it comes from a fence, another transaction is still inside the gate, and PostgreSQL has aborted the transaction that
     tried to enter.
 
-    `holders` are the holders that were last seen, and may be empty; `held_here` are the names of the session locks that the same
-    task or thread already held while it waited.
+    `holders` lists the holders that were last seen, and may be empty; `held_here` are the names of the session locks
+    that the same task or thread already held while it waited.
     """
 
     http_status = 423
@@ -155,7 +155,7 @@ class UnsupportedServerError(PgfenceError):
 
 
 class UnreachableError(PgfenceError):
-    """The server cannot be reached. This never means that a lock is free, nor that it is held.
+    """The server cannot be reached. This error never means that a lock is free, nor that it is held.
 
     Not `retryable`, and 500 instead of 503, if the server rejected the password, the user or the database, or if the host does
     not exist. A wait then ends immediately, and `unreachable=` does not apply: correct the configuration.

@@ -40,12 +40,13 @@ def evict(
     """End the holder of a lease or a session lock, fence it off, and record that, all in one transaction.
 
     The token in the name's row and in its gate is incremented, the lease ends, and a row with reason and actor is written to the
-    audit table. Writers with the old token that are inside the gate are waited for, at most 2 s; after that no write with the
-    old token can commit. A lease's handle is lost with the reason "evicted": in this process, for the same engine, when this
-    function returns; in other processes within moments by a notification from the server, or at the next renewal if the
-    notification does not arrive (through a pooler, or for a lease acquired within the last two seconds). Sessions that hold an
-    advisory lock with that name are terminated: their holders are notified immediately, with the reason "killed". A name whose lease
-    was already released still gets a higher token, so that a late writer is rejected.
+    audit table. The call waits at most 2 s for writers with the old token that are inside the gate; after that no write
+    with the old token can commit. A lease's handle is lost with the reason "evicted": in this process, for the same
+    engine, when this function returns; in other processes within moments by a notification from the server, or at the
+    next renewal if the notification does not arrive (through a pooler, or for a lease acquired within the last two
+    seconds). Sessions that hold an advisory lock with that name are terminated: their holders are notified immediately,
+    with the reason "killed". A name whose lease was already released still gets a higher token, so that a late writer
+    is rejected.
 
     Limitations: the holder may still be running. Only transactions that enter the gate of this name are fenced.
 
@@ -84,15 +85,15 @@ def ask_to_resign(engine: Engine, name: str, *, reason: str, actor: str | None =
 def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None = None) -> object:
     """Ask the leader of an election to resign, and record that, in one transaction.
 
-    The leader is notified immediately, and where no notification arrives (behind a pooler) with its next renewal, a third of a TTL
-    later at most. It calls `on_lost`, ends its work, releases the term, and waits a second before it stands again, so that
-    another candidate is elected.
+    The leader is notified immediately, or, if no notification arrives (behind a pooler), at its next renewal, at most a
+    third of a TTL later. It calls `on_lost`, ends its work, releases the term, and waits a second before it is a
+    candidate again, so that another candidate is elected.
 
     Limitations: a leader that hangs, or was elected through `campaign()` and does not look at its term, does not resign. Use
     `evict`, which fences it.
 
     Args:
-        engine: an Engine, or an AsyncEngine: then await it.
+        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
         name: the name of the election, in the configured namespace.
         reason: the reason, for the audit table; not empty.
         actor: the person or program that asks, for the audit table; None is this process's user and host.
@@ -101,7 +102,8 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
         The leader that was asked; None if there was no leader, and nothing was done.
 
     Raises:
-        ValueError: the name is held by something else than an election; or the name, the reason or the actor cannot be used.
+        ValueError: the name is held by something other than an election; or the name, the reason or the actor cannot be
+            used.
         TypeError: one of them is not a str, or the engine is not an engine.
         SchemaError: the tables are missing or older than version 5, or this role may not do it.
         StandbyError: this server takes no writes.
@@ -157,7 +159,8 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
     caller runs the next attempt, with the steps that are done so far. An attempt that is still running gets AttemptLostError at
     its next renewal or step; what it stores after this is rejected.
 
-    The scope comes first, as in `pgfence keys free`; in the other order they are an unknown key, and the result is None.
+    The scope comes first, as in `pgfence keys free`; in the other order they do not match any key, and the result is
+    None.
 
     Limitations: the attempt may still be running, and may have had effects outside the database. Check those first: the next
     caller repeats the step that was not finished, under the same derived key.

@@ -1,8 +1,9 @@
 """Handles of locks that are held.
 
-A handle answers without I/O what its process knows: `state` is "held", "unknown" (a request was sent and has no response yet),
-"lost" or "released". It does not prove possession: a process that was suspended notices a loss only when it runs again. Work
-that a former holder must not do belongs on the connection that holds the lock (`AdvisoryLock.connect`) or behind a fence.
+A handle reports without I/O what its process knows: `state` is "held", "unknown" (a request was sent and has no
+response yet), "lost" or "released". It does not prove possession: a process that was suspended notices a loss only when
+it runs again. Do work that a former holder must not do on the connection that holds the lock (`AdvisoryLock.connect`)
+or behind a fence.
 
 In a forked child a handle is released from the start: the lock belongs to the parent, and the child cannot affect it.
 """
@@ -195,8 +196,8 @@ class Held(_Handle):
 class AsyncHeld(_Handle):
     """A lock that is held. Release it, or use it as an async context manager: leaving the block releases it.
 
-    Any task of its event loop may release it, once. A release that is cancelled closes the connection, so the lock is free all
-    the same.
+    Any task of its event loop may release it, once. A release that is cancelled closes the connection, so the lock is
+    released in that case, too.
 
     Limitations: work is not protected after a loss, as with `Held`.
     """

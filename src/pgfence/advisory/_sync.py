@@ -47,9 +47,9 @@ class AdvisoryLock(LockNames, LockBase[H]):
                 held.check()
                 index(chunk)
 
-    Several names are one lock: either all of them are acquired or none, in one global order, on one connection. Waits in
-    slices of at most 0.5 s, so that it holds back neither VACUUM nor CREATE INDEX CONCURRENTLY. Threads that wait for the
-    same names queue inside the process, and one connection serves them.
+    Several names form one lock: either all of them are acquired or none, in one global order, on one connection. Waits
+    in slices of at most 0.5 s, so that it holds back neither VACUUM nor CREATE INDEX CONCURRENTLY. Threads that wait
+    for the same names queue inside the process, and one connection serves them.
 
     Guarantees: at most one holder per key and database, among all clients that use PostgreSQL's advisory locks on that key.
     The lock is held as long as its database session lives; the server releases it when the session ends. After a crash or
@@ -72,10 +72,10 @@ class AdvisoryLock(LockNames, LockBase[H]):
             close the Connection: closing ends the lock, and the pool opens another connection.
         names: one or more names or LockKeys.
         namespace: replaces the configured namespace, for names that are str.
-        token: whether each grant brings a fencing token (`FencedHeld`), a number that only grows for this name, in the same
-            round trip. Requires a single name that is a str, and pgfence's tables. A token by itself stops no writer: enter
-            a gate with it (`held.begin(...)`, `held.fence(session)`). A lease of the same name draws from the same numbers,
-            and while it is held, this lock cannot be acquired.
+        token: whether each grant has a fencing token (`FencedHeld`), a number that only grows for this name, in the
+            same round trip. Requires a single name that is a str, and pgfence's tables. A token alone does not stop any
+            writer: enter a gate with it (`held.begin(...)`, `held.fence(session)`). A lease of the same name draws from
+            the same numbers, and while it is held, this lock cannot be acquired.
 
     Raises:
         TypeError: the engine is something else, such as a Session; or a name is a LockKey and `token=True`.

@@ -103,8 +103,8 @@ def claim(
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted it.
         ValueError: `limit` is out of range; the statement has LIMIT, OFFSET, FOR UPDATE, GROUP BY, HAVING or DISTINCT; or the
             table has no primary key.
-        TypeError: `session` is not a session, `entity` is not a mapped class, or `statement` returns something else than its
-            instances; `ttl` without `Claimable`, or the other way round.
+        TypeError: `session` is not a session, `entity` is not a mapped class, or `statement` returns anything other
+            than its instances; or `ttl` was passed for a class without `Claimable`, or omitted for a class with it.
     """
     query = _read_query(entity, criteria, order_by)
     mapper = find_mapper(query)
@@ -136,8 +136,8 @@ def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) ->
 
     Raises:
         AttemptLostError: the claim was replaced or finished, the row was deleted, or the transaction of the claim was rolled
-            back. PostgreSQL has aborted this transaction, so nothing of it can be committed; a savepoint around the call limits
-            that to itself.
+            back. PostgreSQL has aborted this transaction, so nothing of it can be committed; with a savepoint around
+            the call, only the savepoint is aborted.
         LockNotHeldError: `claim` did not return this instance.
         TransactionStateError: the connection is in autocommit.
         TypeError, ValueError: `row` is not an instance of a class with `Claimable`, or `ttl` is out of range.

@@ -50,8 +50,8 @@ class Claimable:
     the next call of `claim`, without any cleanup job. A claim that was replaced cannot be extended or finished.
 
     Limitations: nothing is guaranteed about the work itself: after its claim has expired, an owner may still be running while
-    the next one starts. Nor about writes of the row that are committed without `extend_claim` or `finish_claim` in the same
-    transaction.
+    the next one starts. The same applies to writes of the row that are committed without `extend_claim` or
+    `finish_claim` in the same transaction.
 
     Attributes:
         claim_token: the number of claims that the row has had; None if it has never been claimed. It only grows.

@@ -84,7 +84,7 @@ class Taken(Busy):
 
     Attributes:
         ttl: seconds by which its claim is extended each time; None if unknown.
-        ended: the error that it ended with; None while it runs, or if its process has died.
+        ended: the error with which the attempt ended; None while it runs, or if its process has died.
     """
 
     ttl: float | None = None

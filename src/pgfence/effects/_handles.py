@@ -169,8 +169,8 @@ class Attempt(_Attempt):
 
         Raises:
             AttemptLostError: this attempt is no longer valid; the step was not done, or was done and is not saved.
-            IdempotencyMisuseError: the result cannot be stored, which raises before `fn` runs if its annotation tells; or the
-                step is already running in this attempt.
+            IdempotencyMisuseError: the result cannot be stored, which raises before `fn` runs if the annotation shows
+                it; or the step is already running in this attempt.
             UnreachableError: the server did not respond, and it is unknown whether the result was saved.
             TypeError, ValueError: `name` is not usable; or `fn` is a coroutine or generator function.
         """

@@ -31,7 +31,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
 
     Guarantees: of all callers with the same key and scope, one runs at a time, and at most one result is stored; later callers
     get it, equal and of the same type. If an attempt dies, another one follows when its claim has expired, with the steps that
-    were saved; if the first one comes back late, it is rejected. No connection is held while the function runs.
+    were saved; if the first attempt continues later, it is rejected. No connection is held while the function runs.
 
     Limitations: something may be done twice. An attempt may die after doing something and before that is saved, so a provider
     that does not honour the derived key of a step may do it twice; see `Attempt.step`. Use `takeover=False` for such a provider.
@@ -76,8 +76,9 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
             IdempotencyInProgressError: another attempt is running; or it ended with an error, `ended_with`, and its claim has
                 not expired yet. Respond with 409; `retry_after` is the number of seconds after which to retry.
             AttemptLostError: this attempt is no longer valid; or, with `takeover=False`, an earlier one was lost.
-            IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored. This raises before the function
-                runs if its annotation tells; otherwise the work was done, and other callers do not learn of it.
+            IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored. This raises before the
+                function runs if its annotation shows it; otherwise the work was done, and other callers do not get its
+                result.
             UnreachableError: the server did not respond. Before the function, nothing was done; after it, the result is stored
                 in the background if the server recovers in time, and calling again is safe.
             SchemaError: pgfence's tables are missing, or older than version 2.

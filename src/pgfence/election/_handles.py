@@ -6,7 +6,7 @@ from pgfence.fence.handles import AsyncHeldLease, HeldLease
 
 
 class Term(HeldLease):
-    """A term as leader, held like a lease; its token is the number of the term, and only grows.
+    """A term as leader, held like a lease; its token is the number of the term, which only grows.
 
     Guarantees and limitations are the same as for `HeldLease`: write inside `begin()`, and PostgreSQL rejects what a former leader
     still writes.

@@ -60,9 +60,9 @@ class Election:
     the term. A `Lease`, a `Once` and an `AdvisoryLock(token=True)` of the same name exclude a leader, and are excluded by it.
 
     Guarantees: at most one leader by token. A transaction of `term.begin()` that begins after a later term was granted is
-    rejected; the next leader waits at the gate for one that was already open. A leader that cannot renew its term knows so
-    before another one is elected. A leader that resigns stops working before it releases the term, and another candidate then
-    takes over within moments; after a crash it takes one TTL.
+    rejected; the next leader waits at the gate for one that was already open. A leader that cannot renew its term is
+    notified before another leader is elected. A leader that resigns stops working before it releases the term, and
+    another candidate then takes over within moments; after a crash it takes one TTL.
 
     Limitations: work that is not fenced may overlap for as long as a paused former leader does not look at its term. Which
     candidate wins is not guaranteed.
@@ -73,7 +73,7 @@ class Election:
         ttl: seconds that a term outlives a dead leader, 0.3 to a day.
         heartbeat: "auto" renews the term while the process lives; "progress" only while `term.progress()` is called, so that
             a leader that does nothing loses it.
-        max_hold: seconds after which a term ends in any case; None does not limit it.
+        max_hold: seconds after which a term always ends; None means no limit.
         namespace: instead of the configured one.
 
     Raises:
@@ -140,7 +140,7 @@ class Election:
             timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait.
 
         Raises:
-            LockTimeoutError: another leader did not resign in time; names it.
+            LockTimeoutError: another leader did not resign in time; the message names it.
             PgfenceError: as `Lease.acquire`.
         """
         return self._candidate.with_owner(owner).acquire(timeout=timeout)
@@ -151,7 +151,7 @@ class Election:
         """Lead for the length of a `with` block, as `campaign`.
 
         Args:
-            owner: what operators read of the leader.
+            owner: the name that operators see for the leader.
             timeout: seconds to wait on entering.
             on_loss: "cancel": leaving the block after a loss raises LockLostError. "flag": it does not; look at `lost`.
 
@@ -164,11 +164,11 @@ class Election:
     def observe(self, *, timeout: Seconds | None = None) -> Iterator[Holder | None]:
         """Iterate over the leaders: the current one, then each change; None while there is no leader.
 
-        At most one query a second, and one in a third of the TTL while notifications arrive. A leader that was there only
-        between two questions may be missed.
+        At most one query a second, and one in a third of the TTL while notifications arrive. A leader whose term is
+        shorter than the time between two queries may be missed.
 
         Args:
-            timeout: seconds to wait for a change, after which the iteration ends; None: it does not end.
+            timeout: seconds to wait for a change, after which the iteration ends; None waits indefinitely.
 
         Raises:
             UnreachableError: the server cannot be reached. Iterate again.
@@ -211,7 +211,7 @@ class Member:
 
         When `fn` returns, its term is released, and the member stands again after a second, so that another candidate may be
         elected. When the term is lost or the member resigns, `term.lost` is True and `term.check()` raises: return from `fn`
-        then. The term is released only after that, at the latest when its TTL is over.
+        then. The term is released only after that, at the latest when its TTL has passed.
 
         Args:
             fn: the work of a leader.

@@ -91,7 +91,7 @@ def before_insert(mapper: Mapper[object], connection: Connection, target: Guarde
 
 
 def before_update(mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
-    """Check the tokens for a changed row: of its resource, and of the one it had before."""
+    """Check the tokens for a changed row: of its resource, and of the resource that it had before."""
     if not sends_update(instance_state(target)):
         return
     cls, flush = type(target), _flush_of(target)

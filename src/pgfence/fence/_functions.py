@@ -30,7 +30,7 @@ def fence(session: SyncWork, tokens: Mapping[str, int], /, *, after_reads: bool 
 def fence(
     session: SyncWork | AsyncWork, resource: object, token: object = None, *, after_reads: bool = False
 ) -> Coro[None] | None:
-    """Enter the gate of a resource in a transaction that you began. It stays entered until the transaction ends.
+    """Enter the gate of a resource in a transaction that you began. The transaction stays inside until it ends.
 
     ::
 
@@ -38,10 +38,10 @@ def fence(
             fence(session, "close:2026-04", token)
             session.get_one(Period, "2026-04").closed = True
 
-    Guarantees: a transaction that enters the gate after a newer token was granted is rejected. One that is already inside may
-    still commit: the first transaction of the newer holder waits at the gate until the older ones inside have ended, and sees
-    what they wrote. Transactions with the same token run concurrently. A rejected transaction cannot commit even if the error is
-    swallowed: roll back.
+    Guarantees: a transaction that enters the gate after a newer token was granted is rejected. A transaction that is
+    already inside may still commit: the first transaction of the newer holder waits at the gate until the older
+    transactions inside have ended, and sees what they wrote. Transactions with the same token run concurrently. A
+    rejected transaction cannot commit even if the error is swallowed: roll back.
 
     Limitations: nothing is guaranteed about writers that enter no gate, unless `pgfence.schema.add_fence` guards the tables,
     or about effects outside this transaction. In REPEATABLE READ and SERIALIZABLE the snapshot is older than the wait: use

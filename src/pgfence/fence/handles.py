@@ -84,7 +84,7 @@ class _Leased(_HasToken):
 
     @property
     def expires_at(self) -> datetime:
-        """Until when it is held by the server's clock, as of the last renewal. No I/O."""
+        """The time until which it is held, by the server's clock, as of the last renewal. No I/O."""
         return self._grant.expires_at
 
     @property
@@ -112,8 +112,8 @@ class _Leased(_HasToken):
 class FencedHeld(_HasToken, Held):
     """A lock or lease that is held and has a fencing token, a number that only grows for its name.
 
-    Limitations: the token alone stops no writer. Only a transaction that enters a gate with it is rejected if the token is stale
-    by then: use `begin`, or `fence` as the first statement.
+    Limitations: the token alone does not stop any writer. Only a transaction that enters a gate with it is rejected if
+    the token is stale by then: use `begin`, or `fence` as the first statement.
     """
 
     __slots__ = ()
@@ -143,8 +143,8 @@ class FencedHeld(_HasToken, Held):
     def begin(self, factory: object, *resources: str) -> AbstractContextManager[object, None]:
         """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
 
-        Guarantees: a transaction that enters the gate after a newer token was granted is rejected. One that is already inside may
-        still commit; the newer holder waits for it at the gate.
+        Guarantees: a transaction that enters the gate after a newer token was granted is rejected. A transaction that
+        is already inside may still commit; the newer holder waits for it at the gate.
 
         Limitations: nothing is guaranteed about what was read before the block.
 

@@ -1,4 +1,4 @@
-"""Leases: locks that expire, are renewed automatically and bring a fencing token, sync and async."""
+"""Leases: locks that expire, are renewed automatically and have a fencing token, sync and async."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
-    """Hold a lock that expires and brings a fencing token. It is a row of the database, independent of any connection.
+    """Hold a lock that expires and has a fencing token. It is a row of the database, independent of any connection.
 
     While it is held, a dedicated thread renews it every third of the TTL. Works through any pooler.
 
@@ -33,7 +33,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         name: a str, at most 255 characters including its namespace.
         ttl: seconds after which a dead holder loses the lease, from 0.3 to a day (a timedelta may be longer). Unrelated to
             how long the work takes.
-        max_hold: seconds after which the lease ends even if the holder is alive. None is no limit.
+        max_hold: seconds after which the lease ends even if the holder is alive. None means no limit.
         min_hold: seconds for which no other holder gets the lease, even if it is released earlier; at most the TTL.
         lock_delay: seconds for which no holder gets the lease after it expired without a release.
         heartbeat: "auto" renews the lease while the process lives; "progress" only while `progress()` is called; "manual" never.

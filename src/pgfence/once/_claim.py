@@ -60,9 +60,9 @@ class SlotOverError(LockTimeoutError):
 
 
 class SlotClockError(SlotOverError):
-    """A slot is done that, by the server's clock, has not begun: the clock was ahead when it ran, or is behind now.
+    """A slot is done although, by the server's clock, it has not begun: the clock was ahead when it ran, or is behind now.
 
-    No later slot runs before that one has begun, so an operator must check it. Also logged at WARNING, because
+    No later slot runs before that slot has begun, so an operator must check it. Also logged at WARNING, because
     `try_acquire()` returns None and `wrap()` skips the call.
 
     Attributes:

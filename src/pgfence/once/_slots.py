@@ -79,8 +79,8 @@ class Every:
 class Cron:
     """A slot whenever cron would start the command of a crontab line, with cron's rules for daylight saving time.
 
-    A time that the clocks skip begins right after the change; one that they show twice begins once, at the first. Lines with a
-    star for minute or hour follow real time instead.
+    A slot at a time that the clocks skip begins right after the change; a slot at a time that they show twice begins
+    once, at the first of the two. Lines with a star for minute or hour follow real time instead.
     """
 
     line: str

@@ -25,12 +25,13 @@ class RateLimit(RateLimitOptions[EngineSource]):
     The moments of the last `limit` takes are stored, so that the limit is exact: there is no refill that lets a second burst
     into the same window, and no window that begins again with the clock's minute.
 
-    Guarantees: no window of `per` seconds holds more than `limit` takes, by the server's clock. A take counts from its moment
-    on, whether or not the caller then does anything. A crash of the server forgets no take. If the server's clock is set back,
-    the stored moments move back with it.
+    Guarantees: no window of `per` seconds holds more than `limit` takes, by the server's clock. A take counts as soon
+    as it is made, whether or not the caller then does anything. No take is lost if the server crashes. If the server's
+    clock is set back, the stored moments move back with it.
 
-    Limitations: the order of waiters is not guaranteed. The moment that counts is that of the take; what you do afterwards may
-    reach the other side later, and so closer together. A take whose response was lost may have counted.
+    Limitations: the order of waiters is not guaranteed. Only the moment of the take counts; calls that you make
+    afterwards may reach their destination later, and therefore closer together. A take whose response was lost may have
+    counted.
 
     Each take writes one small row for each unit in place, so a take of `n` is O(n), whatever the limit. Takes of one name are
     serialized by its row in the database.
@@ -82,12 +83,12 @@ class RateLimit(RateLimitOptions[EngineSource]):
     def change(self, *, limit: int | None = None, per: Seconds | None = None) -> None:
         """Store another limit or period, for all processes.
 
-        Processes that still have the old values get ValueError. The takes before count for the new limit as far as they are
-        stored: the last ones, up to the smaller of both limits.
+        Processes that still have the old values get ValueError. Earlier takes count for the new limit as far as they
+        are stored: the last ones, up to the smaller of both limits.
 
         Args:
-            limit: how many units a window may hold from now on; None leaves it.
-            per: the length of the window from now on; None leaves it.
+            limit: how many units a window may hold from now on; None does not change it.
+            per: the length of the window from now on; None does not change it.
 
         Raises:
             ValueError, TypeError: a value is out of range or of the wrong type.

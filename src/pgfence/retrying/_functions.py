@@ -93,7 +93,8 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
 
     Guarantees: what is returned was committed, once. Each attempt has a fresh session and reads everything again. It retries
     version conflicts of a flush (`VersionConflictError`, StaleDataError), serialization failures (SQLSTATE 40001) and
-    deadlocks (40P01, `DeadlockError`), at COMMIT too, after a random backoff of at most 5 ms, doubled each time up to 500 ms.
+    deadlocks (40P01, `DeadlockError`), also at COMMIT, after a random backoff of at most 5 ms, doubled each time up to
+    500 ms.
 
     Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called `attempts` times; the number of
     the attempt is `info["pgfence_attempt"]` of its session. Use `attempts=1` for work that must not be done twice. A running

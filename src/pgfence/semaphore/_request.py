@@ -53,9 +53,9 @@ class PermitRequest(AcquireRequest):
     """Some permits of a semaphore.
 
     Attributes:
-        permits: how many the semaphore has, as the caller believes.
-        asked: how many are asked for.
-        follows: whether the number that is stored counts, where it is another one.
+        permits: the number of permits that the caller expects the semaphore to have.
+        asked: the number of permits requested.
+        follows: whether the stored number applies if it differs from `permits`.
         since: when the wait of a contender began, on the clock of this process.
         turn: contenders of this process with the same one wait for each other; None: that is the number asked for.
     """

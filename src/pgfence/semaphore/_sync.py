@@ -46,10 +46,10 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         on_mismatch: what to do if another number of permits is stored: "raise" ValueError, or follow the "stored" one.
         fair: whether waiters are served first come, first served. All contenders should agree; those without it come after the
             fair waiters.
-        max_hold: seconds after which a permit ends even if the holder is alive; None: never.
+        max_hold: seconds after which a permit ends even if the holder is alive; None means no limit.
         heartbeat: as of a `Lease`.
-        owner: what operators read of the holder; None: host and process id.
-        purpose: what operators read of its purpose.
+        owner: the name that operators see for the holder; None: host and process id.
+        purpose: the purpose that operators see.
         namespace: instead of the configured one.
 
     Raises:

@@ -57,7 +57,8 @@ class AsyncTransactionLock(TransactionLockBase):
     Args:
         session: the AsyncSession, async_scoped_session or AsyncConnection whose transaction the lock belongs to. The lock uses
             the connection on which an AsyncSession writes, and begins its transaction if necessary.
-        names: one or more names or LockKeys. Several are one lock: either all are acquired or none, always in the same order.
+        names: one or more names or LockKeys. Several names form one lock: either all are acquired or none, always in
+            the same order.
         namespace: replaces the configured namespace, for names that are str.
         shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock
             that the transaction already holds is sufficient; requesting the exclusive lock while holding the shared one is rejected.

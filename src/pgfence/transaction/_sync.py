@@ -38,16 +38,16 @@ class TransactionLock(TransactionLockBase):
             one.balance -= 10
             two.balance += 10
 
-    Load rows after acquiring the lock, because rows read before it may be stale. A free lock costs one round trip, acquiring
-    the same lock again in one transaction none. The wait happens in the server, where PostgreSQL detects deadlocks. The
-    session's `statement_timeout` and `lock_timeout` do not cut it short; a limit on the whole transaction
-    (`transaction_timeout`) or in the driver (asyncpg's `command_timeout`) does.
+    Load rows after acquiring the lock, because rows read before it may be stale. A free lock costs one round trip;
+    acquiring the same lock again in one transaction costs none. The wait happens in the server, where PostgreSQL
+    detects deadlocks. The session's `statement_timeout` and `lock_timeout` do not cut it short; a limit on the whole
+    transaction (`transaction_timeout`) or in the driver (asyncpg's `command_timeout`) does.
 
     Guarantees: per key and database one transaction holds the lock at a time, or several that all requested it shared, among
     all clients that use PostgreSQL's advisory locks on that key. It is held until COMMIT, ROLLBACK, or a ROLLBACK TO a
-    savepoint older than the lock (the next `acquire` then asks the server again); no crash, cancellation or lost connection
-    leaves it behind. What is read after acquiring it is as recent as the last holder's commit. A timeout leaves the
-    transaction usable, with its earlier writes and settings.
+    savepoint older than the lock (the next `acquire` then sends a request to the server again); no crash, cancellation
+    or lost connection leaves it behind. What is read after acquiring it is as recent as the last holder's commit. A
+    timeout leaves the transaction usable, with its earlier writes and settings.
 
     Limitations: nothing is protected after COMMIT or ROLLBACK, and what was read before the lock may be stale. REPEATABLE READ
     and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock.
@@ -59,7 +59,8 @@ class TransactionLock(TransactionLockBase):
     Args:
         session: the Session, scoped_session or Connection whose transaction the lock belongs to. The lock uses the connection
             on which a Session writes, and begins its transaction if necessary.
-        names: one or more names or LockKeys. Several are one lock: either all are acquired or none, always in the same order.
+        names: one or more names or LockKeys. Several names form one lock: either all are acquired or none, always in
+            the same order.
         namespace: replaces the configured namespace, for names that are str.
         shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock
             that the transaction already holds is sufficient; requesting the exclusive lock while holding the shared one is rejected.
