@@ -132,7 +132,7 @@ def set_on_conflict(
     changed, clause = statement._generate(), copy(upsert)
     given = upsert.update_values_to_set
     kept = {key: each for key, each in dict(given).items() if find_value_name(key) not in names} | {column: value}
-    # A list of pairs in SQLAlchemy 2.0, a dict later.
+    # A list of pairs in SQLAlchemy 2.0, a dict in later versions.
     clause.update_values_to_set = type(given)(kept.items())
     changed._post_values_clause = clause
     return changed

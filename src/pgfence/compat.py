@@ -58,8 +58,8 @@ def pglock_key(name: str) -> LockKey:
     A function decorated without a name has the name `module.function` in that library.
 
     Raises:
-        TypeError: it is not a str.
-        ValueError: it is empty, which django-pglock rejects too, or contains a lone surrogate.
+        TypeError: `name` is not a str.
+        ValueError: `name` is empty, which django-pglock rejects too, or contains a lone surrogate.
     """
     text = _encode_utf8(name)
     if not text:
@@ -75,8 +75,8 @@ def with_advisory_lock_key(name: str) -> LockKey:
     names are likely to share a key from about 50,000 names on.
 
     Raises:
-        TypeError: it is not a str. A number used as a name is used as it is in that library: `LockKey.pair(number, 0)`.
-        ValueError: it contains a lone surrogate.
+        TypeError: `name` is not a str. A number used as a name is used as it is in that library: `LockKey.pair(number, 0)`.
+        ValueError: `name` contains a lone surrogate.
     """
     return LockKey.pair(zlib.crc32(_encode_utf8(name)) & 0x7FFFFFFF, 0)
 
@@ -85,8 +85,8 @@ def sha256_hex15_key(name: str) -> LockKey:
     """Return the key of the common expression `int(hashlib.sha256(name.encode()).hexdigest()[:15], 16)`.
 
     Raises:
-        TypeError: it is not a str.
-        ValueError: it contains a lone surrogate.
+        TypeError: `name` is not a str.
+        ValueError: `name` contains a lone surrogate.
     """
     return LockKey.raw(int(hashlib.sha256(_encode_utf8(name)).hexdigest()[:15], 16))
 

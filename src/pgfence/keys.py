@@ -110,8 +110,8 @@ class LockKey:
         """Return the key that other programs write as one bigint.
 
         Raises:
-            TypeError: it is not an int, or it is a bool.
-            ValueError: it does not fit into 64 bits, signed.
+            TypeError: the number is not an int, or is a bool.
+            ValueError: the number does not fit into 64 bits, signed.
         """
         return cls._make(_check_integer(value, 64, "a raw key"), "bigint", None, None)
 
@@ -249,8 +249,8 @@ def check_names(names: Sequence[Name], namespace: str = "") -> None:
     """Raise what `resolve` would raise for these names, without hashing them: the namespace may not be known yet.
 
     Raises:
-        ValueError: no name was given, or one is not usable.
-        TypeError: one is neither a str nor a LockKey.
+        ValueError: no name was given, or a name is not usable.
+        TypeError: a name is neither a str nor a LockKey.
     """
     _check_text(namespace, "a namespace")
     if not names:
@@ -270,8 +270,8 @@ def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
     """Return the keys of names, sorted and without duplicates. Every lock of several names acquires them in this order.
 
     Raises:
-        ValueError: no name was given, or one is not usable.
-        TypeError: one is neither a str nor a LockKey.
+        ValueError: no name was given, or a name is not usable.
+        TypeError: a name is neither a str nor a LockKey.
     """
     names = tuple(names)
     if not names:

@@ -60,7 +60,7 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
         if needed and (making := _find_creation(connection, place, whole=place in own)) is not None:
             if isinstance(making, UpgradePgfence):
                 _remove_changes(context, ops, place)
-            # Before tables that may refer to pgfence's.
+            # Comes before tables that may refer to pgfence's.
             ops.ops.insert(0, making)
     # Guards are dropped at the front and added at the end: one is removed before its table is dropped, so the reversed migration
     # adds it after it has created the table again.

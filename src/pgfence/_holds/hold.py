@@ -164,7 +164,7 @@ class BaseHold:
             if self.reason is not None or self.released:
                 return False
             self.reason = reason
-            # Taken out under the mutex and called without it, because a listener may call methods of this object.
+            # Listeners are taken out under the mutex and called without it, because one may call methods of this object.
             listeners, self._listeners = self._end_callbacks + self._listeners, ()
         for listener in listeners:
             call_logged(listener)

@@ -72,11 +72,11 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
         self._logged = False
 
     def is_held_by_caller(self) -> bool:
-        # Of permits a contender may hold several.
+        # A contender may hold several permits.
         return self.wanted.weight is None and super().is_held_by_caller()
 
     def _check_limit(self, limit: int) -> None:
-        """Raise if what this contender holds and asks for is more than there is."""
+        """Raise if this contender holds and requests more permits than there are."""
         weight, wanted = self.wanted.weight or 0, (self.wanted.place, self.wanted.stored)
         held = sum(
             len(hold.rows)

@@ -105,7 +105,7 @@ class TransactionRecord:
             self.forget()
 
     def _cut(self, name: str) -> dict[Hashable, Any] | None:
-        """Remove the newest savepoint of that name and those inside it. Return the keys held when it was set."""
+        """Remove the newest savepoint of that name and those inside it. Return the keys held when the savepoint was set."""
         while self._savepoints:
             found, keys = self._savepoints.pop()
             if found == name:

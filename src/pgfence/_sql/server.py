@@ -34,11 +34,11 @@ OURS = {
     # A limit of the role would end waits early, and a statement cannot lift its own limit.
     "statement_timeout": "0",
     "lock_timeout": "0",
-    # These would end the session of an idle holder.
+    # These settings would end the session of an idle holder.
     "idle_session_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
     "transaction_timeout": "0",
-    # These would change the effect of pgfence's statements.
+    # These settings would change the effect of pgfence's statements.
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
     "DateStyle": "ISO",  # psycopg parses no other style

@@ -63,8 +63,8 @@ class AdvisoryLock(LockNames, LockBase[H]):
     dies with the lock, or use a fence. Within one process, waiters are served in their order; between processes only waits
     of more than 0.5 s are ordered. A deadlock between separate locks of two processes is not detected: acquire both names
     with one lock. The lock exists in one database on one server: other databases and standbys do not see it, and it does
-    not survive a failover. It is not re-entrant: a second `acquire` by the thread that holds it raises SelfDeadlockError,
-    a second `try_acquire` returns None.
+    not survive a failover. It is not re-entrant: a second `acquire` by the thread that holds it raises
+    SelfDeadlockError, and a second `try_acquire` returns None.
 
     Args:
         engine: an Engine; a function that returns one, called at each use; or your own Connection, outside a transaction.

@@ -27,7 +27,7 @@ _LONGEST_NOTE = 200
 
 
 class EffectKey(NamedTuple):
-    """What a key is claimed with.
+    """The values with which a key is claimed.
 
     Attributes:
         scope: whose key it is and for which operation.

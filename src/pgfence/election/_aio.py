@@ -135,8 +135,8 @@ class AsyncMember:
     async def run(self, fn: Callable[[AsyncTerm], Awaitable[object]], /) -> None:
         """Await `fn(term)` in each term of this member, until it resigns; a loss and `resign()` cancel it.
 
-        When `fn` returns, its term is released, and the member stands again after a second, so that another candidate may be
-        elected.
+        When `fn` returns, its term is released, and the member is a candidate again after a second, so that another
+        candidate may be elected.
 
         Args:
             fn: the work of a leader.

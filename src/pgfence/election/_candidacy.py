@@ -1,4 +1,4 @@
-"""A member of an election: it stands, leads, steps down and stands again. One text for threads and tasks.
+"""A member of an election: it stands, leads, steps down and stands again. The same code serves threads and tasks.
 
 follow ── the name is free: acquire ── lead: on_gained ── lost, or resigned: on_lost ── the work has ended ── release
 └─ busy: sleep until it may be free, or a release is notified ─┘

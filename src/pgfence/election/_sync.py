@@ -209,9 +209,9 @@ class Member:
     def run(self, fn: Callable[[Term], object], /) -> None:
         """Call `fn(term)` in each term of this member, on this thread, until it resigns.
 
-        When `fn` returns, its term is released, and the member stands again after a second, so that another candidate may be
-        elected. When the term is lost or the member resigns, `term.lost` is True and `term.check()` raises: return from `fn`
-        then. The term is released only after that, at the latest when its TTL has passed.
+        When `fn` returns, its term is released, and the member is a candidate again after a second, so that another
+        candidate may be elected. When the term is lost or the member resigns, `term.lost` is True and `term.check()`
+        raises: return from `fn` then. The term is released only after that, at the latest when its TTL has passed.
 
         Args:
             fn: the work of a leader.

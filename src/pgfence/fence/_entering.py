@@ -100,7 +100,7 @@ def enter(
     named: bool = False,
     issued: TableNames | None = None,
 ) -> None:
-    """Enter the gates of resources, which stay locked until the transaction ends. Entering one again costs nothing.
+    """Enter the gates of resources, which stay locked until the transaction ends. Entering a gate again costs nothing.
 
     Args:
         work: the transaction; begun here if necessary.

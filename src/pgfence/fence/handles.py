@@ -173,7 +173,7 @@ class HeldLease(_Leased, FencedHeld):
 
         Raises:
             LockLostError: the lease is lost.
-            LockNotHeldError: it was released.
+            LockNotHeldError: the handle was released.
             UnreachableError: the server did not respond. The lease is held until its deadline, and the heartbeat keeps trying.
             ValueError, TypeError: as for the `ttl` of a lease.
         """

@@ -57,7 +57,7 @@ class Slot(_Slotted, HeldLease):
 
         Raises:
             LockLostError: the slot was lost before: it is not done, and another attempt may run.
-            LockNotHeldError: it was already released, or this is a forked child.
+            LockNotHeldError: the handle was already released, or this is a forked child.
         """
         super().release()
 

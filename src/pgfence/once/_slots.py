@@ -121,8 +121,8 @@ class Due:
 
     Attributes:
         slot: its beginning.
-        until: the time from which another slot is current; before its beginning it is not current either. None if the clock is
-            not considered.
+        until: the time from which another slot is current; the slot is not current before its beginning either. None if
+            the clock is not considered.
     """
 
     slot: datetime

@@ -68,7 +68,7 @@ def convert_to_zone_rules(schedule: Schedule | datetime, done: datetime, offset:
 def find_other_host(
     names: tuple[str, ...], schedule: Schedule | datetime, done: datetime | None, offset: int | None
 ) -> SlotZoneError | None:
-    """Return the error if another host ran the last slot by other rules for a zone; None if both agree."""
+    """Return the error if another host ran the last slot with other rules for a zone; None if both agree."""
     if done is None or offset is None or offset == (here := get_utc_offset(schedule, done)):
         return None
     return _error(

@@ -73,8 +73,8 @@ class RateLimit(RateLimitOptions[EngineSource]):
             timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait.
 
         Raises:
-            LockTimeoutError: they are not allowed in time; raised as soon as that is known, usually immediately. `retry_after` is
-                the seconds until they may be.
+            LockTimeoutError: the units are not allowed in time; raised as soon as this is known, usually immediately.
+                `retry_after` is the number of seconds until they may be allowed.
             WaitCancelledError: the event of `cancel_waits()` was set.
             PgfenceError, ValueError, TypeError: as `try_take`.
         """

@@ -32,7 +32,7 @@ class WriteHeld(Held):
 
         Raises:
             LockLostError: the lock was lost.
-            LockNotHeldError: it was released.
+            LockNotHeldError: the handle was released.
         """
         return run_sync(downgrade, cast("LockManager", self._manager), cast("SessionHold", self._hold), Held)
 
@@ -66,7 +66,7 @@ class ReadWriteLock:
             write_config()
 
     It is a session-level advisory lock, shared for readers and exclusive for the writer. A writer excludes, and is excluded by,
-    an `AdvisoryLock` or `TransactionLock` of the same name; readers exclude those too.
+    an `AdvisoryLock` or `TransactionLock` of the same name; readers exclude these locks, too.
 
     Guarantees: those of `AdvisoryLock`. A writer cannot be starved: once it waits for more than half a second, readers that
     come later wait behind it, in the order of their arrival, whichever process they belong to.

@@ -5,7 +5,7 @@ previous one. What is returned was committed. Another attempt follows only if no
 committed, and only after an error that another attempt can cure:
 
 - `VersionConflictError` from a flush, and SQLAlchemy's own StaleDataError;
-- SQLSTATE 40001, serialization failure, and 40P01, deadlock, wherever they arise, at COMMIT too; `DeadlockError` as well.
+- SQLSTATE 40001, serialization failure, and 40P01, deadlock, wherever they arise, including COMMIT; also `DeadlockError`.
 
 Attempts and total time are bounded, and the last error is raised. Attempts are separated by a random backoff of at most 5 ms,
 doubled each time up to 500 ms, so that conflicting transactions do not collide again.

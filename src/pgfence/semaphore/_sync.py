@@ -33,9 +33,10 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
 
     Limitations: a former holder may not have stopped; write inside `permit.begin()`, which fences that permit. The token of a
     permit cannot fence a resource that several holders write. Without `fair=True` the order of waiters is not guaranteed, and
-    a large weight may wait while smaller ones pass. A fair waiter that does not ask for 3 seconds, because its process is
-    paused, is overtaken until it asks again. A name of the form `NAME#i` that is held as a `Lease` blocks that permit. Each fair waiter asks
-    the server once a second and at each release, also if many of them wait in one process.
+    a large weight may wait while smaller ones pass. A fair waiter that sends no request for 3 seconds, because its
+    process is paused, is overtaken until it asks again. A name of the form `NAME#i` that is held as a `Lease` blocks
+    that permit. Each fair waiter asks the server once a second and at each release, also if many of them wait in one
+    process.
 
     Args:
         engine: an Engine, or a function that returns one. Needs the tables of `pgfence install`, version 5 or later.
@@ -47,7 +48,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         fair: whether waiters are served first come, first served. All contenders should agree; those without it come after the
             fair waiters.
         max_hold: seconds after which a permit ends even if the holder is alive; None means no limit.
-        heartbeat: as of a `Lease`.
+        heartbeat: as for a `Lease`.
         owner: the name that operators see for the holder; None: host and process id.
         purpose: the purpose that operators see.
         namespace: instead of the configured one.
@@ -74,14 +75,15 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         """Wait until a permit is free, or as many as the weight.
 
         Args:
-            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait. A wait lasts
-                through an outage of the server, as that of a `Lease`.
+            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait. A wait
+                lasts through an outage of the server, as with a `Lease`.
 
         Raises:
-            LockTimeoutError: too few were free in time; names the holder of the one that expires first.
+            LockTimeoutError: too few permits were free in time; the message names the holder of the permit that expires
+                first.
             ValueError: another number of permits is stored, or fewer than the weight.
             WaitCancelledError: the event of `cancel_waits()` was set.
-            SelfDeadlockError: what this thread holds and asks for is more than there is. Not with `timeout=0`.
+            SelfDeadlockError: this thread holds and requests more permits than there are. Not with `timeout=0`.
             UnreachableError: the server cannot be reached; a grant whose response was lost is given back in the background.
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: nothing can be written on this server.

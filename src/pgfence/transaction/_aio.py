@@ -118,7 +118,7 @@ class AsyncTransactionLock(TransactionLockBase):
                 transaction is as it was before.
             StandbyError: the server is a standby.
             UnsupportedServerError: the server is not PostgreSQL or too old, or the driver is unknown.
-            CapacityError: the server's lock table is nearly full. If `sqlstate` is set, it was full, and PostgreSQL has
+            CapacityError: the server's lock table is nearly full. If `sqlstate` is set, the table was full, and PostgreSQL has
                 aborted the transaction.
         """
         await self._unwrap().run_sync(self._acquire, timeout, get_task_contender())

@@ -119,7 +119,7 @@ class TransactionLock(TransactionLockBase):
                 transaction is as it was before.
             StandbyError: the server is a standby.
             UnsupportedServerError: the server is not PostgreSQL or too old, or the driver is unknown.
-            CapacityError: the server's lock table is nearly full. If `sqlstate` is set, it was full, and PostgreSQL has
+            CapacityError: the server's lock table is nearly full. If `sqlstate` is set, the table was full, and PostgreSQL has
                 aborted the transaction.
         """
         self._acquire(self._unwrap(), timeout, THREADS.get_contender())
