@@ -32,8 +32,8 @@ def pals_key(app_name: str, name: str) -> LockKey:
     """Return the key of `pals.Locker(app_name, ...).lock(name)`.
 
     Raises:
-        TypeError: one of them is not a str.
-        ValueError: one of them contains a lone surrogate.
+        TypeError: one of the names is not a str.
+        ValueError: one of the names contains a lone surrogate.
     """
     text = _encode_utf8(app_name, "app_name") + b"." + _encode_utf8(name)
     return _read_little_endian(hashlib.sha1(text, usedforsecurity=False).digest())
@@ -43,8 +43,8 @@ def dlock_key(name: str | bytes | int) -> LockKey:
     """Return the key of `sqlalchemy_dlock.create_sadlock(connection, name)`. An int is itself the key.
 
     Raises:
-        TypeError: it is neither a str, bytes nor an int, or it is a bool.
-        ValueError: it is an int that does not fit into 64 bits, signed, or a str with a lone surrogate.
+        TypeError: `name` is neither a str, bytes nor an int, or is a bool.
+        ValueError: `name` is an int that does not fit into 64 bits, signed, or a str with a lone surrogate.
     """
     if isinstance(name, int):
         return LockKey.raw(name)

@@ -112,7 +112,7 @@ def expect_place(schema: str | None, prefix: str) -> None:
 
     Raises:
         ValueError: the schema is empty, the prefix is too long, or one of them contains NUL.
-        TypeError: one of them has the wrong type.
+        TypeError: schema or prefix has the wrong type.
     """
     _expect(prefix, str, "prefix")
     _expect(schema, (str, type(None)), "schema")

@@ -120,8 +120,8 @@ class LockKey:
         """Return the key that other programs write as two int4, in the space of pairs.
 
         Raises:
-            TypeError: one is not an int, or is a bool.
-            ValueError: one does not fit into 32 bits, signed.
+            TypeError: one of the numbers is not an int, or is a bool.
+            ValueError: one of the numbers does not fit into 32 bits, signed.
         """
         high, low = _check_integer(classid, 32, "classid"), _check_integer(objid, 32, "objid")
         return cls._make(high << 32 | low & 0xFFFFFFFF, "pair", None, None)
@@ -308,8 +308,8 @@ def qualify_name(name: object, namespace: str, what: str = "a name") -> str:
     """Return the text under which a name is stored in a table: the name itself, or namespace + U+001F + name.
 
     Raises:
-        TypeError: it is not a str (a LockKey has no text).
-        ValueError: it is empty, longer than 255 characters with its namespace, or contains NUL, U+001F or a lone surrogate.
+        TypeError: the name is not a str (a LockKey has no text).
+        ValueError: the name is empty, longer than 255 characters with its namespace, or contains NUL, U+001F or a lone surrogate.
     """
     text = _check_text(name, what)
     if not text:

@@ -62,7 +62,7 @@ def evict(
 
     Raises:
         ValueError: the name, the reason or the actor cannot be used.
-        TypeError: one of them is not a str, or the engine is not an engine.
+        TypeError: one of these arguments is not a str, or the engine is not an engine.
         LockTimeoutError: a transaction that writes with the old token is still open; `holders` has the candidates. Nothing was
             done.
         SchemaError: the tables are missing, or this role lacks privileges. Nothing was done.
@@ -104,7 +104,7 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
     Raises:
         ValueError: the name is held by something other than an election; or the name, the reason or the actor cannot be
             used.
-        TypeError: one of them is not a str, or the engine is not an engine.
+        TypeError: one of these arguments is not a str, or the engine is not an engine.
         SchemaError: the tables are missing or older than version 5, or this role may not do it.
         StandbyError: this server takes no writes.
         UnreachableError: the server did not respond.
@@ -138,7 +138,7 @@ def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix:
 
     Raises:
         ValueError: older_than is negative, or the prefix cannot be used.
-        TypeError: one of them has another type.
+        TypeError: an argument has the wrong type.
         SchemaError: the tables are missing or older than version 2, or this role may not read them.
         UnreachableError: the server did not respond.
     """
@@ -177,7 +177,7 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
 
     Raises:
         ValueError: scope, key, reason or actor cannot be used.
-        TypeError: one of them is not a str.
+        TypeError: one of these arguments is not a str.
         LockTimeoutError: a transaction that is about to store the result is open. Nothing was done.
         SchemaError: the tables are missing or older than version 2, or this role lacks privileges. Nothing was done.
         StandbyError: the server accepts no writes. Nothing was done.
@@ -214,7 +214,7 @@ def purge(engine: Engine | AsyncEngine, *, batch: int = 1000) -> object:
 
     Raises:
         ValueError: batch is out of range.
-        TypeError: it is not an int, or the engine is not an engine.
+        TypeError: batch is not an int, or the engine is not an engine.
         SchemaError: the tables are missing or older than version 2, or this role lacks SELECT, UPDATE or DELETE.
         StandbyError: the server accepts no writes.
         UnreachableError: the server did not respond, or the connection was lost. Keys that were already purged stay deleted.

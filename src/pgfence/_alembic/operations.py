@@ -81,7 +81,7 @@ def check_version(version: int) -> int:
     """Return a version of the tables that this release can create.
 
     Raises:
-        ValueError: it is another version.
+        ValueError: the number is another version.
     """
     if type(version) is not int or version not in range(1, VERSION + 1):
         raise ValueError(

@@ -91,7 +91,7 @@ class LeaseManager(LeaseStatements):
             lasts: whether to wait for the server from the first statement on, if it is unreachable.
 
         Raises:
-            LockTimeoutError: it did not become free within the timeout.
+            LockTimeoutError: the lease did not become free within the timeout.
             SelfDeadlockError: waiting would deadlock inside this process.
             UnreachableError: the server did not respond.
         """

@@ -238,8 +238,8 @@ class LeaseStatements:
             failing: the block is ending with an exception.
 
         Raises:
-            LockNotHeldError: it was released before, or this is a forked child.
-            LockLostError: it was lost before.
+            LockNotHeldError: the lease was released before, or this is a forked child.
+            LockLostError: the lease was lost before.
         """
         try:
             self.detach(grant)
@@ -271,7 +271,7 @@ class LeaseStatements:
         """Claim the right to end a grant in this process, and stop its heartbeat.
 
         Raises:
-            LockNotHeldError: it was ended before, or this is a forked child.
+            LockNotHeldError: the lease was ended before, or this is a forked child.
         """
         if not grant.ours:
             raise grant.not_held_error()

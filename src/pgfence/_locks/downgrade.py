@@ -26,8 +26,8 @@ async def downgrade(
     """Turn a writer's hold into a reader's on the same connection, and return its handle.
 
     Raises:
-        LockNotHeldError: it was released before, or this is a forked child.
-        LockLostError: it was lost before, or at this moment.
+        LockNotHeldError: the lock was released before, or this is a forked child.
+        LockLostError: the lock was lost before, or at this moment.
     """
     hold.check()
     try:

@@ -118,7 +118,7 @@ class LockManager:
             budget: the seconds that one statement may take, for a caller that polls; None to derive them from the timeout.
 
         Raises:
-            LockTimeoutError: it did not become free within the timeout.
+            LockTimeoutError: the lock did not become free within the timeout.
             SelfDeadlockError: waiting would deadlock inside this process.
         """
         call = self.begin_call(names, sql, timeout, lasts=timeout is not None and on is None, budget=budget)
@@ -284,8 +284,8 @@ class LockManager:
             failing: the block is ending with an exception.
 
         Raises:
-            LockNotHeldError: it was released before, or this is a forked child.
-            LockLostError: it was lost before.
+            LockNotHeldError: the lock was released before, or this is a forked child.
+            LockLostError: the lock was lost before.
             TransactionStateError: the caller's own connection is in a transaction. The lock is kept, unless a block ends.
         """
         blocked = self._is_in_transaction(hold, leaving=leaving)

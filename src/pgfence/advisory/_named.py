@@ -35,7 +35,7 @@ def expect_no_session(engine: object) -> None:
     """Raise if the engine of a lock is a session of any kind.
 
     Raises:
-        TypeError: it is a session, a scoped session or a session factory, sync or async.
+        TypeError: the engine is a session, a scoped session or a session factory, sync or async.
     """
     asynchronous = is_async_session(engine) or is_async_sessionmaker(engine)
     if asynchronous or hasattr(engine, "get_bind") or hasattr(engine, "registry") or is_sessionmaker(engine):
@@ -93,7 +93,7 @@ class LockNames:
 
         Raises:
             ValueError: there is not exactly one name, or it is too long.
-            TypeError: it is a LockKey, which has no text.
+            TypeError: the name is a LockKey, which has no text.
         """
         if len(self._names) != 1:
             raise ValueError("token=True takes exactly one name, because a token belongs to one resource")

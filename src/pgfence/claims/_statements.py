@@ -49,7 +49,7 @@ def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> AnySelec
     """Return a SELECT of a mapped class.
 
     Raises:
-        TypeError: it is not a mapped class, or a criterion is not a SQL expression.
+        TypeError: `entity` is not a mapped class, or a criterion is not a SQL expression.
     """
     found: object = inspect(entity, raiseerr=False)
     if not isinstance(found, Mapper):

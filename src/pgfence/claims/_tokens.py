@@ -160,7 +160,7 @@ def _write(session: Session, state: State, claim: _Claim, values: Mapping[str, o
     """Write a claim's columns if it is still the row's claim, and return its end.
 
     Raises:
-        AttemptLostError: it is not, and the transaction is aborted.
+        AttemptLostError: the claim is no longer the row's claim, and the transaction is aborted.
     """
     columns = _Columns.of(state.mapper)
     connection = find_connection(session, state.mapper)

@@ -243,7 +243,7 @@ def check_value(value: R, fn: Callable[..., R]) -> R:
     """Reject a coroutine where a value is expected.
 
     Raises:
-        TypeError: it is a coroutine, of which nothing has run.
+        TypeError: the value is a coroutine, of which nothing has run.
     """
     if iscoroutine(value):
         value.close()

@@ -96,7 +96,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         """Reject a function whose result could not be stored, as far as its annotation tells and `result` does not.
 
         Raises:
-            IdempotencyMisuseError: it returns a type that only `result` could declare.
+            IdempotencyMisuseError: the function returns a type that only `result` could declare.
         """
         if why := _find_unstorable(fn, self._reached):
             raise IdempotencyMisuseError(f"{describe_function(fn)} was not called: {why}")

@@ -131,7 +131,7 @@ class RunningAttempt:
         """Raise unless the claim is valid as far as this process knows. No I/O.
 
         Raises:
-            AttemptLostError: it was lost.
+            AttemptLostError: the attempt was lost.
             IdempotencyMisuseError: the attempt has ended, or this is a forked child.
         """
         self.check_unfinished()
@@ -192,7 +192,7 @@ class RunningAttempt:
 
         Raises:
             AttemptLostError: another attempt has taken over; nothing is stored.
-            IdempotencyMisuseError: it has already ended.
+            IdempotencyMisuseError: the attempt has already ended.
             UnreachableError: the server did not respond. Storing is retried in the background for a while.
         """
         await self._finish(self._finish_values(status, text, None))

@@ -187,7 +187,7 @@ class Candidacy(Generic[TermT]):
         """Await `work(term)` in each term, until `end`.
 
         Raises:
-            RuntimeError: it is already running.
+            RuntimeError: `run` is already running.
             Exception: what the work raises; its term ends.
         """
         with self._lock:

@@ -46,7 +46,7 @@ def is_async(work: object) -> TypeIs[AsyncWork]:
     """Return whether the caller's transaction belongs to an AsyncSession or AsyncConnection.
 
     Raises:
-        TypeError: it is neither a session nor a connection.
+        TypeError: the argument is neither a session nor a connection.
     """
     if is_async_session(work) or is_async_connection(work):
         return True
@@ -310,7 +310,7 @@ def begin_fenced(
 
     Raises:
         TypeError: the factory is something else.
-        ValueError: it uses another installation.
+        ValueError: the factory uses another installation.
         StaleFencingTokenError: a token is not the newest; raised on entering, in the block or at its end.
     """
     if not isinstance(factory, Engine) and not is_sessionmaker(factory):

@@ -185,7 +185,7 @@ def choose_token(cls: type[Guarded], resource: str, connection: Connection) -> i
     """Return the token that this transaction has for a resource.
 
     Raises:
-        FenceRequiredError: it has none.
+        FenceRequiredError: the transaction has no token for the resource.
         LockLostError: in mode "row", if the lock or lease that this task or thread held under that name is lost.
         TransactionStateError: the connection is in autocommit, in which a row lock ends before the row is written.
     """

@@ -104,7 +104,7 @@ class _Leased(_HasToken):
         """Stop renewing without releasing, so that the lease expires with its TTL. No I/O.
 
         Raises:
-            LockNotHeldError: it was already released.
+            LockNotHeldError: the handle was already released.
         """
         self._leases.let_lapse(self._grant)
 
@@ -130,7 +130,7 @@ class FencedHeld(_HasToken, Held):
             LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or
                 the session's own `lock_timeout`. This transaction is aborted: roll back.
             TransactionStateError: the connection is in autocommit, or another statement was already sent.
-            LockLostError, LockNotHeldError: it is no longer held, as far as this process knows.
+            LockLostError, LockNotHeldError: the lock or lease is no longer held, as far as this process knows.
             SchemaError: the tables are missing, or this role may not use them.
             ValueError: the session is configured for another schema or prefix, whose installation has not issued this token.
         """

@@ -168,7 +168,7 @@ class Idem(_KeyBase[T]):
             fn: does the work in the session's transaction. It must not commit.
 
         Raises:
-            TypeError: it is a coroutine function; nothing was requested.
+            TypeError: `fn` is a coroutine function; nothing was requested.
             IdempotencyMisuseError: its result is not of the type `result`, or cannot be stored.
             PgfenceError: as on entering the block.
         """

@@ -61,7 +61,7 @@ class EngineKind(Generic[EngineSourceT]):
         """Return the engine's finder. A function is called at each use; an engine is resolved once, here.
 
         Raises:
-            TypeError: it is not an engine source of this kind.
+            TypeError: the value is not an engine source of this kind.
         """
         source = self.check(given, what, *why)
         if callable(source):

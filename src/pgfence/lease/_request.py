@@ -145,8 +145,8 @@ def _check_reference(reference: object) -> tuple[str, str, int]:
     """Return name, id and token.
 
     Raises:
-        TypeError: it is not a reference.
-        ValueError: it is damaged.
+        TypeError: the value is not a reference.
+        ValueError: the reference is damaged.
     """
     if not isinstance(reference, dict) or not {"name", "lease_id", "token"} <= reference.keys():
         raise TypeError("adopt() needs the dict that hand_over() returned, with name, lease_id and token")

@@ -81,7 +81,7 @@ def _parse_fields(line: str) -> str:
     """Return the five fields of a crontab line, which may be a nickname such as `@daily`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither a crontab line nor a nickname.
     """
     words = line.split()
     word = words[0].lower() if words else ""
@@ -103,7 +103,7 @@ def zone_of(tz: object) -> tzinfo:
     """Return a time zone by its name in the zone database.
 
     Raises:
-        TypeError: it is not a str.
+        TypeError: the name is not a str.
         ValueError: this host has no such zone.
     """
     if not isinstance(tz, str):

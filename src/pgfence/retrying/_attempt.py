@@ -102,8 +102,8 @@ class AttemptRun:
         """Track a connection on which the session begins.
 
         Raises:
-            UnsupportedServerError: it is not PostgreSQL.
-            TransactionStateError: it is in autocommit.
+            UnsupportedServerError: the server is not PostgreSQL.
+            TransactionStateError: the connection is in autocommit.
         """
         style_of(connection.dialect)
         if read_driver_state(connection).autocommit:

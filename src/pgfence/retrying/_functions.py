@@ -200,8 +200,8 @@ def _is_async(sessionmaker: object) -> bool:
     """Return whether a session factory is an async_sessionmaker.
 
     Raises:
-        TypeError: it is not a session factory.
-        TransactionStateError: it is a session whose transaction is open.
+        TypeError: the argument is not a session factory.
+        TransactionStateError: the argument is a session whose transaction is open.
     """
     if is_async_sessionmaker(sessionmaker):
         return True
@@ -216,7 +216,7 @@ def _check_function(fn: object, *, asynchronous: bool) -> None:
     """Raise unless a function can run in a transaction.
 
     Raises:
-        TypeError: it is not a function; or it is a generator function, or a coroutine function for a sync session.
+        TypeError: the argument is not a function; or it is a generator function, or a coroutine function for a sync session.
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function, not {type(fn).__name__}")

@@ -109,7 +109,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
             permits: how many there are from now on, 1 to 1,000.
 
         Raises:
-            ValueError, TypeError: it is no such number.
+            ValueError, TypeError: `permits` is not a valid number.
             UnreachableError: there was no response; resizing again is safe.
             SchemaError: the tables are missing, or not open to this role.
         """

@@ -200,7 +200,7 @@ class TransactionLockBase(Guided):
         """Raise unless the transaction still holds the lock. Takes a round trip only if a savepoint may have released it.
 
         Raises:
-            TransactionStateError: it no longer holds the lock.
+            TransactionStateError: the transaction no longer holds the lock.
         """
         if stay.has_ended() or not self._holds(stay.connection):
             raise self._ended_error()

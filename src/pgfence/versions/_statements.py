@@ -53,8 +53,8 @@ def guard(state: ORMExecuteState) -> AnyResult | None:
     """Execute a statement so that every row that it changes gets another version.
 
     Raises:
-        VersionRequiredError: it would leave versions unchanged.
-        ValueError: it assigns the version, or has two sets of parameters for one row.
+        VersionRequiredError: the statement would leave versions unchanged.
+        ValueError: the statement assigns the version, or has two sets of parameters for one row.
     """
     statement = state.statement
     if isinstance(statement, StatementLambdaElement):

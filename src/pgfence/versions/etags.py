@@ -70,7 +70,7 @@ def etag(instance: object, /) -> str:
 
     Raises:
         ValueError: the row is not in the database yet, or has unflushed changes, so that its next version is not known.
-        TypeError: it is not an instance of a versioned class; or its class has `__version_mode__ = "xmin"`, whose version does
+        TypeError: the object is not an instance of a versioned class; or its class has `__version_mode__ = "xmin"`, whose version does
             not survive a dump of the database, as a tag may.
     """
     from sqlalchemy import inspect
@@ -104,7 +104,7 @@ def if_match(headers: Headers, /) -> IfMatch:
 
     Raises:
         VersionRequiredError: there is no such header; respond with 428.
-        ValueError: it is not a list of entity tags, and the message shows the invalid part; respond with 400.
+        ValueError: the header is not a list of entity tags, and the message shows the invalid part; respond with 400.
     """
     lines = _read_lines(headers)
     if not lines:
