@@ -155,7 +155,7 @@ def give_back(held: Held, *, well: bool) -> None:
     """Release the hold. A slot is done only if the command succeeded.
 
     Raises:
-        LockLostError: it was lost before the release.
+        LockLostError: the lock was lost before the release.
     """
     if not well and (slot := _find_slot(held)) is not None:
         slot.check()

@@ -147,7 +147,7 @@ def _is_unsteady(cls: type[Guarded]) -> bool:
 
 
 def view_of(cls: type[Guarded], values: Mapping[str, object]) -> View:
-    """Return a row with these values. Reading any other of its columns raises FenceRequiredError."""
+    """Return a row with these values. Reading any other column of the row raises FenceRequiredError."""
 
     def read(name: str) -> object:
         if name not in values:

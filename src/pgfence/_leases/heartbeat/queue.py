@@ -296,7 +296,7 @@ class RenewalQueue:
         return CheckTask(place, grants)
 
     def note_answer(self, task: RenewTask, grant: Grant, answer: LeaseResult, now: float) -> RenewRequest | None:
-        """Record one response, after a loss has been marked. Return the request that is finished by it."""
+        """Record one response, after a loss has been marked. Return the request that it finishes."""
         request = task.requests[grant]
         stands = grant in self.schedule and grant.state not in ("lost", "released")
         if stands and answer.expires_at is not None:
