@@ -26,6 +26,7 @@ SCENARIOS = (
     "loss",
     "imports",
     "leases",
+    "limits",
     "fences",
     "fence_growth",
     "versions",
