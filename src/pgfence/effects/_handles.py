@@ -158,8 +158,8 @@ class Attempt(_Attempt):
         Guarantees: a step that was saved is never done again, and returns an equal value. Before a step is done, the claim is
         valid as far as this process knows.
 
-        Limitations: a step that is not saved may nevertheless have been done, because an attempt may die in between. Pass the
-        derived key to the provider, which then does it once.
+        Limitations: a step that is not saved may nevertheless have been done, because an attempt may die in between.
+        Pass the derived key to the provider, which then executes the step once.
 
         Args:
             name: the name of the step, unique in the effect, by the rules of keys and without a colon. The same name returns
