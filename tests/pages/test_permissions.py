@@ -15,6 +15,7 @@ from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.orm import Session
 
 from pgfence import (
+    Election,
     IdempotentEffect,
     Lease,
     Once,
@@ -80,10 +81,22 @@ def free_key(engine: Engine) -> None:
     assert monitoring.free_key(engine, "s", "stuck", reason="a test", actor="test")
 
 
+def lead(engine: Engine) -> None:
+    with Election(engine, "elected", ttl=5).lead() as term:
+        term.renew()
+
+
+def ask_to_resign(engine: Engine) -> None:
+    asked = monitoring.ask_to_resign(engine, "leading", reason="a test", actor="test")
+    assert asked is not None
+
+
 USES: dict[str, Callable[[Engine], object]] = {
     "leases, `AdvisoryLock(token=True)`, `Once`": hold_lease,
     "`Semaphore`": hold_permit,
     "`RateLimit`": take_from_rate_limit,
+    "`Election`, [`pgfence elect`](../how-to/keep-one-copy-running.md)": lead,
+    "`monitoring.ask_to_resign()`, `pgfence evict --ask`": ask_to_resign,
     "fenced transactions, and writers to a fenced table": enter_gate,
     "`checkpoint()`": save_checkpoint,
     "`idempotent`": claim_key,
@@ -131,8 +144,10 @@ def owner(dsn: str) -> Iterator[psycopg.Connection[Any]]:
         with suppress(ConnectionError):
             IdempotentEffect(engine, "stuck", scope="s", ttl=30, takeover=False).run(fail)
         held = Lease(engine, "held", ttl=30).acquire()
+        term = Election(engine, "leading", ttl=30).campaign()
         yield connection
         held.abandon()
+        term.abandon()
         engine.dispose()
 
 
