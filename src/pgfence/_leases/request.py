@@ -97,9 +97,13 @@ class AcquireRequest(ABC):
     waiter: str | None = None
 
     kind = "lease"
-    once_only: ClassVar[str] = "a lease is not re-entrant. Pass the handle on"
     needed: ClassVar[int | None] = None
     """The version of the tables that it needs, if it differs from the manager's."""
+
+    @property
+    def once_only(self) -> str:
+        """Why its holder cannot acquire it again, for messages."""
+        return "a lease is not re-entrant. Pass the handle on"
 
     @property
     def weight(self) -> int | None:

@@ -34,7 +34,7 @@ class _AsyncReadLock(AsyncAdvisoryLock[AsyncHeld]):
         return ReadSql(keys, style)
 
 
-class _AsyncWriteLock(AsyncAdvisoryLock[AsyncWriteHeld]):
+class _AsyncWriteLock(AsyncAdvisoryLock[AsyncHeld]):
     """The exclusive lock of a name."""
 
     def _build_sql(self, keys: tuple[LockKey, ...], style: ParamStyle) -> WriteSql:
@@ -64,7 +64,7 @@ class AsyncReadWriteLock:
     @property
     def write(self) -> AsyncLockBase[AsyncWriteHeld]:
         """The lock of writers, with the same methods; its handle can be downgraded."""
-        return self._write
+        return cast("AsyncLockBase[AsyncWriteHeld]", self._write)
 
     def __repr__(self) -> str:
         return f"<AsyncReadWriteLock {self._read._labels[0]!r}>"

@@ -44,7 +44,7 @@ class _ReadLock(AdvisoryLock[Held]):
         return ReadSql(keys, style)
 
 
-class _WriteLock(AdvisoryLock[WriteHeld]):
+class _WriteLock(AdvisoryLock[Held]):
     """The exclusive lock of a name."""
 
     def _build_sql(self, keys: tuple[LockKey, ...], style: ParamStyle) -> WriteSql:
@@ -99,7 +99,7 @@ class ReadWriteLock:
     @property
     def write(self) -> LockBase[WriteHeld]:
         """The lock of writers, with the same methods; its handle can be downgraded."""
-        return self._write
+        return cast("LockBase[WriteHeld]", self._write)
 
     def __repr__(self) -> str:
         return f"<ReadWriteLock {self._read._labels[0]!r}>"

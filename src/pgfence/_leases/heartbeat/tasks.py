@@ -122,9 +122,13 @@ class CheckTask(HeartbeatTask):
     def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
         assert isinstance(sql, LeaseSql)
         found = iter(decode_losses(link.ask(sql.check, _list_rows(self.grants), limit)))
-        results = [(grant, [next(found) for _ in grant.rows]) for grant in self.grants]
-        losses = [(grant, next((each for each in reasons if each is not None), None)) for grant, reasons in results]
-        self.lost = [(grant, reason) for grant, reason in losses if reason is not None]
+        self.lost = []
+        for grant in self.grants:
+            reasons: list[LossReason | None] = [next(found) for _ in grant.rows]
+            for reason in reasons:
+                if reason is not None:
+                    self.lost.append((grant, reason))
+                    break
 
 
 class ReleaseTask(HeartbeatTask):
