@@ -52,7 +52,7 @@ def evict(
 
     Args:
         engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
-        name: the name, in the configured namespace.
+        name: the name, in the configured namespace; of a permit of the semaphore `NAME` it is `NAME#i`, as `holders()` shows.
         reason: the reason, for the audit table; not empty.
         actor: the person or program that acts, for the audit table; None is this process's user and host.
         dry_run: whether to return only who would be evicted.

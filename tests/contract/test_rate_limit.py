@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -66,11 +67,19 @@ async def test_a_burst_leaves_no_room_for_a_second_one(world: World, name: str, 
     assert [await world.call(one.try_take) for _ in range(2)] == [True, False]
 
 
-async def test_waiting_ends_when_the_oldest_take_leaves_the_window(world: World, name: str) -> None:
-    """wait() returns once the units are allowed, and each wait takes its own."""
+async def test_waiting_ends_when_the_oldest_take_leaves_the_window(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """wait() returns once the units are allowed, and each wait takes its own: no window holds a third take."""
     one = rate(world, world.engine(), name, limit=2, per=0.2)
+    moments = []
     for _ in range(6):
         await world.call(one.wait, timeout=30)
+        newest = admin.execute("SELECT newest FROM pgfence_rate_limit WHERE name = %s", [name]).fetchone()
+        assert newest is not None
+        moments.append(newest[0])
+    gaps = [later - earlier for earlier, later in zip(moments, moments[2:], strict=False)]
+    assert min(gaps) >= timedelta(seconds=0.2)
 
 
 async def test_a_locked_row_is_waited_for(world: World, name: str, dsn: str) -> None:

@@ -62,7 +62,7 @@ async def test_as_many_holders_as_permits(world: World, name: str, admin: psycop
     assert await world.call(one.try_acquire) is None
     holders = await world.call(one.holders)
     assert [(each.name, each.kind, each.token, each.purpose) for each in holders] == [
-        (name, "permit", each.token, "closing") for each in (first, second)
+        (f"{name}#{i}", "permit", each.token, "closing") for i, each in enumerate((first, second), 1)
     ]
     await world.call(first.release)
     third = await world.call(one.acquire, timeout=5)
@@ -75,7 +75,7 @@ async def test_one_task_may_hold_several_permits(world: World, name: str) -> Non
     """The queue of this process is left with the grant, so that a holder can acquire again; only too many are rejected."""
     one = semaphore(world, world.engine(), name)
     held = [await world.call(one.acquire, timeout=5) for _ in range(2)]
-    with pytest.raises(SelfDeadlockError, match="holds 2 of 2 permits and asks for 1 more"):
+    with pytest.raises(SelfDeadlockError, match="holds 2 of 2 permits and requests 1 more"):
         await world.call(one.acquire, timeout=5)
     with pytest.raises(LockTimeoutError):
         await world.call(one.acquire, timeout=0)

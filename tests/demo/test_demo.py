@@ -156,7 +156,7 @@ def test_the_control_loses_money_and_no_guarded_act_does(
     faults = shown["acts"][-1]["takeovers"]
     assert [each["blow"] for each in faults] == [Fault.KILL, Fault.TERMINATE]
     assert all(0 < each["seconds"] < 30 for each in faults)
-    assert sum(shown["acts"][-1]["retries"].values()) >= 1, "nobody was told that its session was ended"
+    assert sum(shown["acts"][-1]["retries"].values()) >= 1, "no worker noticed that its session was ended"
 
     assert schemas(admin) == []
     assert admin.execute("TABLE public.pgbench_accounts").fetchall() == [(7,)]

@@ -327,7 +327,7 @@ async def test_a_request_cancelled_while_it_waits_returns_its_connection(shop: S
 
 @pytest.mark.parametrize("world", ["psycopg2"], indirect=True)
 async def test_waiters_inside_sync_endpoints_leave_no_thread(shop: Shop) -> None:
-    """The control: the answer of whoever holds the lock needs a thread, and each of them has somebody who waits for its commit."""
+    """The control: the response of the request that holds the lock needs a thread, and waiters for its commit occupy all threads."""
 
     def closes(account_id: int, session: Any = Depends(shop.session, scope="function")) -> int:
         TransactionLock(session, f"account:{account_id}").acquire(timeout=0.5)

@@ -375,7 +375,7 @@ async def test_a_waiter_holds_back_no_concurrent_index(
 
 
 def _run(world: World, work: Callable[[Connection], Any], **options: Any) -> None:
-    """In a thread of its own, with a loop of its own where the driver wants one; transactions hold a snapshot."""
+    """Run work in a separate thread, with a separate loop for an async driver; transactions hold a snapshot."""
     options["isolation_level"] = "SERIALIZABLE" if world.name in ("psycopg2", "psycopg_async") else "REPEATABLE READ"
     if not world.is_async:
         engine = create_engine(world.url, **options)

@@ -1,4 +1,4 @@
-"""`pgfence run` as a process, and somebody else who holds its lock."""
+"""`pgfence run` as a process, and another process that holds its lock."""
 
 from __future__ import annotations
 

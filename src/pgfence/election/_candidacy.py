@@ -85,10 +85,6 @@ class Candidacy(Generic[TermT]):
         term = self._term
         return None if term is None or term.lost or term.state == "released" else term
 
-    @property
-    def has_ended(self) -> bool:
-        return self._ending
-
     def end(self) -> None:
         """Make the member step down and stop standing. Returns immediately."""
         with self._lock:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pgfence._leases.request import holder_of
 from pgfence._process.clock import between, clock
-from pgfence.election._candidacy import LONGEST_PAUSE, SHORTEST_PAUSE
+from pgfence.election._candidacy import LONGEST_PAUSE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,14 +45,16 @@ class Observer:
             left = ends_at - clock()
             if left <= 0:
                 return False, None
+            if self._stop is None:
+                self._stop = manager.heartbeat.listen(request.place, request.stored, self._wake)
+                if manager.heartbeat.is_listening(request.place):
+                    continue  # it was listening before, so a release between the question and here wakes nobody
             await self._event.wait(min(left, self._choose_pause(manager, request, holder)))
 
     def _choose_pause(self, manager: LeaseManager, request: TermRequest, holder: Holder | None) -> float:
-        if self._stop is None:
-            self._stop = manager.heartbeat.listen(request.place, request.stored, self._wake)
         if holder is None or not manager.heartbeat.is_listening(request.place):
             return LONGEST_PAUSE  # the begin of a term is not notified
-        return max(LONGEST_PAUSE, request.terms.ttl / 3 * between(0.9, 1.0), SHORTEST_PAUSE)
+        return max(LONGEST_PAUSE, request.terms.ttl / 3 * between(0.9, 1.0))
 
     def _wake(self) -> None:
         if self._event is not None:

@@ -31,7 +31,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
 
     Limitations: the order of waiters is not guaranteed. Only the moment of the take counts; calls that you make
     afterwards may reach their destination later, and therefore closer together. A take whose response was lost may have
-    counted.
+    counted. A limit that was lowered and raised again within one window forgets takes; see `change`.
 
     Each take writes one small row for each unit in place, so a take of `n` is O(n), whatever the limit. Takes of one name are
     serialized by its row in the database.

@@ -42,6 +42,8 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
     async def holders(self) -> list[Holder]:
         """Return who holds permits at this moment, one entry for each permit, the oldest first.
 
+        The name of an entry is that of the permit's row, `NAME#i`, which `monitoring.evict` takes.
+
         Raises:
             UnreachableError: the server cannot be reached.
             SchemaError: the tables are missing.

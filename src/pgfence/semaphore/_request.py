@@ -28,7 +28,7 @@ from pgfence._process.clock import clock
 from pgfence._sql.activity import build_lease_holder
 from pgfence._sql.semaphore import permit_sql
 from pgfence._sql.storage import LIMITS
-from pgfence.keys import qualify_name
+from pgfence.keys import qualify_name, unqualify_name
 from pgfence.lease._engines import EngineSourceT
 from pgfence.lease._request import HandleT, LeaseOptions
 
@@ -196,7 +196,7 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
         manager, request = self._prepare()
         sql = permit_sql(request.place, manager.style)
         (found,) = await manager.fetch_row(request.place, sql.look, (request.stored,), needed=LIMITS)
-        return [_decode_holder(request.names[0], item) for item in json.loads(found)]
+        return [_decode_holder(item) for item in json.loads(found)]
 
     async def _resize(self, permits: int) -> None:
         size = _check_permits(permits)
@@ -212,10 +212,13 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
         return f"<{type(self).__name__} {self._name!r}, permits={self._permits}, ttl={self._terms.ttl:g}>"
 
 
-def _decode_holder(name: str, item: list[object]) -> Holder:
-    kind, owner, host, pid, backend_pid, purpose, token, since, expires_at, _ = item
+def _decode_holder(item: list[object]) -> Holder:
+    kind, owner, host, pid, backend_pid, purpose, token, since, expires_at, row = item
     times = [None if each is None else datetime.fromtimestamp(float(str(each)), UTC) for each in (since, expires_at)]
-    return build_lease_holder(name, (kind, owner, host, pid, backend_pid, None, purpose, token, *times))
+    # The name of the permit's row, which is the name that `evict` takes.
+    return build_lease_holder(
+        unqualify_name(str(row)), (kind, owner, host, pid, backend_pid, None, purpose, token, *times)
+    )
 
 
 def _check_count(value: object, what: str) -> int:

@@ -93,6 +93,8 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     def holders(self) -> list[Holder]:
         """Return who holds permits at this moment, one entry for each permit, the oldest first.
 
+        The name of an entry is that of the permit's row, `NAME#i`, which `monitoring.evict` takes.
+
         Raises:
             UnreachableError: the server cannot be reached.
             SchemaError: the tables are missing.
