@@ -93,7 +93,10 @@ def test_an_engine_of_the_application_is_used(
 
 def test_a_signal_ends_what_an_engine_is_waiting_for(cli: Cli, name: str) -> None:
     """A module that hangs while it is imported can be interrupted."""
-    (cli.folder / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    # Python misses a signal between its last check and the start of a sleep: a single long sleep would hide it.
+    (cli.folder / "slow.py").write_text(
+        "import time\nprint('importing', flush=True)\nfor _ in range(600): time.sleep(0.1)\n"
+    )
     with cli.started("--engine", "slow:engine", name, "--", "true") as process:
         assert first_line(process) == "importing"
         process.send_signal(signal.SIGINT)

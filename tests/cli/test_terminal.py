@@ -46,7 +46,7 @@ WORK = """
 import os, sys, time
 os.write(1, f"[work {os.getpid()}]\\n".encode())
 while True:
-    time.sleep(60)
+    time.sleep(0.1)  # a signal between two instructions is missed by a sleep that starts just then
 """
 
 COUNTER = """
