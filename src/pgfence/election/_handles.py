@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import final
+
 from pgfence.fence.handles import AsyncHeldLease, HeldLease
 
 
+@final
 class Term(HeldLease):
     """A term as leader, held like a lease; its token is the number of the term, which only grows.
 
@@ -15,6 +18,7 @@ class Term(HeldLease):
     __slots__ = ()
 
 
+@final
 class AsyncTerm(AsyncHeldLease):
     """A term as leader; see `Term`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, final
 
 from pgfence.fence.handles import AsyncHeldLease, HeldLease, _Leased
 
@@ -41,6 +41,7 @@ class _Slotted(_Leased):
         await super()._end_block(exc, flag=flag)
 
 
+@final
 class Slot(_Slotted, HeldLease):
     """A slot that this process alone is running.
 
@@ -70,6 +71,7 @@ class Slot(_Slotted, HeldLease):
         raise TypeError(_NOT_HANDED_ON)
 
 
+@final
 class AsyncSlot(_Slotted, AsyncHeldLease):
     """A slot that this process alone is running; see `Slot`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, cast, final
 
 from pgfence.fence.handles import AsyncHeldLease, HeldLease, _HasToken
 
@@ -38,6 +38,7 @@ class _PermitHandle(_HasToken):
             )
 
 
+@final
 class Permit(_PermitHandle, HeldLease):
     """One or more permits of a semaphore, held like a lease. Release it, or use it as a context manager.
 
@@ -58,6 +59,7 @@ class Permit(_PermitHandle, HeldLease):
         return super().hand_over()
 
 
+@final
 class AsyncPermit(_PermitHandle, AsyncHeldLease):
     """One or more permits of a semaphore; see `Permit`."""
 

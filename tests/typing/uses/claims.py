@@ -6,19 +6,13 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from app import Account, Base
+from app import Base, Job
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 from sqlalchemy.orm import Mapped, Session, mapped_column, scoped_session
 from typing_extensions import assert_type
 
 from pgfence import Claimable, claim, extend_claim, finish_claim
-
-
-class Job(Base):
-    __tablename__ = "job"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    state: Mapped[str] = mapped_column(default="new")
 
 
 class Task(Claimable, Base):
@@ -55,14 +49,10 @@ async def claimed_async(session: AsyncSession, scoped: async_scoped_session[Asyn
 
 
 def no_claim(session: Session) -> None:
-    jobs: list[Account] = claim(session, Job)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
-    claim(session, Job, "state = 'new'")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
-    claim(session, select(Job), Job.state == "new")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     claim(session, Job, ttl=60)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType, reportCallIssue]
     claim(session, select(Task), ttl=60)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     finish_claim(session, Job())  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     extend_claim(session, Task(), 60)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
-    print(jobs)
 
 
 async def no_claim_async(session: AsyncSession) -> None:

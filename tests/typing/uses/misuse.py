@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Generator
 from datetime import timedelta
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 import pgfence
-from app import AsyncSessionLocal, SessionLocal, async_engine, engine, get_async_engine, get_engine
+from app import Account, AsyncSessionLocal, Job, SessionLocal, async_engine, engine, get_async_engine, get_engine
 from guarded import Note, Page
 from pgfence import (
     AdvisoryLock,
@@ -28,13 +28,16 @@ from pgfence import (
     Lease,
     LockKey,
     Once,
+    Semaphore,
     TransactionLock,
+    claim,
     fence,
     fenced,
     idempotent,
     idempotent_call,
     insert_once,
     load_for_version,
+    run_transaction,
 )
 from pgfence import AdvisoryLok as AdvisoryLok  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 from pgfence.fence import Fence as Fence  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
@@ -187,11 +190,38 @@ def async_lock_on_other_work() -> None:
     AsyncAdvisoryLock(async_engine, "a").wrap()(async_pages)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
+def leases_on_work() -> int:
+    def numbered(n: int) -> int:
+        return n
+
+    Lease(engine, "a:{n}", ttl=60).wrap()(numbered)("one")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    AsyncLease(async_engine, "a", ttl=60).wrap()(pages)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    AsyncLease(async_engine, "a", ttl=60).wrap()(async_pages)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    guarded = Lease(engine, "a:{n}", ttl=60).wrap(busy="skip")(numbered)
+    return guarded(1) + 1  # type: ignore[operator]  # pyright: ignore[reportOptionalOperand, reportUnknownVariableType]
+
+
+def sync_lease_on_async_work() -> None:
+    Lease(engine, "a", ttl=60).wrap()(work)  # type: ignore[deprecated]
+
+
+def sync_lease_skip_on_async_work() -> None:
+    Lease(engine, "a", ttl=60).wrap(busy="skip")(work)  # type: ignore[deprecated]
+
+
 guard = AdvisoryLock(engine, "a").wrap()
 
 
 @guard  # type: ignore[deprecated]  # pyright: ignore[reportDeprecated]
 async def decorated() -> int:
+    return 1
+
+
+guard_slot = Once(engine, "a", every=timedelta(days=1)).wrap()
+
+
+@guard_slot  # type: ignore[deprecated]  # pyright: ignore[reportDeprecated]
+async def decorated_slot() -> int:
     return 1
 
 
@@ -213,6 +243,7 @@ def a_lease_that_is_wrong() -> None:
     Lease(engine, "a")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     Lease(engine, "a", ttl="60s")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Lease(engine, "a", ttl=60, heartbeat=False)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Semaphore(engine, "a", ttl=60)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     AdvisoryLock(engine, "a", "b", token=True)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
@@ -279,6 +310,8 @@ async def no_key_of_a_request(session: Session, asynchronous: AsyncSession, conn
     idempotent(SessionLocal, "k", scope="a")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     idempotent(session, 7, scope="a")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     number: int = idempotent(session, "k", scope="a", result=str).run(lambda: "a")  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    idempotent(session, "k", scope="s", result=int).run(lambda: "x")  # type: ignore[arg-type, return-value]  # pyright: ignore[reportArgumentType]
+    idempotent(session, "k", scope="s", result=str).complete("x")  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     idempotent(session, "k", scope="a", result=str).run(lambda: 7)  # type: ignore[arg-type, return-value]  # pyright: ignore[reportArgumentType]
     idempotent(session, "k", scope="a", result=int).run(work)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     idempotent(asynchronous, "k", scope="a", result=int).run(work)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
@@ -287,6 +320,27 @@ async def no_key_of_a_request(session: Session, asynchronous: AsyncSession, conn
     async with idempotent(session, "k", scope="a"):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
         pass
     print(number)
+
+
+async def pay(session: Session) -> int:
+    return 1
+
+
+async def pay_async(session: AsyncSession) -> int:
+    return 1
+
+
+def async_work_in_a_sync_transaction() -> None:
+    run_transaction(AsyncSessionLocal, pay)  # type: ignore[arg-type, unused-coroutine]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    run_transaction(SessionLocal, pay_async)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def another_model(session: Session) -> None:
+    page: Job = load_for_version(session, Account, 1, 3)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    jobs: list[Account] = claim(session, Job)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    claim(session, Job, "state = 'new'")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    claim(session, select(Job), Job.state == "new")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    print(page, jobs)
 
 
 def no_key_of_a_call() -> None:
