@@ -1,8 +1,8 @@
-"""Drain an outbox on one of many instances of a web application.
+"""Send the messages of an outbox on one of many instances of a web application.
 
 pip install "pgfence[fastapi,psycopg,asyncio]" uvicorn
 psql -c "CREATE TABLE outbox (id bigserial PRIMARY KEY, sent boolean NOT NULL DEFAULT false)"
-uvicorn leader:app
+POD_NAME=$(hostname) uvicorn leader:app
 """
 
 import asyncio
@@ -12,26 +12,42 @@ from contextlib import asynccontextmanager
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pgfence import AsyncElection, AsyncMember, AsyncTerm
+from pgfence import AsyncElection, AsyncMember, AsyncTerm, claim
 
 async_engine = create_async_engine("postgresql+psycopg://")
 AsyncSessionLocal = async_sessionmaker(async_engine)
 
 
+class Base(DeclarativeBase):
+    pass
+
+
+class Message(Base):
+    __tablename__ = "outbox"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    sent: Mapped[bool]
+
+
 async def drain(term: AsyncTerm) -> None:
     while not term.lost:
         async with term.begin(AsyncSessionLocal) as session:
-            await session.execute(text("DELETE FROM outbox WHERE sent"))
-        await asyncio.sleep(1)
+            messages = await claim(
+                session, Message, ~Message.sent, order_by=Message.id, limit=10
+            )
+            for message in messages:
+                message.sent = True  # send it here
+        if not messages:
+            await asyncio.sleep(1)
 
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-    election = AsyncElection(async_engine, "outbox", ttl=15)
-    async with election.stand(owner=os.environ.get("POD_NAME")) as member:
+    async with AsyncElection(async_engine, "outbox", ttl=15).stand(
+        owner=os.environ["POD_NAME"]
+    ) as member:
         app.state.member = member
         app.state.outbox = asyncio.create_task(member.run(drain))
         yield
@@ -45,6 +61,9 @@ def get_member(request: Request) -> AsyncMember:
     return member
 
 
+Member = Annotated[AsyncMember, Depends(get_member)]
+
+
 @app.get("/healthz")
-def health(member: Annotated[AsyncMember, Depends(get_member)]) -> dict[str, object]:
-    return {"leader": member.is_leader, "term": member.term and member.term.token}
+def health(m: Member) -> dict[str, bool | int | None]:
+    return {"leader": m.is_leader, "term": m.term and m.term.token}

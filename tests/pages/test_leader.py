@@ -13,23 +13,25 @@ from support.processes import Script
 from support.servers import database
 
 SERVE = """
-import json, time
+import json, os, time
 
 import psycopg
 
 from fastapi.testclient import TestClient
 import leader
 
-def count_sent():
+os.environ["POD_NAME"] = "pod-7"
+
+def count_unsent():
     with psycopg.connect() as connection:
-        return connection.execute("SELECT count(*) FROM outbox WHERE sent").fetchone()[0]
+        return connection.execute("SELECT count(*) FROM outbox WHERE NOT sent").fetchone()[0]
 
 with TestClient(leader.app) as client:
     end = time.monotonic() + 20
     while not (health := client.get("/healthz").json())["leader"]:
         assert time.monotonic() < end
         time.sleep(0.01)
-    while count_sent():
+    while count_unsent():
         assert time.monotonic() < end
         time.sleep(0.01)
 print(json.dumps(health))
@@ -43,10 +45,11 @@ def test_the_application_leads_works_and_resigns(dsn: str) -> None:
         schema.create_all(engine)
         engine.dispose()
         with psycopg.connect(own, autocommit=True) as connection:
-            connection.execute("CREATE TABLE outbox (id int, sent boolean)")
-            connection.execute("INSERT INTO outbox VALUES (1, true), (2, false)")
+            connection.execute("CREATE TABLE outbox (id bigserial PRIMARY KEY, sent boolean NOT NULL DEFAULT false)")
+            connection.execute("INSERT INTO outbox (sent) SELECT false FROM generate_series(1, 25)")
             script = Script(pages.reader(own, SERVE))
             assert json.loads(script.read_line()) == {"leader": True, "term": 1}
             script.close()
-            assert connection.execute("SELECT id FROM outbox").fetchall() == [(2,)]
-            assert connection.execute("SELECT released_at IS NOT NULL FROM pgfence_lease").fetchall() == [(True,)]
+            assert connection.execute("SELECT count(*) FROM outbox WHERE NOT sent").fetchall() == [(0,)]
+            term = "SELECT owner, token, released_at IS NOT NULL FROM pgfence_lease"
+            assert connection.execute(term).fetchall() == [("pod-7", 1, True)]

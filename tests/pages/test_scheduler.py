@@ -1,8 +1,8 @@
-"""The page about schedulers: its program on two replicas, each with its own running scheduler."""
+"""The pages about schedulers: their programs on two replicas, each with its own running scheduler."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -29,6 +29,21 @@ scheduler.add_listener(lambda event: answers.put(event.exception or event.retval
 (job,) = scheduler.get_jobs()
 job.modify(next_run_time=datetime.now(timezone.utc))
 say(answers.get(timeout=20), send_once())
+scheduler.shutdown()
+"""
+
+# The program's job is due every 50 ms.
+LED = """
+from apscheduler.events import EVENT_JOB_EXECUTED
+from apscheduler.triggers.interval import IntervalTrigger
+from leading_scheduler import member, scheduler
+
+scheduler.add_listener(lambda event: say("ran", member.term and member.term.token), EVENT_JOB_EXECUTED)
+(job,) = scheduler.get_jobs()
+job.reschedule(IntervalTrigger(seconds=0.05))
+say("standing")
+park()
+member.resign()
 scheduler.shutdown()
 """
 
@@ -79,6 +94,21 @@ def test_one_replica_sends_the_digest_of_the_day(own: str) -> None:
     """Both schedulers fire; one job runs, the other is skipped, and a manual run afterwards is skipped too."""
     with replicas(own, REPLICA) as both:
         assert sorted(one.read_line() for one in both) == ["3 None", "None None"]
+
+
+def test_only_the_scheduler_of_the_leader_runs(own: str) -> None:
+    """A follower's scheduler runs no job. When the leader resigns, the follower's scheduler starts, in the next term."""
+    with ExitStack() as ends:
+        leader = Script(pages.reader(own, LED))
+        ends.callback(leader.close)
+        leader.wait_for("ran 1")
+        follower = Script(pages.reader(own, LED))
+        ends.callback(follower.close)
+        follower.wait_for("standing")
+        for _ in range(5):
+            leader.wait_for("ran 1")
+        assert leader.go_on() == 0
+        assert follower.read_line() == "ran 2"
 
 
 def test_each_slot_is_run_by_one_replica(own: str) -> None:
