@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from support.servers import OwnServer
 
-pytest_plugins = ["support.faults", "support.retrying"]
+# The first is an entry point, too; an environment that was installed before it existed does not have it.
+pytest_plugins = ["pgfence_pytest", "support.faults", "support.retrying"]
 
 _SERVER = pytest.StashKey[servers.TestServer]()
 
@@ -113,6 +114,12 @@ def dsn(request: pytest.FixtureRequest) -> Iterator[str]:
     server = workerinput["pgfence_dsn"] if workerinput else request.config.stash[_SERVER].dsn
     with servers.database(server, workerinput["workerid"] if workerinput else "main") as name:
         yield name
+
+
+@pytest.fixture(scope="session")
+def pgfence_server(dsn: str) -> str:
+    """The database of this worker, for the fixtures of `pgfence.testing`."""
+    return f"postgresql+psycopg://{dsn.split('://', 1)[1]}"
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ ROWS = (
     ("_alembic", "advisory", "lease", "monitoring", "schema"),
     ("claims", "effects", "election", "migrations", "once", "rate_limit", "read_write", "semaphore"),
     ("_demo", "_http"),
-    ("asgi", "cli", "fastapi", "wsgi"),
+    ("asgi", "cli", "fastapi", "testing", "wsgi"),
     ("__main__",),
 )
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
@@ -50,9 +50,20 @@ ONLY_IN = {
     "pickle": (),
     "threading": (
         *("_process", "_holds", "_connections", "_locks", "_leases", "_api"),
-        *("election", "embedded", "_demo", "cli"),
+        *("election", "embedded", "_demo", "cli", "testing"),
     ),
-    "asyncio": ("_holds", "_connections", "_leases", "_api", "advisory", "retrying", "effects", "election", "asgi"),
+    "asyncio": (
+        "_holds",
+        "_connections",
+        "_leases",
+        "_api",
+        "advisory",
+        "retrying",
+        "effects",
+        "election",
+        "asgi",
+        "testing",
+    ),
     "starlette": ("fastapi",),
     "time": (
         "_process",
@@ -65,6 +76,7 @@ ONLY_IN = {
         "cli",
         "retrying",
         "migrations",
+        "testing",
     ),
 }
 # Needs greenlet, and importing pgfence must work without it: for types alone, or late, inside a function.
@@ -94,6 +106,7 @@ VERBS = frozenset(
     [
         "abandon",
         "abort",
+        "accept",
         "acquire",
         "add",
         "adopt",
@@ -148,6 +161,7 @@ VERBS = frozenset(
         "cut",
         "decode",
         "decorate",
+        "delay",
         "default",
         "define",
         "delete",
@@ -202,6 +216,7 @@ VERBS = frozenset(
         "hand",
         "handle",
         "hash",
+        "heal",
         "hear",
         "hold",
         "identify",
@@ -458,6 +473,9 @@ NAMES = {
     "result_processor": "likewise",
     "communicate_gen": "an override of psycopg's",
     "due": "reads like a question of a timetable",
+    "black_hole": "a fault of the proxy, as networks call it",
+    "half_close": "likewise",
+    "connections": "the count, which the proxy calls so",
     "checked": "stands for the method of the user's that it wraps",
 }
 # The rooms in which every function has such a name. The list only grows.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
+    from pgfence.testing import PgfenceHistory
     from support.processes import Script
     from support.worlds import World
 
@@ -30,17 +31,18 @@ WORKERS, KILLS = 8, 20
 
 # Forked, not started: a process costs milliseconds that way. Whoever dies is replaced; all are one process group.
 CREW = """
+from pgfence.testing import PgfenceHistory
+
 async def work():
     me = str(os.getpid())
     arguments = {"server_settings": {"application_name": me}} if "asyncpg" in sys.argv[1] else {"application_name": me}
     lock = AsyncAdvisoryLock(create_async_engine(sys.argv[1], connect_args=arguments), sys.argv[2])
-    write = text("INSERT INTO crash_history (who, turn, what) VALUES (:who, :turn, :what)")
-    for turn in range(1_000_000):
+    while True:
         async with lock.connect(timeout=60) as connection:
-            await connection.execute(write, {"who": me, "turn": turn, "what": "enter"})
+            await PgfenceHistory.enter(connection, me)
             await connection.commit()
             await asyncio.sleep(random.uniform(0, 0.02))
-            await connection.execute(write, {"who": me, "turn": turn, "what": "leave"})
+            await PgfenceHistory.leave(connection, me)
             await connection.commit()
 
 def start():
@@ -71,29 +73,27 @@ async def test_never_two_holders_while_holders_are_killed(
     script: Callable[..., Script],
     admin: psycopg.Connection[Any],
     advisory_rows: Callable[[], list[Any]],
+    pgfence_history: PgfenceHistory,
 ) -> None:
     """Twenty SIGKILLs of the holder, and some of waiters, at random moments: the history has no overlap, no row is left."""
-    admin.execute("DROP TABLE IF EXISTS crash_history")
-    admin.execute("CREATE TABLE crash_history (id bigserial PRIMARY KEY, who text, turn int, what text)")
+    history = pgfence_history
     crew = script(program(world, CREW), world.url, name, str(WORKERS))
     killed: set[str] = set()
     try:
         crew.wait_for("started")
         for number in range(KILLS):
-            soon = written(admin) + random.randrange(1, 8)
-            await eventually(lambda: written(admin) >= soon, deadline=20)  # noqa: B023
+            soon = len(history) + random.randrange(1, 8)
+            await eventually(lambda: len(history) >= soon, deadline=20)  # noqa: B023
             killed.add(await kill_a_holder(admin, killed))
             if number % 4 == 0:
                 killed.add(kill_a_child(crew.pid))
-        done = written(admin)
-        await eventually(lambda: written(admin) > done + 2 * WORKERS, deadline=20)
+        done = len(history)
+        await eventually(lambda: len(history) > done + 2 * WORKERS, deadline=20)
     finally:
         os.killpg(crew.pid, signal.SIGKILL)
     await eventually(lambda: not advisory_rows())
     await freed(admin, name)
-    told = history(admin)
-    wrong, unfinished = overlaps_and_unfinished(told)
-    assert wrong == []
+    unfinished = history.check()
     assert len(unfinished - killed) <= 1, "only who was killed, at the very end one more, may have entered and not left"
 
 
@@ -116,28 +116,3 @@ def kill_a_child(parent: int) -> str:
     pid = random.choice(Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
     os.kill(int(pid), signal.SIGKILL)
     return pid
-
-
-def written(admin: psycopg.Connection[Any]) -> int:
-    return admin.execute("SELECT count(*) FROM crash_history").fetchone()[0]
-
-
-def history(admin: psycopg.Connection[Any]) -> list[tuple[str, int, str]]:
-    return admin.execute("SELECT who, turn, what FROM crash_history ORDER BY id").fetchall()
-
-
-def overlaps_and_unfinished(told: list[tuple[str, int, str]]) -> tuple[list[Any], set[str]]:
-    """Return what was written outside of its holder's own time, and who entered and never left."""
-    wrong: list[Any] = []
-    unfinished: set[str] = set()
-    inside: tuple[str, int] | None = None
-    for who, turn, what in told:
-        if what == "leave":
-            if inside != (who, turn):
-                wrong.append((who, turn, what, inside))
-            inside = None
-            continue
-        if inside is not None:
-            unfinished.add(inside[0])
-        inside = (who, turn)
-    return wrong, unfinished

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from pgfence.testing._processes import pause as frozen
+
+__all__ = ["Script", "alive", "family", "frozen"]
 
 _PRELUDE = """
 import os, signal, sys
@@ -108,19 +108,6 @@ class Script:
                 os.kill(self.child, signal.SIGKILL)
         self._popen.stdin.close()
         self._popen.stdout.close()
-
-
-@contextmanager
-def frozen(*pids: int) -> Iterator[None]:
-    """Stop processes of this machine with SIGSTOP and let them go on at the end: alive, connected and deaf."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
 
 
 def family(pid: int) -> list[int]:

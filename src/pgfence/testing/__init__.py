@@ -1,0 +1,20 @@
+"""Fixtures and faults for the tests of code that uses pgfence.
+
+Installing pgfence adds its plugin to pytest. The plugin does nothing until a test uses one of its fixtures:
+
+- `pgfence_server`: the URL of a database for this run, on a temporary PostgreSQL server.
+- `pgfence_namespace`: a namespace of this test alone.
+- `pgfence_holds`: hold a lock from another session.
+- `pgfence_no_leaks`: fail a test that leaves a lock behind.
+- `pgfence_faults`: make locks busy, lost or stale, end connections and processes, move the server's clock.
+- `pgfence_history`: record who was inside a critical section, and check it.
+
+This module has the types of these fixtures. It needs no pytest.
+"""
+
+from __future__ import annotations
+
+from pgfence.testing._errors import FaultUnavailableError
+from pgfence.testing._history import PgfenceHistory
+
+__all__ = ["FaultUnavailableError", "PgfenceHistory"]

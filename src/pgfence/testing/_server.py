@@ -1,0 +1,65 @@
+"""The database of a test run: a temporary server, or a new database on the server that `PGFENCE_TEST_DSN` names."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+from sqlalchemy import create_engine, make_url
+from sqlalchemy.pool import NullPool
+
+from pgfence._sql import testing as statements
+from pgfence.embedded._server import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import URL, Engine
+
+VARIABLE = "PGFENCE_TEST_DSN"
+_SYNC = {"psycopg", "psycopg2"}
+
+
+def build_sync_url(url: str | URL) -> URL:
+    """Return the URL for a sync driver: psycopg, unless the URL names psycopg2."""
+    parsed = make_url(url)
+    driver = parsed.drivername.partition("+")[2]
+    return parsed.set(drivername=f"postgresql+{driver if driver in _SYNC else 'psycopg'}")
+
+
+def open_engine(url: str | URL, label: str = "pgfence_testing") -> Engine:
+    """Return an engine without a pool for the helpers of a test run, whose sessions have their own application_name."""
+    return create_engine(build_sync_url(url), poolclass=NullPool, connect_args={"application_name": label})
+
+
+@contextmanager
+def open_database(worker: str) -> Iterator[str]:
+    """Yield the URL of a database that exists until the end of the block.
+
+    Args:
+        worker: the name of the pytest-xdist worker, for the name of the database.
+    """
+    if dsn := os.environ.get(VARIABLE):
+        with create_database(dsn, worker) as url:
+            yield url
+        return
+    with closing(Server(fsync=False)) as server:
+        server.start()
+        yield server.url
+
+
+@contextmanager
+def create_database(dsn: str, label: str) -> Iterator[str]:
+    """Create a database with a new name on a server, yield its URL for psycopg, and drop it."""
+    name = f"pgfence_test_{secrets.token_hex(4)}_{label}"
+    # CREATE DATABASE is not allowed in a transaction.
+    engine = open_engine(dsn).execution_options(isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.exec_driver_sql(statements.build_create_database(name))
+    try:
+        yield build_sync_url(dsn).set(database=name).render_as_string(hide_password=False)
+    finally:
+        with engine.connect() as connection:
+            connection.exec_driver_sql(statements.build_drop_database(name))
