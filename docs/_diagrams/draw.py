@@ -1,11 +1,18 @@
-"""Draw the pictures of concepts/how-it-works.md: `python docs/_diagrams/draw.py` writes them to docs/_static."""
+"""Draw the diagrams of the docs: `python docs/_diagrams/draw.py` writes them to docs/_static.
+
+A decision tree is drawn from a text file beside this script: a title, and paragraphs of a question, its results (`=`) and a
+note below a result (`-`). The last paragraph has no question: its results are those of "no" to the last question.
+"""
 
 from __future__ import annotations
 
+import textwrap
+from functools import partial
 from html import escape
 from pathlib import Path
 
-STATIC = Path(__file__).parents[1] / "_static"
+HERE = Path(__file__).parent
+STATIC = HERE.parent / "_static"
 WIDTH = 460
 STYLE = """\
 text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1f2328 }
@@ -133,6 +140,36 @@ def sequence(
     ]
     lives = [f'<path class="life" d="M{at} 32V{bottom}"/>' for at in columns]
     return picture(title, bottom + 4, [*lives, *heads, *parts])
+
+
+def tree(source: str) -> str:
+    """Return a decision tree: questions from top to bottom, the results of "yes" beside them."""
+    title, *paragraphs = (HERE / source).read_text(encoding="utf-8").split("\n\n")
+    parts: list[str] = []
+    y = 2.0
+    for paragraph in paragraphs:
+        lines = paragraph.strip().splitlines()
+        asks = textwrap.wrap(
+            " ".join(line for line in lines if line[0] not in "=-"), 30
+        )
+        results = [
+            (one, "code name" if line[0] == "=" else "note")
+            for line in lines
+            if line[0] in "=-"
+            for one in textwrap.wrap(line[2:], 28)
+        ]
+        height = 17 * max(len(asks), len(results)) + 18
+        if asks:
+            parts += box(2, y, 218, height, [(line, "") for line in asks])
+            parts += arrow(220, y + height / 2, 256, y + height / 2)
+            parts.append(text(236, y + height / 2 - 5, "yes", "note"))
+            parts += box(258, y, 200, height, results, "ours")
+            parts += arrow(40, y + height, 40, y + height + 24)
+            parts.append(text(48, y + height + 16, "no", "note", "start"))
+        else:
+            parts += box(2, y, 218, height, results, "ours")
+        y += height + 24
+    return picture(title, y - 22, parts)
 
 
 def connections() -> str:
@@ -333,6 +370,8 @@ DIAGRAMS = {
     "how-lease.svg": lease,
     "how-idempotency-key.svg": idempotency_key,
     "how-attempt.svg": attempt,
+    "race.svg": partial(tree, "race.txt"),
+    "which-one.svg": partial(tree, "which-one.txt"),
 }
 
 if __name__ == "__main__":
