@@ -38,7 +38,7 @@ from pgfence.errors import (
 )
 from pgfence.fence import fence, fenced
 from pgfence.keys import KeyFamily, LockKey, Name
-from pgfence.types import Event, Holder, Json, LeaseRef, OnLoss, State
+from pgfence.types import Event, Holder, Json, LeaseRef, LockEvent, OnLoss, ProcessPause, State
 
 if TYPE_CHECKING:
     from pgfence import compat, schema
@@ -115,6 +115,7 @@ __all__ = [
     "KeyFamily",
     "Lease",
     "LeaseRef",
+    "LockEvent",
     "LockKey",
     "LockLostError",
     "LockNotHeldError",
@@ -128,6 +129,7 @@ __all__ = [
     "Permit",
     "PgfenceError",
     "PoolerError",
+    "ProcessPause",
     "RateLimit",
     "ReadWriteLock",
     "SchemaError",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 from pgfence._process.clock import Seconds, seconds
+from pgfence._process.events import EventHub
 from pgfence.keys import LockKey
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 PoolerSetting: TypeAlias = Literal["auto", "direct", "session", "transaction"]
 
 _ATTRIBUTE = "_pgfence_config"
+_UNPINNED = "_pgfence_default_config"
+_EVENTS = "_pgfence_events"
 
 LONGEST_PREFIX = 40
 """PostgreSQL names have at most 63 bytes, and pgfence's longest name needs the rest."""
@@ -37,6 +40,8 @@ class Config:
     max_lock_connections: int = 20
     pooler: PoolerSetting = "auto"
     on_event: Callable[[Event], object] | None = None
+    events: EventHub = field(default_factory=EventHub, compare=False, repr=False)
+    """The listeners of the engine, `on_event` included. Others can be added at any time."""
 
 
 DEFAULT = Config()
@@ -73,7 +78,7 @@ def configure(
         pooler: what is between client and server. "auto" rejects session locks if a pooler is detected; "session" asserts that
             the pooler gives each client a dedicated server session; "transaction" rejects session locks, unless there is a
             `lock_engine`, whose own `pooler` setting then applies.
-        on_event: called with every `Event`.
+        on_event: called with every `Event`, on the thread or task where it happens. It must be quick. Its exceptions are logged.
 
     Raises:
         ValueError: a value is out of range, or the engine was already configured with other values or is already in use.
@@ -99,12 +104,14 @@ def configure(
         max_lock_connections=max_lock_connections,
         pooler=pooler,
         on_event=on_event,
+        events=events_of(engine),
     )
     home = vars(_get_dialect(engine))
     if home.setdefault(_ATTRIBUTE, new) != new:
         raise ValueError(
             "this engine already has other settings: call configure() once, before the first use of the engine"
         )
+    new.events.set_application(on_event)
 
 
 def expect_place(schema: str | None, prefix: str) -> None:
@@ -145,8 +152,19 @@ def config_of(thing: HasDialect, *, pin: bool = False) -> Config:
     # Stored on the dialect, which an engine shares with its execution_options() copies, Connections and Sessions. The settings
     # are garbage-collected with the engine.
     home = vars(_get_dialect(thing))
-    config: Config = home.setdefault(_ATTRIBUTE, DEFAULT) if pin else home.get(_ATTRIBUTE, DEFAULT)
+    config: Config | None = home.get(_ATTRIBUTE)
+    if config is None:
+        config = home.get(_UNPINNED) or home.setdefault(_UNPINNED, Config(events=events_of(thing)))
+        if pin:
+            config = home.setdefault(_ATTRIBUTE, config)
     return config
+
+
+def events_of(thing: HasDialect) -> EventHub:
+    """Return the listeners to the events of an engine. There they are before the settings, and remain the same."""
+    home = vars(_get_dialect(thing))
+    hub: EventHub = home.get(_EVENTS) or home.setdefault(_EVENTS, EventHub())
+    return hub
 
 
 def _expect(value: object, kind: type | tuple[type, ...], what: str) -> None:

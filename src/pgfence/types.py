@@ -63,8 +63,18 @@ class Holder:
 class Event:
     """An event that is passed to `configure(on_event=...)`. Every kind of event has these fields.
 
-    `event` is one of "acquired", "released", "lost" and "timeout". A key in the caller's transaction has only the events
-    "acquired" and "timeout", because it ends with the transaction.
+    The events of locks, leases, keys, fences and versions are of the class `LockEvent`, whose `event` is "acquired",
+    "refused", "timeout", "released", "lost", "reclaimed", "renewal_failed", "release_failed", "evicted", "fence_rejected",
+    "conflict", "replayed" or "reused". An attempt of `run_transaction` is a `TransactionAttempt`, and a pause of this
+    process is a `ProcessPause` ("paused").
+
+    Attributes:
+        event: what happened.
+        name: the name of the lock or key, without the namespace; the names of several, separated by commas.
+        owner: the owner that the holder gave, for leases, slots, permits and terms.
+        lease_id: identifies one grant of a lease.
+        token: its fencing token.
+        at: the time on the clock of this process, in UTC.
     """
 
     event: str
@@ -73,6 +83,46 @@ class Event:
     lease_id: UUID | None
     token: int | None
     at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class LockEvent(Event):
+    """An event of a lock, lease, idempotency key, fence or version. A field that does not apply is None.
+
+    Attributes:
+        kind: "advisory", "session lock" (an advisory lock with a token), "read", "write", "transaction", "lease", "slot", "permit",
+            "term", "partition", "idempotency key", "effect", "fence" or "version".
+        ttl: the TTL in seconds, for what expires.
+        waited: the seconds from the call until it was granted, refused or timed out.
+        held: the seconds for which it was held, when it was released or lost.
+        reason: why: of a loss its `loss_reason`; of a failed renewal or release the error's class; of an eviction the reason that
+            the operator gave; of a rejection by a fence "stale", "missing" or "timeout".
+        attempt: the number of the attempt, for slots and effects.
+        contended: whether another holder had it when it was requested.
+    """
+
+    kind: str = ""
+    ttl: float | None = None
+    waited: float | None = None
+    held: float | None = None
+    reason: str | None = None
+    attempt: int | None = None
+    contended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPause(Event):
+    """The heartbeat's thread woke up so late that a lease of this process was at risk.
+
+    Attributes:
+        seconds: how late.
+        ttl: the shortest TTL among the leases held.
+        margin: the seconds of that TTL that the holder keeps in reserve for pauses.
+    """
+
+    seconds: float
+    ttl: float
+    margin: float
 
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -87,5 +137,5 @@ class LeaseRef(TypedDict):
 
 
 # The module is set because a pickled error contains its holders, and a later release may have renamed this module.
-for _public in (Holder, Event, LeaseRef):
+for _public in (Holder, Event, LockEvent, ProcessPause, LeaseRef):
     _public.__module__ = "pgfence"

@@ -215,7 +215,7 @@ async def test_a_result_outlives_what_it_refers_to(desk: Desk) -> None:
 
 
 async def test_events_for_claims_and_failed_waits(desk: Desk, admin: Any) -> None:
-    """`on_event` gets "acquired" when work begins and "timeout" when a wait has failed; nothing for a replay."""
+    """`on_event` gets "acquired" when work begins, "timeout" when a wait has failed, and "replayed"."""
     told: list[Event] = []
     heard = Desk(desk.world, admin)
     heard.scope = desk.scope
@@ -230,6 +230,7 @@ async def test_events_for_claims_and_failed_waits(desk: Desk, admin: Any) -> Non
         heard.close()
     assert [(event.event, event.name) for event in told] == [
         ("timeout", f"{desk.scope}:k"),
+        ("replayed", f"{desk.scope}:k"),
         ("acquired", f"{desk.scope}:other"),
     ]
 

@@ -380,8 +380,8 @@ async def test_a_name_lives_in_the_configured_namespace(world: World, name: str)
             assert holder.key == LockKey.of(name, namespace=namespace)
 
 
-async def test_grants_and_timeouts_are_reported_to_on_event(world: World, name: str) -> None:
-    """`configure(on_event=...)` receives each grant and each timeout, and nothing that cost no request."""
+async def test_grants_and_refusals_are_reported_to_on_event(world: World, name: str) -> None:
+    """`configure(on_event=...)` receives each grant and each refusal, and nothing that cost no request."""
     engine = world.engine()
     heard: list[tuple[str, str | None]] = []
     configure(engine, on_event=lambda event: heard.append((event.event, event.name)))
@@ -391,7 +391,7 @@ async def test_grants_and_timeouts_are_reported_to_on_event(world: World, name: 
         assert await world.call(lock(two, name).try_acquire) is False
         with pytest.raises(LockTimeoutError):
             await world.call(lock(two, name).acquire, timeout=0)
-    assert heard == [("acquired", name), ("timeout", name)]
+    assert heard == [("acquired", name), ("refused", name), ("refused", name)]
 
 
 # ---------------------------------------------------------------- modes

@@ -30,7 +30,8 @@ def engine() -> Engine:
 
 def test_nothing_configured_means_the_defaults(engine: Engine) -> None:
     """An engine that was never configured has the documented defaults."""
-    assert config_of(engine) is DEFAULT
+    assert config_of(engine) == DEFAULT
+    assert config_of(engine).events is not DEFAULT.events
     assert (
         Config(
             namespace="",
@@ -189,7 +190,8 @@ def test_a_bad_value_is_rejected_and_leaves_nothing_set(
     with pytest.raises(error) as caught:
         configure(engine, **bad)
     assert "secret" not in str(caught.value)
-    assert config_of(engine) is DEFAULT
+    assert config_of(engine) == DEFAULT
+    assert config_of(engine).events is not DEFAULT.events
 
 
 @pytest.mark.parametrize("value", [0, math.inf])

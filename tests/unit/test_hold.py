@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from pgfence._holds.hold import Hold, emit_event, format_names
+from pgfence._holds.hold import Hold, format_names
 from pgfence._holds.queue import Contender, LocalQueue, QueueEntry
 from pgfence._process.lifecycle import MUTEX
 from pgfence._sql.advisory import LockSql
-from pgfence.config import Config
 from pgfence.errors import LockLostError, LockNotHeldError
 from pgfence.keys import LockKey
 
@@ -159,17 +158,6 @@ def test_of_many_threads_exactly_one_may_release_or_lose() -> None:
         assert wins.count("released") == 1
         assert told == ["lost"] * wins.count("lost")
         assert hold.state == ("lost" if told else "released")
-
-
-def test_events_reach_the_hook_and_its_failure_stays_there(caplog: pytest.LogCaptureFixture) -> None:
-    """on_event gets a value with name and time; an exception in it is logged."""
-    seen: list[Any] = []
-    emit_event(Config(on_event=seen.append), "acquired", ("a", "b"))
-    assert (seen[0].event, seen[0].name, seen[0].at.tzinfo is not None) == ("acquired", "a, b", True)
-    emit_event(Config(), "acquired", ("a",))
-    with caplog.at_level(logging.ERROR, "pgfence.advisory"):
-        emit_event(Config(on_event=lambda _: 1 / 0), "acquired", ("a",))
-    assert "ZeroDivisionError" in caplog.text
 
 
 def test_names_are_quoted_in_messages() -> None:

@@ -13,13 +13,14 @@ from pgfence._admin.connection import run_on_engine
 from pgfence._api.inputs import check_text
 from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases.heartbeat.service import HeartbeatService
+from pgfence._process.events import emit_event
 from pgfence._sql.errors import translate_connect_error, translate_error
 from pgfence._sql.evict import EvictionRequest
 from pgfence._sql.resign import ResignRequest
 from pgfence._sql.storage import table_names_of
-from pgfence.config import config_of
+from pgfence.config import config_of, events_of
 from pgfence.errors import PgfenceError
-from pgfence.keys import LockKey, qualify_name
+from pgfence.keys import LockKey, qualify_name, unqualify_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +76,10 @@ def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, fo
     heartbeat = ManagerRegistry.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("heartbeat")
     if isinstance(heartbeat, HeartbeatService) and found.newest is not None and found.token is not None:
         heartbeat.note_eviction(order.place, order.name, found.token)
+    if found.newest is not None:
+        kind, owner = (found.holders[0].kind, found.holders[0].owner) if found.holders else ("lease", None)
+        name = unqualify_name(order.name)
+        emit_event(events_of(engine), "evicted", name, kind, owner=owner, token=found.token, reason=order.reason)
     return found
 
 

@@ -1,28 +1,29 @@
 """The record of one grant and its four states: held, unknown, lost, released.
 
 A `Hold` belongs to the connection that holds the lock. A lease has no connection: its record is `_leases.grant.Grant`, with the
-same base class. The state changes once from held to lost or released, from any thread. Events for `configure(on_event=...)`
-and the format of names in messages are here too.
+same base class. The state changes once from held to lost or released, from any thread. The format of names in messages is here
+too.
 """
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from pgfence._process.callbacks import call_logged
+from pgfence._process.clock import clock
+from pgfence._process.events import build_log_fields, emit_event
 from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence.errors import LockLostError, LockNotHeldError
-from pgfence.types import Event, Holder
+from pgfence.types import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
     from pgfence._holds.queue import Contender, QueueEntry
+    from pgfence._process.events import EventHub
     from pgfence._sql.advisory import LockSql
     from pgfence._sql.storage import TableNames
-    from pgfence.config import Config
     from pgfence.errors import LossReason
     from pgfence.keys import LockKey
     from pgfence.types import State
@@ -35,20 +36,14 @@ def format_names(names: tuple[str, ...]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def emit_event(
-    config: Config,
-    event: str,
-    names: tuple[str, ...],
-    token: int | None = None,
-    *,
-    owner: str | None = None,
-    lease_id: UUID | None = None,
-) -> None:
-    """Call the hook of `configure(on_event=...)`. Its exceptions are logged."""
-    hook: Callable[[Event], object] | None = config.on_event
-    if hook is not None:
-        what = Event(event, ", ".join(names), owner, lease_id, token, datetime.now(UTC))
-        call_logged(lambda: hook(what))
+class HoldDetails(NamedTuple):
+    """What events and log records say about a hold, besides its names and its token."""
+
+    kind: str
+    owner: str | None = None
+    lease_id: UUID | None = None
+    ttl: float | None = None
+    attempt: int | None = None
 
 
 class BaseHold:
@@ -67,6 +62,7 @@ class BaseHold:
         "place",
         "reason",
         "released",
+        "since",
         "stored",
         "token",
     )
@@ -84,6 +80,8 @@ class BaseHold:
         self.stored = ""
         """The stored name that the token belongs to."""
         self.pid = PROCESS.known_pid  # the calling function has already checked for a fork
+        self.since = clock()
+        """When it was granted, on this process's clock."""
         # Weak, because the handle refers to the hold: a strong reference would keep a dropped handle alive, unnoticed.
         self.handle: Callable[[], object] = _find_nothing
         """A weak reference to the caller's handle."""
@@ -95,6 +93,44 @@ class BaseHold:
         self.in_doubt = False
         self._listeners: tuple[Callable[[], object], ...] = ()
         self._end_callbacks: tuple[Callable[[], object], ...] = ()
+
+    def get_details(self) -> HoldDetails:
+        """Return what events and log records say about it."""
+        raise NotImplementedError
+
+    def emit(
+        self,
+        events: EventHub,
+        event: str,
+        *,
+        waited: float | None = None,
+        reason: str | None = None,
+        contended: bool = False,
+    ) -> None:
+        """Pass an event of this hold to the listeners. Not under the mutex."""
+        if events.listeners:
+            kind, owner, lease_id, ttl, attempt = self.get_details()
+            emit_event(
+                events,
+                event,
+                ", ".join(self.names),
+                kind,
+                owner=owner,
+                lease_id=lease_id,
+                token=self.token,
+                ttl=ttl,
+                waited=waited,
+                held=clock() - self.since if event in ("released", "lost") else None,
+                reason=reason,
+                attempt=attempt,
+                contended=contended,
+            )
+
+    def build_log_fields(self, event: str) -> dict[str, dict[str, object]]:
+        """Return the `extra` of a log record about this hold."""
+        _, owner, lease_id, ttl, _ = self.get_details()
+        names = ", ".join(self.names)
+        return build_log_fields(event, names, owner=owner, lease_id=lease_id, token=self.token, ttl=ttl)
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
@@ -215,6 +251,9 @@ class Hold(BaseHold, Generic[SessionT]):
         super().__init__(names, entry)
         self.sql = sql
         self.session = session
+
+    def get_details(self) -> HoldDetails:
+        return HoldDetails(self.sql.kind)
 
     @property
     def keys(self) -> tuple[LockKey, ...]:

@@ -52,7 +52,7 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
 
     noun: ClassVar[str] = "lease"
 
-    __slots__ = ("_began", "_logged", "_seen")
+    __slots__ = ("_logged", "_seen")
 
     def __init__(
         self,
@@ -68,7 +68,6 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
     ) -> None:
         super().__init__(queue, config, claim.names, claim, owner, timeout, lasts=lasts, no_handoff=True, cancel=cancel)
         self._seen = seen
-        self._began = clock()
         self._logged = False
 
     def is_held_by_caller(self) -> bool:
@@ -108,7 +107,7 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
         self.note_held(holders)
         if holders:
             self._seen.note(self.wanted, busy)
-        age = clock() - self._began
+        age = clock() - self.began
         if age > WARN_AFTER:
             self.log_wait(logging.WARNING, age, holders)
 

@@ -7,9 +7,11 @@ import math
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from pgfence._holds.hold import BaseHold, emit_event, format_names
+from pgfence._holds.hold import BaseHold, HoldDetails, format_names
 from pgfence._leases import terms
 from pgfence._process.clock import clock
+from pgfence._process.events import build_log_fields
+from pgfence.types import ProcessPause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from pgfence._holds.queue import QueueEntry
     from pgfence._leases.request import AcquireRequest, Granted
     from pgfence._leases.terms import Heartbeat, LeaseKind
+    from pgfence._process.events import EventHub
     from pgfence._sql.storage import TableNames
     from pgfence.config import Config
     from pgfence.errors import LossReason, PgfenceError
@@ -55,6 +58,7 @@ class Grant(BaseHold):
         "heartbeat",
         "idle",
         "is_permit",
+        "kind",
         "label",
         "lease_id",
         "next_renewal",
@@ -96,6 +100,7 @@ class Grant(BaseHold):
         """The rows of the table that it holds, with their tokens: one, or as many as the weight of its permits."""
         self.stored = self.rows[0][0]
         self.is_permit = claim.kind == "permit"
+        self.kind = claim.kind
         self.place = claim.place
         self.family: LeaseKind = family
         self.noun = "lease" if family == "lease" else "attempt at"
@@ -109,7 +114,7 @@ class Grant(BaseHold):
         self.slot = told.slot
         """For a slot: which one. The release reports whether it is done."""
         self.attempt = told.attempt
-        """For a slot: the number of the attempt at it, starting at 1."""
+        """For a slot or an effect: the number of the attempt at it, starting at 1."""
         self.done = False
         self.config = config
         self.failures = 0
@@ -137,6 +142,10 @@ class Grant(BaseHold):
     @property
     def row(self) -> tuple[TableNames, str] | None:
         return (self.place, self.stored) if self.family == "lease" else None
+
+    def get_details(self) -> HoldDetails:
+        attempt = self.token if self.kind == "effect" else self.attempt if self.kind == "slot" else None
+        return HoldDetails(self.kind, self.label, self.lease_id, self.ttl, attempt)
 
     @property
     def loss_reason(self) -> LossReason | None:
@@ -167,8 +176,9 @@ class Grant(BaseHold):
         """Mark it lost, log that, emit the event and call the listeners, once. Any thread, but not under the mutex."""
         if not super().lose(reason):
             return False
-        log.warning("%s %s was lost: %s", self.noun, format_names(self.names), reason)
-        emit_event(self.config, "lost", self.names, self.token, owner=self.label, lease_id=self.lease_id)
+        fields = self.build_log_fields("lost")
+        log.warning("%s %s was lost: %s", self.noun, format_names(self.names), reason, extra=fields)
+        self.emit(self.config.events, "lost", reason=reason)
         return True
 
     def resign(self) -> bool:
@@ -260,23 +270,41 @@ STOOD_STILL = 0.25
 
 
 class Pauses:
-    """Log long pauses of this process: one warning for each that is twice as long as the longest before."""
+    """Report pauses of this process, and log one warning for each that is twice as long as the longest before."""
 
     def __init__(self) -> None:
         self._longest = 0.0
+        self._late = 0.0
+        """How late the thread woke up last."""
+        self._ttl: float | None = None
+        """The TTL that this put at risk."""
 
     def note(self, late: float, held: Iterable[Grant]) -> None:
-        """Warn if a sleeping thread woke so late that the lease with the shortest TTL is at risk."""
-        if late <= 2 * self._longest or late <= 0.05:
+        """Note how late a sleeping thread woke up, and whether that puts the lease with the shortest TTL at risk."""
+        self._late = late
+        if late > 0.05:
+            ttl = min((grant.ttl for grant in held), default=None)
+            if ttl is not None and late > STOOD_STILL * terms.compute_margin(ttl):
+                self._ttl = ttl
+
+    def report(self, events: EventHub) -> None:
+        """Report what was noted. Not under a lock, because this calls the application's listeners."""
+        late, self._late = self._late, 0.0
+        if late > 0.0:
+            events.record("pause", late)
+        ttl, self._ttl = self._ttl, None
+        if ttl is None:
             return
-        ttl = min((grant.ttl for grant in held), default=None)
-        if ttl is None or late <= STOOD_STILL * terms.compute_margin(ttl):
-            return
-        self._longest = late
-        log.warning(
-            "this process was stopped for %.2f s, and a lease with ttl=%g s has a safety margin of only %.2f s for pauses."
-            " Raise the ttl, or find what stops the process (CPU limit, suspend, a call that keeps the GIL)",
-            late,
-            ttl,
-            terms.compute_margin(ttl),
-        )
+        margin = terms.compute_margin(ttl)
+        if events.listeners:
+            events.emit(ProcessPause("paused", None, None, None, None, datetime.now(UTC), late, ttl, margin))
+        if late > 2 * self._longest:
+            self._longest = late
+            log.warning(
+                "this process was stopped for %.2f s, and a lease with ttl=%g s has a safety margin of only %.2f s for"
+                " pauses. Raise the ttl, or find what stops the process (CPU limit, suspend, a call that keeps the GIL)",
+                late,
+                ttl,
+                margin,
+                extra=build_log_fields("paused", ttl=ttl),
+            )

@@ -99,12 +99,10 @@ class LeaseManager(LeaseStatements):
         try:
             expect_uncancelled(call.cancel)
             with MUTEX:
-                if (front := call.enqueue()) is None:
-                    return None
-            if not front and not await call.wait_for_turn(self.carrier):
+                front = call.enqueue()
+            if front is False and not await call.wait_for_turn(self.carrier):
                 raise call.build_late_error(call.find_local_holders())
-            grant = await self._contend(call)
-            if grant is not None:
+            if front is not None and (grant := await self._contend(call)) is not None:
                 return make(self, grant)
             call.entry.leave()
         except BaseException as error:
@@ -114,6 +112,7 @@ class LeaseManager(LeaseStatements):
             if isinstance(error, Cancelled):
                 raise build_cancelled_error(claim.names) from None
             raise
+        call.refuse()
         return None
 
     async def _contend(self, call: LeaseAcquisition) -> Grant | None:
@@ -172,6 +171,8 @@ class LeaseManager(LeaseStatements):
                 told = await self._drive(session, call, str(lease_id))
                 if isinstance(told, Granted):
                     grant = self._grant(claim, call.entry, lease_id, started, told)
+                    if grant is not None:
+                        self._report_grant(grant, told, call)
             except (Refused, TextError):
                 refused = True
                 raise
@@ -237,8 +238,15 @@ class LeaseManager(LeaseStatements):
         self.heartbeat.keep(grant)
         if claim.weight is not None:  # the next contender of this process may get another permit
             entry.leave()
-        self._emit("acquired", grant)
         return grant
+
+    def _report_grant(self, grant: Grant, told: Granted, call: LeaseAcquisition | None = None) -> None:
+        """Emit the events of a grant; `call` is None for a lease that was adopted."""
+        if (events := self.config.events).listeners:
+            waited = None if call is None else clock() - call.began
+            grant.emit(events, "acquired", waited=waited, contended=call is not None and call.contended)
+            if told.reclaimed:
+                grant.emit(events, "reclaimed")
 
     def _forget(self, claim: AcquireRequest, lease_id: UUID) -> None:
         """End a grant whose response was lost or came too late, in the background."""
@@ -288,6 +296,7 @@ class LeaseManager(LeaseStatements):
             grant = self._grant(told[0], entry, new, started, told[1])
             if grant is None:
                 raise build_adoption_error(claim, token, "expired")
+            self._report_grant(grant, told[1])
             return make(self, grant)
         except LockLostError:
             raise

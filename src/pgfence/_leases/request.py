@@ -47,6 +47,8 @@ class Granted:
     attempt: int = 1
     rows: tuple[tuple[str, int], ...] = ()
     """The granted rows with their tokens, if there can be several; `token` is that of the first."""
+    reclaimed: bool = False
+    """Whether the grant before this one had expired and was never released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,7 @@ class LeaseRequest(AcquireRequest):
             lease_sql(self.place, style).acquire,
             (
                 self.stored,
+                self.stored,
                 lease_id,
                 terms.ttl,
                 terms.min_hold,
@@ -156,10 +159,11 @@ class LeaseRequest(AcquireRequest):
                 self.kind,
             ),
         )
-        granted, token, expires_at, remaining, hold_remaining, checkpoint, *holder, set_back = row
+        before, granted, token, expires_at, remaining, hold_remaining, checkpoint, *holder, set_back = row
         warn_of_clock(self, set_back)
         if granted:
-            return Granted(token, expires_at, remaining, hold_remaining, decode_json(checkpoint))
+            told = decode_json(checkpoint)
+            return Granted(token, expires_at, remaining, hold_remaining, told, reclaimed=before == token - 1)
         *who, since = holder
         return Busy(remaining, holder_of(self, (*who, token, since, expires_at)))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._connections.pool import LockPool
-from pgfence._holds.hold import emit_event, format_names
+from pgfence._holds.hold import format_names
 from pgfence._leases import terms
 from pgfence._leases.answers import is_rejection, is_retryable, statement_error
 from pgfence._leases.heartbeat.service import heartbeat_of
@@ -312,20 +312,24 @@ class LeaseStatements:
             LockLostError: the lease had already passed to another holder, or ended.
         """
         if answer == "released":
-            self._emit("released", grant)
+            grant.emit(self.config.events, "released")
             return
         grant.warn_of_clock(answer)
         grant.reason = answer
-        log.warning("lease %s was lost before its release: %s", format_names(grant.names), answer)
-        self._emit("lost", grant)
+        fields = grant.build_log_fields("lost")
+        log.warning("lease %s was lost before its release: %s", format_names(grant.names), answer, extra=fields)
+        grant.emit(self.config.events, "lost", reason=answer)
         raise grant.lost_error()
 
     def note_unanswered(self, grant: Grant, error: BaseException) -> None:
         """Retry a release that got no response in the background. At the latest, the TTL ends the lease."""
         self.heartbeat.release_later(grant)
-        why = str(error) or type(error).__name__
-        log.warning("no response to the release of %s %s, retrying: %s", grant.noun, format_names(grant.names), why)
-        self._emit("released", grant)
+        why, fields = str(error) or type(error).__name__, grant.build_log_fields("release_failed")
+        names = format_names(grant.names)
+        log.warning("no response to the release of %s %s, retrying: %s", grant.noun, names, why, extra=fields)
+        if isinstance(error, Exception):  # not a cancellation
+            grant.emit(self.config.events, "release_failed", reason=type(error).__name__)
+        grant.emit(self.config.events, "released")
 
     def let_lapse(self, grant: Grant) -> None:
         """Stop renewing without releasing: the lease ends with its TTL. No I/O."""
@@ -346,7 +350,7 @@ class LeaseStatements:
         except Exception as error:
             self.note_unanswered(grant, error)
         else:
-            self._emit("released", grant)
+            grant.emit(self.config.events, "released")
 
     def give_back_later(self, grant: Grant) -> None:
         """Release a lease in the background."""
@@ -359,9 +363,6 @@ class LeaseStatements:
     def abandon(self, grant: Grant) -> None:
         """Release a lease whose handle was dropped. A finaliser calls this, so the work is done on another thread."""
         self.carrier.run_later(lambda: self.give_back_later(grant))
-
-    def _emit(self, kind: Literal["acquired", "released", "lost"], grant: Grant) -> None:
-        emit_event(self.config, kind, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
 
 
 _MAY_BE_OURS = ("expired", "overdue", "cut off", "resigned")

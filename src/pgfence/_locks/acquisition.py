@@ -14,7 +14,7 @@ import logging
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
-from pgfence._holds.hold import Hold, describe_local_holder, emit_event, format_names
+from pgfence._holds.hold import Hold, describe_local_holder, format_names
 from pgfence._holds.queue import QueueEntry, is_deadlock
 from pgfence._holds.wait_plan import NESTED_LIMIT, WARN_AFTER
 from pgfence._locks.errors import NO_CONNECTION
@@ -22,6 +22,7 @@ from pgfence._locks.outages import Patience, build_gone_error
 from pgfence._locks.own_holds import is_held_by
 from pgfence._process.callbacks import log
 from pgfence._process.clock import clock, seconds
+from pgfence._process.events import build_log_fields, emit_event
 from pgfence._process.lifecycle import MUTEX
 from pgfence.errors import LockTimeoutError, SelfDeadlockError
 
@@ -48,6 +49,8 @@ class Wanted(Protocol):
         ...
 
     @property
+    def kind(self) -> str: ...
+    @property
     def keys(self) -> tuple[LockKey, ...]: ...
     @property
     def places(self) -> tuple[Hashable, ...]:
@@ -60,6 +63,9 @@ class Wanted(Protocol):
 
 W = TypeVar("W", bound=Wanted)
 
+_CANDIDATES = ("term", "partition")
+"""Kinds whose contenders try again and again in the background, so that a try that finds it held is no event."""
+
 
 class Acquisition(Generic[W]):
     """One acquire call."""
@@ -70,8 +76,10 @@ class Acquisition(Generic[W]):
         "_budget",
         "_known_patience",
         "_lasts",
+        "began",
         "cancel",
         "config",
+        "contended",
         "ends_at",
         "entry",
         "names",
@@ -115,8 +123,11 @@ class Acquisition(Generic[W]):
         self.wanted = wanted
         self.owner = owner
         self.timeout = timeout
-        self.ends_at = clock() + timeout if timeout else 0.0
+        self.began = clock()
+        self.ends_at = self.began + timeout if timeout else 0.0
         """The deadline of the call, on this process's clock."""
+        self.contended = False
+        """Whether another holder had it when it was requested."""
         self.cancel = cancel
         self.entry = QueueEntry(wanted.places, owner, queue, no_handoff=no_handoff)
         self._budget = budget
@@ -188,6 +199,7 @@ class Acquisition(Generic[W]):
     async def wait_for_turn(self, carrier: Carrier) -> bool:
         """Wait until this call is first in line, or was handed the lock. Return False if its time ended before."""
         event, entry = carrier.make_event(), self.entry
+        self.contended = True
         with MUTEX:
             entry.wake = event.set
             if self.queue.is_first(entry):
@@ -228,6 +240,7 @@ class Acquisition(Generic[W]):
         """Record the server's response that the lock is held."""
         self.patience.note_held(holders)
         self.entry.found_held, self.entry.away = True, None
+        self.contended = True
 
     def plan_retry(self, error: Away) -> float:
         """Return the pause in seconds before an unreachable server is tried again.
@@ -273,7 +286,8 @@ class Acquisition(Generic[W]):
     def build_timeout_error(self, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
         owner, held_here = self.owner, _list_held_names(self.owner)
         by = f"; held by {', '.join(map(str, holders))}" if holders else ""
-        emit_event(self.config, "timeout", self.names)
+        if self.waits or why:  # if another holder has it and the call does not wait, `refuse` has emitted the event
+            self._emit_end("timeout")
         if self.is_held_by_caller():
             nested = f"; this {owner.kind} already holds it, and {self.wanted.once_only}"
         else:
@@ -287,6 +301,16 @@ class Acquisition(Generic[W]):
             held_here=held_here,
         )
 
+    def refuse(self) -> None:
+        """Emit the event of a call that ends because another holder has it. Not under the mutex."""
+        self.contended = True
+        if self.wanted.kind not in _CANDIDATES:
+            self._emit_end("timeout" if self.waits else "refused")
+
+    def _emit_end(self, event: str) -> None:
+        waited, names = clock() - self.began, ", ".join(self.names)
+        emit_event(self.config.events, event, names, self.wanted.kind, waited=waited, contended=self.contended)
+
     def build_no_connection_error(self) -> Exception:
         """Return the error for a call that found all connections in use until its timeout."""
         return self.build_timeout_error((), why=NO_CONNECTION)
@@ -297,7 +321,8 @@ class Acquisition(Generic[W]):
             keys = f" ({', '.join(str(key.value) for key in self.wanted.keys)})" if self.wanted.keys else ""
             by = ", ".join(map(str, holders)) or "an unknown holder"
             what = f"{self.noun} {format_names(self.names)}{keys}"
-            log.log(level, "waiting for %s for %.1f s, held by %s", what, age, by)
+            fields = build_log_fields("waiting", ", ".join(self.names))
+            log.log(level, "waiting for %s for %.1f s, held by %s", what, age, by, extra=fields)
 
 
 def _list_held_names(owner: Contender) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ async def downgrade(
         hold.entry.leave()
         if session.dead is not None:  # died after the statement, before the reader's hold was attached
             session.on_connection_lost(session.dead)
+        hold.emit(manager.config.events, "released")
+        reader.emit(manager.config.events, "acquired", waited=0.0)
         return make(manager, reader)
     except LockNotHeldError:
         raise

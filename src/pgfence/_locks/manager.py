@@ -9,7 +9,7 @@ from pgfence._connections.connection import ConnectionGoneError, LockConnection
 from pgfence._connections.lock_table import MANY_KEYS
 from pgfence._connections.pool import LockPool
 from pgfence._holds.carriers import Cancelled, build_cancelled_error, expect_uncancelled
-from pgfence._holds.hold import Hold, emit_event, format_names
+from pgfence._holds.hold import Hold, format_names
 from pgfence._holds.queue import BURST, BURST_TIME, LocalQueue
 from pgfence._holds.registry import ManagerRegistry
 from pgfence._holds.wait_plan import WaitPlan
@@ -127,13 +127,12 @@ class LockManager:
             if call.cancel is not None:
                 expect_uncancelled(call.cancel)
             with MUTEX:
-                if (front := call.enqueue()) is None:
-                    return None
+                front = call.enqueue()
                 if front and on is None:  # under the same mutex: the uncontended path takes it only once
                     self.pool.state.pop_idle(entry)
-            if not front:
+            if front is False:
                 await self._wait_for_turn(call, on)
-            if entry.handed_over is not None or await self._contend(call, on):
+            if front is not None and (entry.handed_over is not None or await self._contend(call, on)):
                 # Until the handle exists, the clean-up below is responsible for the grant; then the handle's finaliser is.
                 return make(self, self._record(call, entry.handed_over or entry.session))
             entry.leave()
@@ -142,6 +141,7 @@ class LockManager:
             if isinstance(error, Cancelled):
                 raise build_cancelled_error(names) from None
             raise
+        call.refuse()
         return None
 
     async def _wait_for_turn(self, call: LockAcquisition, on: Connection | None) -> None:
@@ -269,11 +269,9 @@ class LockManager:
         # The connection may have died after the grant and before the hold was attached: then `hold` missed the loss.
         if session.dead is not None:
             session.on_connection_lost(session.dead)
-        if self.config.on_event is not None:
-            emit_event(self.config, "acquired", call.names, hold.token)
+        if (events := self.config.events).listeners:
+            hold.emit(events, "acquired", waited=clock() - call.began, contended=call.contended)
         return hold
-
-    # ------------------------------------------------------------ release
 
     async def release(self, hold: SessionHold, *, leaving: bool = False, failing: bool = False) -> None:
         """Release the lock. Returns once the server has confirmed the release or the connection is closed.
@@ -306,6 +304,8 @@ class LockManager:
                         if not (session.dead or is_connection_lost(error)):
                             raise
                         hold.reason = session.dead or "killed"
+                    if not kept:
+                        hold.emit(self.config.events, "release_failed", reason=hold.reason)
                 (self.pool.checkin if kept and not session.in_user_hands else self.pool.discard)(session)
                 hold.entry.leave()
         except LockNotHeldError:
@@ -315,8 +315,7 @@ class LockManager:
             raise
         if hold.reason is not None:
             raise hold.lost_error()
-        if self.config.on_event is not None:
-            emit_event(self.config, "released", hold.names, hold.token)
+        hold.emit(self.config.events, "released")
         if blocked and not failing:
             raise build_in_transaction_error(hold.names, closed=True)
 
@@ -390,8 +389,9 @@ class LockManager:
         # The server has released the lock: waiters in this process need not wait until the former holder leaves its block.
         if hold is not None:
             hold.entry.leave()
-            emit_event(self.config, "lost", hold.names, hold.token)
-            log.warning("lock %s was lost: %s", format_names(hold.names), hold.reason)
+            hold.emit(self.config.events, "lost", reason=hold.reason)
+            fields = hold.build_log_fields("lost")
+            log.warning("lock %s was lost: %s", format_names(hold.names), hold.reason, extra=fields)
         self.pool.close_idle(time.monotonic())
 
 

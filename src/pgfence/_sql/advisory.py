@@ -104,6 +104,7 @@ class LockSql:
         fewer_locks="hold fewer locks at a time",
     )
 
+    kind = "advisory"
     once_only = "a session lock is not re-entrant. Pass the handle on, or use one lock with many names"
     hands_over = True
     """Whether a holder may hand the lock over to the next waiter of its process."""

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import event
 
+from pgfence._process.events import emit_event
 from pgfence._sql.errors import translate_error
 from pgfence._sql.params import call, style_of
 from pgfence._sql.savepoints import TransactionRecord
 from pgfence._sql.transaction import begin_anew, send_quick
-from pgfence.errors import StaleFencingTokenError
+from pgfence.config import events_of
+from pgfence.errors import FenceRequiredError, LockTimeoutError, StaleFencingTokenError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _STALE = "_pgfence_stale"
 _TRANSLATING = "_pgfence_translating"
+_REASONS = {StaleFencingTokenError: "stale", FenceRequiredError: "missing", LockTimeoutError: "timeout"}
 
 
 class EnteredGates(TransactionRecord):
@@ -105,6 +108,10 @@ def _translate_rejection(context: ExceptionContext) -> BaseException | None:
     error = translate_error(context.original_exception, None)
     if isinstance(error, StaleFencingTokenError) and context.connection is not None:
         block_commit(context.connection, error)
+    if error is not None:
+        token = error.token if isinstance(error, StaleFencingTokenError) else None
+        name = error.names[0] if isinstance(error, LockTimeoutError) else getattr(error, "resource", None)
+        emit_event(events_of(context), "fence_rejected", name or "", "fence", token=token, reason=_REASONS[type(error)])
     return error
 
 

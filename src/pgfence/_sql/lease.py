@@ -43,9 +43,9 @@ class LeaseSql:
     """The texts for one set of tables and one parameter style.
 
     Attributes:
-        acquire: name, lease id, ttl, min_hold, lock_delay, max_hold or None, owner, host, pid, purpose, metadata as JSON or
-            None, kind. One row: granted, token, expires_at, remaining, hold_remaining, checkpoint as JSON, kind, owner, host,
-            pid, backend_pid, application_name, purpose, since, set_back. If not granted, it describes the holder, and
+        acquire: name, name, lease id, ttl, min_hold, lock_delay, max_hold or None, owner, host, pid, purpose, metadata as JSON or
+            None, kind. One row: the token of a lease that was not released before the statement began, if there is one, granted,
+            token, expires_at, remaining, hold_remaining, checkpoint as JSON, kind, owner, host, pid, backend_pid, application_name, purpose, since, set_back. If not granted, it describes the holder, and
             `remaining` is the time until the name is free. `set_back` is None, or the seconds by which the server's clock was
             set back.
         renew: lists of names, lease ids, tokens, ttls. One value: JSON, for `decode_renewals`.
@@ -96,7 +96,10 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
     session_holds = name_of(place, "session_holds_v1", style)
     return LeaseSql(
         permits=permit_sql(place, style),
-        acquire=ask("acquire_lease_v2", _ACQUIRE, "r.*"),
+        acquire=(
+            f"SELECT {_read_unreleased(place, style)}, r.*"
+            f" FROM {call(place, style, 'acquire_lease_v2', _ACQUIRE, 2)} AS r"
+        ),
         renew=ask("renew_leases_v1", _RENEW, "r"),
         release=ask("release_lease_v1", _RELEASE, "r"),
         finish=ask("finish_slot_v1", _FINISH, "r"),
@@ -124,6 +127,15 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
             f" pg_catalog.unnest(CAST({mark(style, 2)} AS text[])), pg_catalog.unnest(CAST({mark(style, 3)} AS bigint[])))"
             " WITH ORDINALITY AS g(name, lease_id, token, n)"
         ),
+    )
+
+
+def _read_unreleased(place: TableNames, style: ParamStyle) -> str:
+    """Return the expression for the token of a lease that was not released before the statement began. Parameter: its name."""
+    # It sees the row as it was before the function of the same statement changes it.
+    return (
+        f"(SELECT l.token FROM {name_of(place, 'lease', style)} AS l WHERE l.name = CAST({mark(style, 1)} AS text)"
+        " AND l.released_at IS NULL AND l.lock_key IS NULL)"
     )
 
 
@@ -191,9 +203,9 @@ class SlotSql:
             the newest slot done as the host that ran it knew it, None if that is not known.
         offset: instant, zone. One row: the zone's UTC offset in seconds at that instant; None for an unknown zone.
         home: the quoted name of the slot table. One row: its schema.
-        acquire: name, slot, until when it counts or None, lease id, ttl, max_hold or None, owner, host, pid, purpose, metadata
+        acquire: name, name, slot, until when it counts or None, lease id, ttl, max_hold or None, owner, host, pid, purpose, metadata
             as JSON or None, zone or None, its UTC offset in seconds at the slot or None, the newest slot done as it was read.
-            One row: the outcome ("granted", "busy", "done", "moved", "zone"), then as for the `acquire` of a lease, and the
+            One row: the token of a lease that was not released, as for `LeaseSql.acquire`, the outcome ("granted", "busy", "done", "moved", "zone"), then as for the `acquire` of a lease, and the
             number of attempts at the slot.
     """
 
@@ -249,5 +261,8 @@ def slot_sql(place: TableNames, style: ParamStyle) -> SlotSql:
             "SELECT n.nspname FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
             f" WHERE c.oid = pg_catalog.to_regclass(CAST({mark(style, 1)} AS text))"
         ),
-        acquire=f"SELECT r.* FROM {call(place, style, 'acquire_slot_v2', _ACQUIRE_SLOT)} AS r",
+        acquire=(
+            f"SELECT {_read_unreleased(place, style)}, r.*"
+            f" FROM {call(place, style, 'acquire_slot_v2', _ACQUIRE_SLOT, 2)} AS r"
+        ),
     )

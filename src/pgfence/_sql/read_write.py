@@ -22,6 +22,7 @@ class WriteSql(LockSql):
     """
 
     __slots__ = ()
+    kind = "write"
     once_only = (
         "a reader cannot become a writer, because two readers that tried would wait for each other. Release the read lock"
         " first, or begin with the write lock and downgrade() it"
@@ -38,6 +39,7 @@ class ReadSql(LockSql):
     """
 
     __slots__ = ("_arguments", "_own_texts", "_turnstile")
+    kind = "read"
     once_only = (
         "a second read lock would wait indefinitely behind a writer that waits for the first. Pass the handle on, or downgrade()"
         " the write lock"

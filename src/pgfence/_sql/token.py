@@ -45,6 +45,7 @@ class TokenSql(LockSql):
     """The statements for one key whose lock has a token."""
 
     __slots__ = ("lock_text", "lock_unless_queued", "name", "place")
+    kind = "session lock"
     hands_over = False
     context = ErrorContext(
         LEASES,

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pgfence.effects._claim import FREEING, Taken
-from pgfence.errors import AttemptLostError, IdempotencyInProgressError
+from pgfence._process.events import emit_event
+from pgfence.effects._claim import FREEING, AlreadyFinished, Taken
+from pgfence.errors import AttemptLostError, IdempotencyInProgressError, IdempotencyKeyReusedError
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from pgfence._leases.request import Busy
+    from pgfence._leases.request import AcquireRequest, Busy, Refused
+    from pgfence._process.events import EventHub
     from pgfence.effects._claim import EffectKey
 
 
@@ -31,6 +33,14 @@ class Lapse(NamedTuple):
 def describe_error(error: BaseException) -> str:
     """Return the name of an error for messages."""
     return type(error).__qualname__
+
+
+def emit_refusal(events: EventHub, request: AcquireRequest, refused: Refused) -> None:
+    """Emit the event of a key that is finished, or that belongs to another payload."""
+    if isinstance(refused, AlreadyFinished):
+        emit_event(events, "replayed", request.names[0], request.kind)
+    elif isinstance(refused.__cause__, IdempotencyKeyReusedError):
+        emit_event(events, "reused", request.names[0], request.kind)
 
 
 def in_progress_error(wanted: EffectKey, busy: Busy, timeout: float) -> IdempotencyInProgressError:

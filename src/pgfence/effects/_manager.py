@@ -35,6 +35,7 @@ class EffectManager(LeaseManager):
     def check_patience(self, call: LeaseAcquisition, busy: Busy) -> None:
         claim = call.wanted
         assert isinstance(claim, EffectRequest)
+        call.refuse()
         raise in_progress_error(claim.wanted, busy, call.timeout if call.waits else 0)
 
     def build_no_connection_error(self, call: LeaseAcquisition | None) -> Exception:

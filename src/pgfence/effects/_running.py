@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pgfence._connections.connection import RELEASE_BUDGET
-from pgfence._holds.hold import emit_event
 from pgfence._leases.answers import is_retryable
 from pgfence._leases.heartbeat.tasks import ReleaseTask
 from pgfence._leases.request import Refused
@@ -21,7 +20,7 @@ from pgfence._sql.effects import effect_sql
 from pgfence._sql.encoding import TextError
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence.effects._claim import AlreadyFinished, build_request, encode_note
-from pgfence.effects._ends import Lapse, describe_lapse, lost_error
+from pgfence.effects._ends import Lapse, describe_lapse, emit_refusal, lost_error
 from pgfence.errors import IdempotencyMisuseError, LockNotHeldError, PgfenceError, UnreachableError
 
 if TYPE_CHECKING:
@@ -67,9 +66,10 @@ async def claim(
     request = build_request(wanted, place, manager.config.namespace)
     try:
         running = await manager.acquire(request, timeout, partial(RunningAttempt, wanted))
-    except AlreadyFinished as finished:
-        return finished.result
     except Refused as refused:
+        emit_refusal(manager.config.events, request, refused)
+        if isinstance(refused, AlreadyFinished):
+            return refused.result
         raise refused.__cause__ or refused from None
     assert running is not None
     return running
@@ -379,8 +379,8 @@ class RunningAttempt:
             raise self._lost_error(newest)
 
     def _emit_end(self, *, released: bool) -> None:
-        grant, event = self._grant, "released" if released else "lost"
-        emit_event(grant.config, event, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+        event, reason = ("released", None) if released else ("lost", "superseded")
+        self._grant.emit(self._grant.config.events, event, reason=reason)
 
     def _detach(self) -> None:
         """Claim the right to end it, and stop its heartbeat."""

@@ -12,9 +12,9 @@ from sqlalchemy.exc import DBAPIError, ResourceClosedError, UnboundExecutionErro
 
 from pgfence._api.contexts import attach
 from pgfence._api.transactions import open_connection
-from pgfence._holds.hold import emit_event
 from pgfence._holds.wait_plan import WARN_AFTER
 from pgfence._process.clock import clock
+from pgfence._process.events import emit_event
 from pgfence._sql import idempotency as sql
 from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.params import style_of
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from pgfence._sql.storage import TableNames
     from pgfence._values.codec import Codec
-    from pgfence.config import Config
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -55,6 +54,10 @@ _CONTEXT = ErrorContext(
     on_primary="An idempotency key is claimed on the primary",
     fewer_locks="PostgreSQL has aborted this transaction. Claim fewer keys in one transaction",
 )
+
+
+_EVENTS = {"fresh": "acquired", "done": "replayed", "failed": "replayed", "busy": "timeout", "reused": "reused"}
+"""The event of each outcome. The others are mistakes of the caller, or a transaction that must be retried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +102,21 @@ def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
     """
     connection = connection_of(session)
     place, config = table_names_of(connection), config_of(connection)
+    events = config.events
     row = sql.KeyRow(qualify_name(call.scope, config.namespace, "the scope"), call.key, call.fingerprint, call.keep)
     limit = config.default_timeout if call.timeout is None else call.timeout
+    began, waits = clock(), False
     answer = _send(connection, place, lambda: sql.claim(connection, place, row, 0))
     if answer.outcome == "busy" and limit:
-        answer = _wait(connection, place, row, call, limit)
+        answer, waits = _wait(connection, place, row, call, limit), True
+    if events.listeners and answer.outcome in _EVENTS:
+        event = "refused" if answer.outcome == "busy" and not limit else _EVENTS[answer.outcome]
+        contended = waits or event == "refused"
+        emit_event(
+            events, event, f"{call.scope}:{call.key}", "idempotency key", waited=clock() - began, contended=contended
+        )
     match answer.outcome:
         case "fresh":
-            _emit(config, "acquired", call)
             # The savepoint lets a recorded error roll back the work and keep the claim.
             return Claim(row, replayed=False, savepoint=session.begin_nested() if call.record else None)
         case "done":
@@ -114,7 +124,6 @@ def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
         case "failed":
             raise errors.decode(answer.text, call.record, call.codec, str(call))
     if answer.outcome == "busy":
-        _emit(config, "timeout", call)
         raise _busy_error(call, _send(connection, place, lambda: sql.find_attempt(connection, place, row)), limit)
     raise _claim_error(call, answer.outcome)
 
@@ -128,11 +137,6 @@ def _wait(
         how = "unsuccessfully" if answer.outcome == "busy" else "until another transaction had finished"
         log.warning("waited %.0f s for %s %s", waited, call, how)
     return answer
-
-
-def _emit(config: Config, event: str, call: KeyName) -> None:
-    if config.on_event is not None:
-        emit_event(config, event, (f"{call.scope}:{call.key}",))
 
 
 def complete(session: Session, call: KeyCall[T], claimed: Claim[T], value: T) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC
 from typing import TYPE_CHECKING
 
@@ -122,14 +122,26 @@ class SlotRequest(AcquireRequest):
                 raise Refused from self._build_ahead_error(found, now, self.place._replace(schema=schema))
             if isinstance(found, Over):
                 raise Refused from self._build_over_error(found, now)
-            outcome, token, expires_at, remaining, hold_remaining, checkpoint, *holder, set_back, attempt = yield (
+            (
+                before,
+                outcome,
+                token,
+                expires_at,
+                remaining,
+                hold_remaining,
+                checkpoint,
+                *holder,
+                set_back,
+                attempt,
+            ) = yield (
                 sql.acquire,
                 self._list_arguments(found, lease_id, done),
             )
             warn_of_clock(self, set_back)
             if outcome == "granted":
                 data = decode_json(checkpoint)
-                return Granted(token, expires_at, remaining, hold_remaining, data, slot=found.slot, attempt=attempt)
+                told = Granted(token, expires_at, remaining, hold_remaining, data, slot=found.slot, attempt=attempt)
+                return replace(told, reclaimed=before == token - 1)
             if outcome == "busy":
                 *who, since = holder
                 return Busy(remaining, holder_of(self, (*who, token, since, expires_at)))
@@ -146,7 +158,18 @@ class SlotRequest(AcquireRequest):
         who = owner_of(identity), get_host(), os.getpid(), identity.purpose, identity.metadata
         zone = get_zone_name(self.schedule)
         rules = (None, None) if zone is None else (zone, get_utc_offset(self.schedule, found.slot))
-        return self.stored, found.slot, found.until, lease_id, terms.ttl, terms.max_hold, *who, *rules, done
+        return (
+            self.stored,
+            self.stored,
+            found.slot,
+            found.until,
+            lease_id,
+            terms.ttl,
+            terms.max_hold,
+            *who,
+            *rules,
+            done,
+        )
 
     def _build_over_error(self, over: Over, now: datetime) -> SlotOverError:
         why = _WHY[over.why]

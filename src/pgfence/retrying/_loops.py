@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pgfence._api.contexts import AsyncSafeContext, SafeContext
 from pgfence._holds.carriers import THREADS, get_task_contender
-from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
 from pgfence.errors import TransactionStateError
 from pgfence.retrying._attempt import AttemptRun, bind_of
@@ -112,8 +111,8 @@ class Retries:
         return False
 
     def _emit_event(self, attempt: AttemptRun, outcome: Outcome, error: Exception | None, pause: float) -> None:
-        hook = attempt.config.on_event
-        if hook is None:
+        events = attempt.config.events
+        if not events.listeners:
             return
         what = TransactionAttempt(
             event=outcome,
@@ -128,7 +127,7 @@ class Retries:
             seconds=clock() - attempt.began,
             pause=pause,
         )
-        call_logged(lambda: hook(what))
+        events.emit(what)
 
 
 def run(factory: sessionmaker[S], work: Callable[[S], object], plan: Plan) -> object:

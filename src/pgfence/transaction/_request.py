@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sqlalchemy import Connection, table, update
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
 from pgfence._api.misuse import Guided
 from pgfence._api.transactions import open_connection
-from pgfence._holds.hold import emit_event, format_names
+from pgfence._holds.hold import format_names
 from pgfence._holds.wait_plan import NESTED_LIMIT, WARN_AFTER, to_milliseconds
 from pgfence._locks.own_holds import find_hold_elsewhere
 from pgfence._process.clock import Deadline, clock, seconds
+from pgfence._process.events import build_log_fields, emit_event
 from pgfence._sql import activity, server
 from pgfence._sql import transaction as sql
 from pgfence._sql.errors import ErrorContext, raise_translated, standby_error
@@ -174,8 +175,11 @@ class TransactionLockBase(Guided):
     # ------------------------------------------------------------ what
 
     def _try(self, work: Session | Connection) -> bool:
-        call = self._prepare(work)
-        return not call.keys or self._take(work, call, Deadline.after(0.0, clock()))
+        began, call = clock(), self._prepare(work)
+        if not call.keys or self._take(work, call, Deadline.after(0.0, clock()), began):
+            return True
+        self._emit_end(call.config, "refused", began)
+        return False
 
     def _acquire(self, work: Session | Connection, timeout: Seconds | None, owner: Contender) -> None:
         began = clock()
@@ -184,11 +188,14 @@ class TransactionLockBase(Guided):
         if not call.keys:
             return
         limit = _default_timeout(call.config, owner) if asked is None else asked
-        if not self._take(work, call, Deadline.after(limit, began), owner):
+        if not self._take(work, call, Deadline.after(limit, began), began, owner):
+            self._emit_end(call.config, "timeout" if limit else "refused", began)
             raise self._timeout_error(call, limit, owner)
         if (waited := clock() - began) > WARN_AFTER:
+            names = self._list_labels()
+            fields = build_log_fields("acquired", ", ".join(names))
             log.warning(
-                "waited %.0f s for %s; this transaction now holds it", waited, format_names(self._list_labels())
+                "waited %.0f s for %s; this transaction now holds it", waited, format_names(names), extra=fields
             )
 
     def _acquire_for_block(self, work: Session | Connection, timeout: Seconds | None, owner: Contender) -> sql.Stay:
@@ -217,7 +224,12 @@ class TransactionLockBase(Guided):
             return sqlstate_of(error) == IN_FAILED_TRANSACTION
 
     def _take(
-        self, work: Session | Connection, call: PreparedCall, deadline: Deadline, owner: Contender | None = None
+        self,
+        work: Session | Connection,
+        call: PreparedCall,
+        deadline: Deadline,
+        began: float,
+        owner: Contender | None = None,
     ) -> bool:
         if len(call.keys) > MANY_KEYS:
             self._check_capacity(call)
@@ -232,11 +244,15 @@ class TransactionLockBase(Guided):
         # What was loaded while another transaction held the lock may be older than its COMMIT.
         if self._expire and not isinstance(work, Connection):
             work.expire_all()
-        if call.config.on_event is not None:
-            emit_event(call.config, "acquired", self._list_labels())
+        self._emit_end(call.config, "acquired", began, contended=granted == "waited")
         return True
 
-    def _ask(self, call: PreparedCall, deadline: Deadline, owner: Contender | None) -> bool:
+    def _emit_end(self, config: Config, event: str, began: float, *, contended: bool = True) -> None:
+        if (events := config.events).listeners:
+            names, waited = ", ".join(self._list_labels()), clock() - began
+            emit_event(events, event, names, "transaction", waited=waited, contended=contended)
+
+    def _ask(self, call: PreparedCall, deadline: Deadline, owner: Contender | None) -> Literal["free", "waited", False]:
         """Request the locks, and wait if there is time left. A rejected request leaves nothing locked."""
         connection, keys = call.connection, call.keys
         # Several keys may be granted partially, and only a savepoint can release some of them.
@@ -250,7 +266,7 @@ class TransactionLockBase(Guided):
         if answer.taken == len(keys):
             if guarded:
                 sql.keep(connection)
-            return True
+            return "free"
         left = deadline.left(clock())
         own = None
         if answer.taken >= 0 and left and owner is not None:
@@ -270,7 +286,7 @@ class TransactionLockBase(Guided):
             return False
         if not guarded:
             sql.set_savepoint(connection)
-        return self._wait(call, answer, left)
+        return "waited" if self._wait(call, answer, left) else False
 
     def _wait(self, call: PreparedCall, answer: sql.LockResult, left: float) -> bool:
         limit = 0 if math.isinf(left) else to_milliseconds(left)
@@ -329,8 +345,9 @@ class TransactionLockBase(Guided):
         by = f"; held by {', '.join(map(str, found))}" if found else ""
         nested = f". This {owner.kind} also holds {format_names(held_here)}" if held_here else ""
         if limit > WARN_AFTER:
-            log.warning("could not acquire %s after waiting %.0f s%s", format_names(self._list_labels()), limit, by)
-        emit_event(call.config, "timeout", self._list_labels())
+            names = self._list_labels()
+            fields = build_log_fields("timeout", ", ".join(names))
+            log.warning("could not acquire %s after waiting %.0f s%s", format_names(names), limit, by, extra=fields)
         return LockTimeoutError(
             f"could not acquire {format_names(self._list_labels())} within {limit:g} s{by}{nested}",
             names=self._list_labels(),

@@ -10,6 +10,8 @@ from sqlalchemy.orm.attributes import instance_state
 from pgfence._ddl.fences import Target
 from pgfence._ddl.versions import backfill
 from pgfence._orm import identity_of, will_send_update
+from pgfence._process.events import emit_event
+from pgfence.config import events_of
 from pgfence.errors import PgfenceError, SchemaError, VersionConflict, VersionConflictError
 from pgfence.versions._mapping import get_version_column, get_version_table, is_versioned, version_of
 from pgfence.versions._own_writes import find_overtaken
@@ -155,7 +157,7 @@ def explain_failure(flush: FailedFlush, error: Exception) -> Exception:
     except DBAPIError:
         return error
     if others:
-        return conflict_error(others)
+        return conflict_error(flush.session, others)
     if own:
         return own_statement_error(own)
     if any(f"table '{table}' expected" in str(error) for table in flush.collect_tables()):
@@ -174,8 +176,18 @@ def _is_gone(row: WrittenRow) -> bool:
         transaction.rollback()
 
 
-def conflict_error(items: Sequence[VersionConflict], *, precondition: bool = False) -> VersionConflictError:
-    """Return the error for rows that another process has written."""
+def emit_conflicts(session: Session, items: Iterable[VersionConflict]) -> None:
+    """Emit an event for each row of a conflict, with the name of its class and without its key."""
+    for item in items:
+        reason = "deleted" if item.found is None else "written"
+        emit_event(events_of(session.get_bind(item.model)), "conflict", item.model.__name__, "version", reason=reason)
+
+
+def conflict_error(
+    session: Session, items: Sequence[VersionConflict], *, precondition: bool = False
+) -> VersionConflictError:
+    """Return the error for rows that another process has written, and emit the events."""
+    emit_conflicts(session, items)
     way = (
         "show the current row to the client" if precondition else "roll back, and read the rows again before you retry"
     )

@@ -13,6 +13,7 @@ from pgfence._api.inputs import is_async_session, is_session, unwrap_session
 from pgfence._orm import Key, identity_of
 from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
 from pgfence.versions import _mapping
+from pgfence.versions._conflicts import emit_conflicts
 from pgfence.versions.etags import ANY, IfMatch, etag
 
 if TYPE_CHECKING:
@@ -107,10 +108,10 @@ def _load(session: Session, mapper: Mapper[object], pk: object, expected: object
             session.execute(one, bind_arguments=primary)
         found = session.get(mapper.class_, pk, populate_existing=True, bind_arguments=primary)
     if found is None:
-        raise _conflict_error(mapper, _key_of(mapper, pk), expected, None)
+        raise _conflict_error(session, mapper, _key_of(mapper, pk), expected, None)
     loaded = getattr(found, _mapping.ATTRIBUTE)
     if not _agrees(found, loaded, expected):
-        raise _conflict_error(mapper, identity_of(instance_state(found)), expected, loaded)
+        raise _conflict_error(session, mapper, identity_of(instance_state(found)), expected, loaded)
     return found
 
 
@@ -131,14 +132,18 @@ def _reject_unflushed(session: Session, mapper: Mapper[object]) -> None:
         )
 
 
-def _conflict_error(mapper: Mapper[object], key: Key, expected: object, version: object) -> VersionConflictError:
+def _conflict_error(
+    session: Session, mapper: Mapper[object], key: Key, expected: object, version: object
+) -> VersionConflictError:
     wanted = str(expected) if isinstance(expected, IfMatch) else expected
     now = "it no longer exists" if version is None else f"it is at version {version}"
     named = ", ".join(map(repr, key))
+    item = VersionConflict(mapper.class_, key, wanted, version)
+    emit_conflicts(session, [item])
     return VersionConflictError(
         f"{mapper.class_.__name__} {named} is not at the expected version ({str(wanted)[:_SHOWN]}): {now}. Show the current"
         " row to the client, who then decides again",
-        items=[VersionConflict(mapper.class_, key, wanted, version)],
+        items=[item],
         precondition=True,
     )
 

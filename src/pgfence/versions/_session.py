@@ -155,7 +155,7 @@ def _check_merge(session: Session, instance: object) -> None:
         with session.no_autoflush:
             conflicts = [item for each in overwriting for item in _find_conflicts(session, each)]
         if conflicts:
-            raise conflict_error(conflicts, precondition=True)
+            raise conflict_error(session, conflicts, precondition=True)
 
 
 def _iterate_cascade(state: State) -> Iterator[State]:

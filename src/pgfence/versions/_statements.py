@@ -258,7 +258,7 @@ def _compare(state: ORMExecuteState, mapper: Mapper[object], keys: list[Key], ex
             for item in differing
             if not ours.get(item.pk) and mapper.identity_key_from_primary_key(item.pk) not in gone
         ]
-        raise conflict_error(others) if others else own_statement_error(differing)
+        raise conflict_error(session, others) if others else own_statement_error(differing)
     if barred:
         raise not_written_error(f"Rows of {mapper.class_.__name__} could not be locked: {barred}.")
 

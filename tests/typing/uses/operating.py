@@ -6,11 +6,16 @@ from datetime import timedelta
 
 import pgfence.monitoring as monitoring
 from app import async_engine, engine
-from pgfence import Event, configure, embedded, schema
+from pgfence import Event, LockEvent, ProcessPause, configure, embedded, schema
 
 
 def listen(event: Event) -> None:
     print(event.event, event.name, event.token)
+    if isinstance(event, LockEvent):
+        waited: float | None = event.waited
+        print(event.kind, waited, event.held, event.reason, event.contended)
+    elif isinstance(event, ProcessPause):
+        print(event.seconds / event.margin)
 
 
 def set_up() -> None:

@@ -200,6 +200,7 @@ class HeartbeatService:
 
     def _run_timer(self) -> None:
         while True:
+            self._pauses.report(self.config.events)
             with self._lock:
                 now = clock()
                 due, over = self._queue.take(now)
@@ -328,6 +329,7 @@ class HeartbeatService:
             log.info("%s is responding again", addresses.describe_server(self.engine))
         self._queue.failures = 0
         if isinstance(task, tasks.RenewTask):
+            self.config.events.record("renewal", clock() - task.started)
             for grant, answer in task.results:
                 self._note_renewal(task, grant, answer)
         elif isinstance(task, tasks.ReleaseTask):
@@ -360,9 +362,7 @@ class HeartbeatService:
             requests = self._queue.note_failure(task, clock())
             if self._queue.waiting:
                 self._ensure_worker()
-        if self._queue.failures == 1:
-            where = addresses.describe_server(self.engine)
-            log.warning("no response from %s, retrying until the deadlines of the leases: %s", where, error)
+        tasks.report_failure(self.engine, self.config.events, task, error, first=self._queue.failures == 1)
         for request in requests:
             request.finish(told)
 

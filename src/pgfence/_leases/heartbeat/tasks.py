@@ -7,8 +7,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._leases import terms
+from pgfence._leases.grant import log
 from pgfence._leases.terms import SHORTEST_PATIENCE
 from pgfence._process.clock import clock
+from pgfence._process.events import build_log_fields
+from pgfence._sql.addresses import describe_server
 from pgfence._sql.effects import EffectSql, effect_sql
 from pgfence._sql.errors import translate_error
 from pgfence._sql.lease import LeaseSql, combine_results, decode_losses, decode_renewals, lease_sql
@@ -19,7 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from uuid import UUID
 
+    from sqlalchemy import Engine
+
     from pgfence._leases.heartbeat.connection import HeartbeatConnection
+    from pgfence._process.events import EventHub
     from pgfence._sql.storage import TableNames
 
     Wake = Callable[[], object]
@@ -209,6 +215,16 @@ def revoke_permits(place: TableNames, name: str, lease_id: UUID, seconds: float)
 def leave_queue(place: TableNames, name: str, waiter: str, seconds: float) -> ReleaseTask:
     """Return the task that takes a waiter out of the queue of a fair semaphore; after `seconds` the server does so itself."""
     return ReleaseTask(place, lambda sql: sql.permits.leave_late, (name, name, name, waiter), clock() + seconds)
+
+
+def report_failure(engine: Engine, events: EventHub, task: HeartbeatTask, error: Exception, *, first: bool) -> None:
+    """Log the first of several failures in a row, and emit an event for each lease that was not renewed. Not under a lock."""
+    if first:
+        where, fields = describe_server(engine), build_log_fields("renewal_failed")
+        log.warning("no response from %s, retrying until the deadlines of the leases: %s", where, error, extra=fields)
+    if events.listeners and isinstance(task, RenewTask):
+        for grant in task.requests:
+            grant.emit(events, "renewal_failed", reason=type(error).__name__)
 
 
 def translate_renewal_error(error: Exception, place: TableNames) -> Exception:
