@@ -152,11 +152,11 @@ def config_of(thing: HasDialect, *, pin: bool = False) -> Config:
     # Stored on the dialect, which an engine shares with its execution_options() copies, Connections and Sessions. The settings
     # are garbage-collected with the engine.
     home = vars(_get_dialect(thing))
-    config: Config | None = home.get(_ATTRIBUTE)
-    if config is None:
-        config = home.get(_UNPINNED) or home.setdefault(_UNPINNED, Config(events=events_of(thing)))
-        if pin:
-            config = home.setdefault(_ATTRIBUTE, config)
+    if (found := home.get(_ATTRIBUTE)) is not None:
+        known: Config = found
+        return known
+    default: Config = home.get(_UNPINNED) or home.setdefault(_UNPINNED, Config(events=events_of(thing)))
+    config: Config = home.setdefault(_ATTRIBUTE, default) if pin else default
     return config
 
 
