@@ -1,20 +1,27 @@
-"""Functions for operators: `evict`, `ask_to_resign`, `purge`, `stuck_keys` and `free_key`."""
+"""Functions for operators: look at the server and its locks, end holds, and read who ended which."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
 
+from pgfence._admin.audit import AuditEntry, build_audit_query, to_audit_entry
+from pgfence._admin.doctor.examination import examine
+from pgfence._admin.doctor.finding import Finding
+from pgfence._admin.leaks import build_release_request
 from pgfence._admin.purge import LARGEST_BATCH
 from pgfence._admin.purge import purge as purge_all
 from pgfence._admin.requests import build_eviction_request, build_resign_request, notify_holders_here, perform
 from pgfence._admin.stuck_keys import StuckKey, build_free_key_request, build_stuck_key_query, to_stuck_key
-from pgfence._api.inputs import check_int
+from pgfence._api.inputs import check_int, check_path
+from pgfence._sql import audit as audit_rows
 from pgfence._sql import evict as statements
-from pgfence._sql import resign
+from pgfence._sql import leaks, resign
 from pgfence._sql import stuck_keys as keys
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
+    from datetime import datetime, timedelta
+    from os import PathLike
 
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -23,7 +30,19 @@ if TYPE_CHECKING:
     from pgfence._sql.stuck_keys import FreeKeyRequest
     from pgfence.types import Holder
 
-__all__ = ["StuckKey", "ask_to_resign", "evict", "free_key", "purge", "stuck_keys"]
+__all__ = [
+    "AuditEntry",
+    "Finding",
+    "StuckKey",
+    "ask_to_resign",
+    "audit",
+    "doctor",
+    "evict",
+    "free_key",
+    "purge",
+    "release_leaked",
+    "stuck_keys",
+]
 
 
 @overload
@@ -223,3 +242,122 @@ def purge(engine: Engine | AsyncEngine, *, batch: int = 1000) -> object:
     """
     check_int(batch, "batch", LARGEST_BATCH)
     return purge_all(engine, batch)
+
+
+@overload
+def doctor(
+    engine: AsyncEngine, *, alembic_ini: str | PathLike[str] | None = None
+) -> Coroutine[Any, Any, Sequence[Finding]]: ...
+@overload
+def doctor(engine: Engine, *, alembic_ini: str | PathLike[str] | None = None) -> Sequence[Finding]: ...
+def doctor(engine: Engine | AsyncEngine, *, alembic_ini: str | PathLike[str] | None = None) -> object:
+    """Examine the server, the role and the settings of an engine, and return what pgfence does not work well with.
+
+    The list of findings is in the documentation, on the page "Check an installation". Call it with the engine of your
+    application: settings and privileges belong to its role.
+
+    Guarantees: nothing is changed, and no lock is taken. It needs no privilege; what the role may not see is a finding, too.
+
+    Limitations: it sees one moment. No finding does not prove that there is no pooler: a proxy that passes on the server's
+    process ids looks like a direct connection.
+
+    Args:
+        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
+        alembic_ini: the path of your alembic.ini, to examine its env.py too, which is read and not run.
+
+    Returns:
+        The findings, the most severe first.
+
+    Raises:
+        UnreachableError: the server did not respond.
+        UnsupportedServerError: the engine is not for PostgreSQL, or its driver is not supported.
+        ValueError: the ini file or its env.py cannot be read.
+        TypeError: an argument has the wrong type.
+    """
+    ini = None if alembic_ini is None else check_path(alembic_ini, "alembic_ini")
+    return examine(engine, ini, lambda diagnosis: diagnosis.findings)
+
+
+@overload
+def release_leaked(
+    engine: AsyncEngine, *, reason: str, actor: str | None = None, idle_for: Seconds = 300, dry_run: bool = False
+) -> Coroutine[Any, Any, Sequence[Holder]]: ...
+@overload
+def release_leaked(
+    engine: Engine, *, reason: str, actor: str | None = None, idle_for: Seconds = 300, dry_run: bool = False
+) -> Sequence[Holder]: ...
+def release_leaked(
+    engine: Engine | AsyncEngine,
+    *,
+    reason: str,
+    actor: str | None = None,
+    idle_for: Seconds = 300,
+    dry_run: bool = False,
+) -> object:
+    """End the idle sessions that hold advisory locks which pgfence did not take, and record that.
+
+    Such a session has usually been returned to a connection pool, or to a pooler, without releasing its lock. Each one is ended
+    in a separate transaction that also writes a row to the audit table, if the tables are installed. Only sessions of this
+    database are examined.
+
+    Limitations: PostgreSQL does not record whether a program still needs a lock. A program that holds a lock on an idle
+    session while it works elsewhere looks the same, and so does the connection of `AdvisoryLock.connect()` while you run
+    no statement on it: look first, with `dry_run`. A lock that pgfence took itself is not listed: use `evict`.
+
+    Args:
+        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
+        reason: the reason, for the audit table; not empty.
+        actor: the person or program that acts, for the audit table; None is this process's user and host.
+        idle_for: the minimum number of seconds since the session became idle.
+        dry_run: whether to return only which locks would be released.
+
+    Returns:
+        The holders, one for each lock. A session that was used in the meantime is left alone.
+
+    Raises:
+        ValueError: the reason or the actor is blank, or idle_for is negative.
+        TypeError: an argument has the wrong type.
+        SchemaError: this role may not end a session, or not write the audit table. Sessions that were ended before it stay ended.
+        StandbyError: the server accepts no writes.
+        UnreachableError: the server did not respond.
+    """
+    request = build_release_request(engine, reason=reason, actor=actor, idle_for=idle_for)
+
+    def work(connection: Connection, order: leaks.ReleaseRequest) -> list[Holder]:
+        sessions = leaks.look(connection, order) if dry_run else leaks.release(connection, order).sessions
+        return [holder for session in sessions for holder in session.holders]
+
+    return perform(engine, work, request)
+
+
+@overload
+def audit(
+    engine: AsyncEngine, *, since: datetime | timedelta | None = None, action: str | None = None
+) -> Coroutine[Any, Any, Sequence[AuditEntry]]: ...
+@overload
+def audit(
+    engine: Engine, *, since: datetime | timedelta | None = None, action: str | None = None
+) -> Sequence[AuditEntry]: ...
+def audit(
+    engine: Engine | AsyncEngine, *, since: datetime | timedelta | None = None, action: str | None = None
+) -> object:
+    """Return the rows of the audit table, the oldest first: who evicted a holder or freed a key, when and why.
+
+    The rows of all namespaces are returned. pgfence never deletes one.
+
+    Args:
+        engine: an Engine; or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.
+        since: only entries since this time, with a time zone; or of the last so many hours, as a timedelta by the server's
+            clock.
+        action: only this action: "evict", "ask to resign", "free key" or "release leaked".
+
+    Raises:
+        ValueError: since has no time zone, or action is blank.
+        TypeError: an argument has the wrong type.
+        SchemaError: the tables are missing, or this role may not read the audit table.
+        UnreachableError: the server did not respond.
+    """
+    query = build_audit_query(engine, since=since, action=action)
+    return perform(
+        engine, lambda connection, wanted: list(map(to_audit_entry, audit_rows.look(connection, wanted))), query
+    )

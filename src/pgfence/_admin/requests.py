@@ -85,7 +85,7 @@ def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, fo
 
 def build_audit_fields(reason: str, actor: str | None) -> tuple[str, str]:
     """Check and return the reason and the actor; the default actor is this process's user and host."""
-    return _check_non_empty(reason, "reason"), _default_actor() if actor is None else _check_non_empty(actor, "actor")
+    return check_non_empty(reason, "reason"), _default_actor() if actor is None else check_non_empty(actor, "actor")
 
 
 @overload
@@ -104,7 +104,7 @@ def perform(engine: Engine | AsyncEngine, work: Callable[[Connection, O], R], re
     return run_on_engine(engine, lambda connection: work(connection, request), translate)
 
 
-def _check_non_empty(value: object, what: str) -> str:
+def check_non_empty(value: object, what: str) -> str:
     text = check_text(value, what)
     if not text.strip():
         raise ValueError(f"{what} must not be blank: {value!r}")

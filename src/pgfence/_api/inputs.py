@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import unicodedata
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast, overload
 
 from sqlalchemy import Engine
 
 from pgfence._process.clock import seconds
+from pgfence.config import config_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
     from pgfence._process.clock import Seconds
+    from pgfence.config import Config
 
     SyncSession: TypeAlias = Session | scoped_session[Any]
     AnyAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
@@ -220,6 +225,17 @@ def check_text(value: object, what: str) -> str:
     return value
 
 
+def check_path(value: object, what: str) -> Path:
+    """Return a path.
+
+    Raises:
+        TypeError: it is neither a str nor a path.
+    """
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{what} must be a str or a path, not {type(value).__name__}")
+    return Path(value)
+
+
 def check_int(value: object, what: str, most: int | None = None) -> int:
     """Return an int that is at least 1 and at most `most`.
 
@@ -289,3 +305,18 @@ def check_error_classes(given: Sequence[type[Exception]], what: str = "record") 
         if not (isinstance(one, type) and issubclass(one, Exception)):
             raise TypeError(f"{what} takes exception classes, not {one!r}")
     return cast("tuple[type[Exception], ...]", found)
+
+
+def find_lock_engine(engine: Any, config: Config) -> tuple[Any, Config]:
+    """Return the engine that session locks use, and the settings that apply there."""
+    other = config.lock_engine
+    if other is None:
+        return engine, config
+    if callable(other):
+        other = other()
+    if hasattr(other, "sync_engine") != hasattr(engine, "sync_engine"):
+        raise TypeError(
+            f"the lock_engine of this {type(engine).__name__} must be of the same kind (sync or async), not {type(other).__name__}"
+        )
+    # A pooler in transaction mode is what the lock engine bypasses.
+    return other, replace(config, pooler=config_of(other).pooler) if config.pooler == "transaction" else config

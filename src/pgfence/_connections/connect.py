@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.pool import StaticPool
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pgfence.config import PoolerSetting
 
 R = TypeVar("R")
+PoolerMode: TypeAlias = Literal["none", "unknown", "transaction"]
+"""No pooler is detected; one whose mode is unknown; one in transaction mode."""
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 
@@ -117,17 +119,39 @@ def judge(engine: Engine, facts: server.ServerInfo, driver: RawConnection, poole
     driver_pid = _get_driver_pid(driver)
     other_pid = None
     if driver_pid != facts.backend_pid and pooler != "transaction":
-        # Only a pooler in transaction mode serves a second client with the same backend.
-        fairy = _connect_like(engine)
-        try:
-            other = Connection(engine, connection=fairy)
-            other.execution_options(isolation_level="AUTOCOMMIT")
-            other_pid = server.read_backend_pid(other)
-        finally:
-            if fairy.dbapi_connection is not None:
-                fairy.invalidate()
+        other_pid = _read_second_pid(engine)
     if refusal := server.judge_session(facts, driver_pid, pooler, other_pid):
         raise _locate(engine, refusal)
+
+
+def detect_pooler(engine: Engine) -> PoolerMode:
+    """Return what is between a client and its server. For async engines, call it inside a greenlet."""
+    fairy = _connect_like(engine)
+    try:
+        connection = Connection(engine, connection=fairy)
+        connection.execution_options(isolation_level="AUTOCOMMIT")
+        pid = server.read_backend_pid(connection)
+        assert fairy.dbapi_connection is not None
+        driver = engine.dialect.get_driver_connection(fairy.dbapi_connection)
+        if _get_driver_pid(driver) == pid:
+            return "none"
+        return "transaction" if _read_second_pid(engine) == pid else "unknown"
+    finally:
+        if fairy.dbapi_connection is not None:
+            fairy.invalidate()
+
+
+def _read_second_pid(engine: Engine) -> int:
+    """Return the server process that serves another client while the first one is idle."""
+    # Only a pooler in transaction mode serves a second client with the same backend.
+    fairy = _connect_like(engine)
+    try:
+        other = Connection(engine, connection=fairy)
+        other.execution_options(isolation_level="AUTOCOMMIT")
+        return server.read_backend_pid(other)
+    finally:
+        if fairy.dbapi_connection is not None:
+            fairy.invalidate()
 
 
 def _get_driver_pid(driver: RawConnection) -> int:

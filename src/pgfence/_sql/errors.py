@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from pgfence._sql.addresses import describe_server
 from pgfence._sql.encoding import TextError
-from pgfence._sql.rights import build_grants
+from pgfence._sql.rights import build_audit_grants, build_grants
 from pgfence._sql.sqlstate import (
     CONNECTION_LOST,
     DEADLOCK_DETECTED,
@@ -72,6 +72,7 @@ class ErrorContext:
         deadlock: the message for a deadlock; if empty, a deadlock is not translated.
         fewer_locks: advice if the server's lock table is full; if empty, that error is not translated.
         lock_table: the used entries and the capacity of the lock table.
+        audit_rights: the privileges on the audit table, if it is the only one that the statement uses.
     """
 
     version: int = 1
@@ -82,6 +83,7 @@ class ErrorContext:
     deadlock: str = ""
     fewer_locks: str = ""
     lock_table: tuple[int, int] = (0, 0)
+    audit_rights: str = ""
 
 
 FENCE = ErrorContext(
@@ -174,7 +176,8 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
     audit = place.prefix + "audit" in said
     key_rights = context.key_rights if context.version == KEYS else ""
     limits = context.version == LIMITS
-    command = "; ".join(build_grants(place, "<role>", key_rights=key_rights, audit=audit, limits=limits))
+    grants = build_grants(place, "<role>", key_rights=key_rights, audit=audit, limits=limits)
+    command = "; ".join(build_audit_grants(place, "<role>", context.audit_rights) if context.audit_rights else grants)
     return SchemaError(
         f"permission denied on pgfence's tables ({said}). As the owner of the tables, run: {command}",
         needed=context.version,

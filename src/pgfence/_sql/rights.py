@@ -36,3 +36,16 @@ def build_grants(
     if audit:
         asked.append(f"GRANT INSERT ON {place.name('audit')} TO {role}")
     return asked
+
+
+def build_role_setting(role: str, name: str, value: str) -> str:
+    """Return the statement that changes a setting for one role, which the role itself may execute."""
+    return f"ALTER ROLE {quote(role)} SET {name} = {value};"
+
+
+def build_audit_grants(place: TableNames, role: str, rights: str) -> list[str]:
+    """Return the grants for statements that use no table but the audit table."""
+    asked = [f"GRANT {rights} ON {place.name('audit')} TO {role}"]
+    if place.schema is not None:
+        asked.append(f"GRANT USAGE ON SCHEMA {quote(place.schema)} TO {role}")
+    return asked

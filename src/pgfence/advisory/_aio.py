@@ -12,13 +12,13 @@ from typing_extensions import deprecated
 from pgfence._api.cancel_on_loss import CancelOnLoss
 from pgfence._api.contexts import AsyncSafeContext
 from pgfence._api.handles import AsyncHeld, forget_user_connection, register_user_connection
-from pgfence._api.inputs import resolve_async_engine
+from pgfence._api.inputs import find_lock_engine, resolve_async_engine
 from pgfence._api.locks import AH, AsyncLockBase
 from pgfence._holds.hold import Hold
 from pgfence._locks.looks import look
 from pgfence._locks.manager import get_manager
 from pgfence._process.lifecycle import PROCESS
-from pgfence.advisory._named import LockNames, expect_no_session, lock_engine, look_on_connection
+from pgfence.advisory._named import LockNames, expect_no_session, look_on_connection
 from pgfence.config import config_of
 from pgfence.fence.handles import AsyncFencedHeld
 
@@ -201,7 +201,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             return manager, self._in_terms_of(engine, config, manager.style), engine
         engine = resolve_async_engine(engine, "AsyncAdvisoryLock", "AdvisoryLock")
         config = config_of(engine, pin=True)
-        self._locked_on, config = lock_engine(engine, config)
+        self._locked_on, config = find_lock_engine(engine, config)
         manager = get_manager(self._locked_on.sync_engine, config)
         sql = self._in_terms_of(engine, config, manager.style)
         self._found = manager, sql

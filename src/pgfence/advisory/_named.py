@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from pgfence._api.inputs import is_async_session, is_async_sessionmaker, is_sessionmaker
@@ -10,7 +9,6 @@ from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.storage import table_names_of
 from pgfence._sql.token import TokenSql
-from pgfence.config import config_of
 from pgfence.keys import check_names, list_labels, qualify_name, resolve
 
 if TYPE_CHECKING:
@@ -111,18 +109,3 @@ def look_on_connection(connection: Connection, keys: tuple[LockKey, ...]) -> lis
     finally:
         if began:
             connection.rollback()
-
-
-def lock_engine(engine: Any, config: Config) -> tuple[Any, Config]:
-    """Return the engine that session locks use, and the settings that apply there."""
-    other = config.lock_engine
-    if other is None:
-        return engine, config
-    if callable(other):
-        other = other()
-    if hasattr(other, "sync_engine") != hasattr(engine, "sync_engine"):
-        raise TypeError(
-            f"the lock_engine of this {type(engine).__name__} must be of the same kind (sync or async), not {type(other).__name__}"
-        )
-    # A pooler in transaction mode is what the lock engine bypasses.
-    return other, replace(config, pooler=config_of(other).pooler) if config.pooler == "transaction" else config

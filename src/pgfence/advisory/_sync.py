@@ -10,14 +10,14 @@ from typing_extensions import deprecated
 
 from pgfence._api.contexts import SafeContext
 from pgfence._api.handles import Held, forget_user_connection, register_user_connection
-from pgfence._api.inputs import resolve_engine
+from pgfence._api.inputs import find_lock_engine, resolve_engine
 from pgfence._api.locks import H, LockBase
 from pgfence._holds.hold import Hold
 from pgfence._locks.looks import look
 from pgfence._locks.manager import get_manager
 from pgfence._process.coroutines import run_sync
 from pgfence._process.lifecycle import PROCESS
-from pgfence.advisory._named import LockNames, expect_no_session, lock_engine, look_on_connection
+from pgfence.advisory._named import LockNames, expect_no_session, look_on_connection
 from pgfence.config import config_of
 from pgfence.fence.handles import FencedHeld
 
@@ -226,7 +226,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
             return manager, self._in_terms_of(engine, config, manager.style), engine
         engine = resolve_engine(engine, "AdvisoryLock", "AsyncAdvisoryLock")
         config = config_of(engine, pin=True)
-        locked_on, config = lock_engine(engine, config)
+        locked_on, config = find_lock_engine(engine, config)
         manager = get_manager(locked_on, config)
         sql = self._in_terms_of(engine, config, manager.style)
         self._found = manager, sql

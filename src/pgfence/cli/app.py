@@ -14,8 +14,11 @@ MODULES = {
     "elect": "elect_command",
     "install": "install",
     "init": "init",
+    "doctor": "doctor",
     "evict": "evict",
     "keys": "keys",
+    "release-leaked": "release_leaked",
+    "audit": "audit",
     "purge": "purge",
     "key": "key",
     "demo": "demo_command",
@@ -31,7 +34,7 @@ class _Commands(Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in MODULES:
             return None
-        found = getattr(import_module(f"pgfence.cli.{MODULES[cmd_name]}"), cmd_name)
+        found = getattr(import_module(f"pgfence.cli.{MODULES[cmd_name]}"), cmd_name.replace("-", "_"))
         assert isinstance(found, click.Command)
         return found
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeAlias, TypeVar
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from pgfence.types import Holder
 
 F = TypeVar("F")
+_WIDEST = 100
 
 Outcome: TypeAlias = Literal[
     "ran", "busy", "done", "clock", "zone", "lost", "unavailable", "skipped", "refused", "not started", "interrupted"
@@ -157,6 +160,24 @@ def run_reported(work: Callable[[], AdminReport[F]]) -> AdminReport[F]:
 def choose_code(error: PgfenceError) -> Code:
     """Return the exit code for an error: no server, or a server that rejected the request."""
     return Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED
+
+
+def format_in_color(text: str, color: str) -> str:
+    """Return a text in bold and in a color, on a terminal; unchanged elsewhere, and if NO_COLOR is set."""
+    import click
+
+    return click.style(text, fg=color, bold=True) if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def write_wrapped(text: str, indent: int = 0) -> None:
+    """Print a paragraph to stdout, as wide as the terminal; 80 columns elsewhere."""
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    blank = " " * indent
+    # A statement or a command in the text can still be copied.
+    filled = textwrap.TextWrapper(
+        width, initial_indent=blank, subsequent_indent=blank, break_long_words=False, break_on_hyphens=False
+    )
+    print(filled.fill(text))
 
 
 def expect_answer(*, dry_run: bool, yes: bool) -> None:

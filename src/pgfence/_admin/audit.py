@@ -1,0 +1,81 @@
+"""Build the search in the audit table, and present its rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from pgfence._admin.requests import check_non_empty
+from pgfence._sql.audit import AuditQuery
+from pgfence._sql.params import from_microseconds
+from pgfence._sql.storage import table_names_of
+from pgfence.keys import SEPARATOR
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence._sql.params import Row
+
+_FREE_KEY = "free key"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """A row of the audit table: an operator ended a hold, freed a key or released a leaked lock.
+
+    Attributes:
+        action: "evict", "ask to resign", "free key" or "release leaked".
+        namespace: the namespace of the name; empty if it has none.
+        resource: the name of the lock; of a key, its scope and the key, separated by a space; of a leaked lock, the session.
+        actor: the person or program that did it.
+        reason: why.
+        at: when, by the server's clock.
+        detail: what was found, for example the holder, as JSON values.
+    """
+
+    action: str
+    namespace: str
+    resource: str
+    actor: str | None
+    reason: str | None
+    at: datetime
+    detail: Mapping[str, Any]
+
+
+def build_audit_query(
+    engine: Engine | AsyncEngine, *, since: datetime | timedelta | None, action: str | None
+) -> AuditQuery:
+    """Check the arguments of a search in the audit table, and return the query."""
+    wanted = None if action is None else check_non_empty(action, "action")
+    place = table_names_of(engine)
+    if since is None:
+        return AuditQuery(place, None, None, wanted)
+    if isinstance(since, timedelta):
+        return AuditQuery(place, None, since.total_seconds(), wanted)
+    if not isinstance(since, datetime):
+        raise TypeError(f"since must be a datetime or a timedelta, not {type(since).__name__}")
+    if since.tzinfo is None:
+        raise ValueError("since must have a time zone: the server and this process may be in different ones")
+    return AuditQuery(place, since.timestamp(), None, wanted)
+
+
+def to_audit_entry(row: Row) -> AuditEntry:
+    """Return the entry that a row describes."""
+    _, action, stored, actor, reason, at, detail = row
+    parts = stored.split(SEPARATOR)
+    own = 2 if action == _FREE_KEY else 1
+    namespace = parts[0] if len(parts) > own else ""
+    return AuditEntry(
+        action=action,
+        namespace=namespace,
+        resource=" ".join(parts[-own:]),
+        actor=actor,
+        reason=reason,
+        at=from_microseconds(at),
+        detail=json.loads(detail) if detail else {},
+    )

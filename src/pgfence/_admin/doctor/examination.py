@@ -1,0 +1,100 @@
+"""Read the state of an engine's server, and run all checks on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, overload
+
+from pgfence._admin.connection import run_on_engine
+from pgfence._admin.doctor import activity, connection, installation, settings
+from pgfence._admin.doctor.connection import check_version
+from pgfence._admin.doctor.environment import check_environment
+from pgfence._admin.doctor.finding import CATALOGUE, Examined
+from pgfence._api.inputs import find_lock_engine, is_async_engine
+from pgfence._connections.connect import detect_pooler
+from pgfence._sql.addresses import describe_server
+from pgfence._sql.diagnosis import read_snapshot, read_version
+from pgfence._sql.errors import translate_connect_error, translate_error
+from pgfence._sql.params import style_of
+from pgfence._sql.storage import table_names_of
+from pgfence.config import config_of
+from pgfence.errors import PgfenceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence._admin.doctor.finding import Finding
+    from pgfence._process.coroutines import Coro
+
+_CHECKS = (*connection.CHECKS, *settings.CHECKS, *installation.CHECKS, *activity.CHECKS)
+R = TypeVar("R")
+_SEVERITIES = ("error", "warning", "info")
+_ORDER = list(CATALOGUE)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What the doctor found.
+
+    Attributes:
+        server: host and database.
+        version: of the server.
+        role: the role whose rights and settings were examined.
+        findings: the findings, the most severe first.
+        checked: the codes that were looked for.
+    """
+
+    server: str
+    version: str
+    role: str
+    findings: Sequence[Finding]
+    checked: Sequence[str]
+
+
+@overload
+def examine(engine: AsyncEngine, alembic_ini: Path | None, select: Callable[[Diagnosis], R]) -> Coro[R]: ...
+@overload
+def examine(engine: Engine, alembic_ini: Path | None, select: Callable[[Diagnosis], R]) -> R: ...
+def examine(engine: Engine | AsyncEngine, alembic_ini: Path | None, select: Callable[[Diagnosis], R]) -> object:
+    """Examine the server, and the Alembic environment if its ini file is given. For an AsyncEngine, return a coroutine.
+
+    Args:
+        engine: the engine.
+        alembic_ini: the ini file of the Alembic environment.
+        select: returns the part of the diagnosis that is wanted.
+    """
+    config, place = config_of(engine), table_names_of(engine)
+    style_of(engine.dialect)
+    lock_engine, lock_config = find_lock_engine(engine, config)
+    server = describe_server(_unwrap(engine))
+
+    def work(connection: Connection) -> Diagnosis:
+        version, number, role = read_version(connection)
+        if old := list(check_version(version, number)):
+            return Diagnosis(server, version, role, old, ["server-version"])
+        snapshot = read_snapshot(connection, place)
+        # Nothing is left open on this connection while others are opened: the second client of a pooler gets its server session.
+        connection.rollback()
+        examined = Examined(snapshot, config, lock_config.pooler, place, detect_pooler(_unwrap(lock_engine)))
+        found = [finding for check in _CHECKS for finding in check(examined)]
+        if alembic_ini is not None:
+            found += check_environment(alembic_ini)
+        found.sort(key=lambda one: (_SEVERITIES.index(one.severity), _ORDER.index(one.code)))
+        checked = [code for code in _ORDER if alembic_ini is not None or not code.startswith("alembic-")]
+        return Diagnosis(server, version, role, found, checked)
+
+    return run_on_engine(engine, lambda connection: select(work(connection)), _translate)
+
+
+def _unwrap(engine: Engine | AsyncEngine) -> Engine:
+    return engine.sync_engine if is_async_engine(engine) else engine
+
+
+def _translate(engine: Engine, error: Exception) -> PgfenceError | None:
+    if isinstance(error, PgfenceError):
+        return None
+    return translate_error(error, None, engine=engine) or translate_connect_error(engine, error)

@@ -1,0 +1,167 @@
+"""A finding of the doctor, and the catalogue of all codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pgfence._connections.connect import PoolerMode
+    from pgfence._sql.diagnosis import Snapshot
+    from pgfence._sql.storage import TableNames
+    from pgfence.config import Config, PoolerSetting
+
+Severity: TypeAlias = Literal["info", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A state of the server, the role or the application that pgfence does not work well with.
+
+    Attributes:
+        code: the code of the finding. It does not change between releases.
+        severity: "error" if a part of pgfence does not work or does not protect; "warning" if it fails under a load or an outage
+            that is likely to come; "info" for what may be intended.
+        found: what was found.
+        why: why it matters.
+        fix: how to fix it, as SQL, a command or a sentence.
+    """
+
+    code: str
+    severity: Severity
+    found: str
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What the checks judge.
+
+    Attributes:
+        snapshot: the state of the server.
+        config: the settings of the engine.
+        declared: the pooler setting for session locks: that of the `lock_engine`, if there is one.
+        place: the table names.
+        pooler: what is between pgfence's session locks and the server.
+    """
+
+    snapshot: Snapshot
+    config: Config
+    declared: PoolerSetting
+    place: TableNames
+    pooler: PoolerMode
+
+
+class Entry(NamedTuple):
+    """The usual severity of a code, and why it matters."""
+
+    severity: Severity
+    why: str
+
+
+CATALOGUE: Mapping[str, Entry] = {
+    "server-version": Entry("error", "pgfence uses functions and views that older servers do not have."),
+    "standby": Entry(
+        "error", "A lock on a standby excludes no process on the primary, so every call raises StandbyError."
+    ),
+    "pooler-transaction": Entry(
+        "error",
+        "A session lock would be taken in one server session and released in another. AdvisoryLock, ReadWriteLock and"
+        " migration_lock raise PoolerError. Leases, transaction locks and idempotency keys work.",
+    ),
+    "pooler-undeclared": Entry(
+        "error",
+        "Session locks are safe only if the pooler gives each client a dedicated server session. pgfence cannot see that, so"
+        " AdvisoryLock, ReadWriteLock and migration_lock raise PoolerError.",
+    ),
+    "keepalives": Entry(
+        "warning",
+        "If a client vanishes without closing its connection, the server keeps its transaction, and with it transaction locks"
+        " and entered gates. pgfence sets this only on the connections that it opens itself.",
+    ),
+    "clock": Entry(
+        "warning",
+        "pgfence uses the server's clock, so locks are safe. But `expires_at`, `since` and the slots of Once do not match this"
+        " host's logs; and if the server's clock is the wrong one, a failover changes when leases expire.",
+    ),
+    "idle-in-transaction": Entry(
+        "warning",
+        "A client that hangs inside a transaction keeps its transaction locks and stays inside the gates that it has entered:"
+        " other processes wait for it.",
+    ),
+    "idle-session-timeout": Entry(
+        "warning",
+        "The server ends the session of a holder that sends no statement for that long, and with it the session lock. pgfence"
+        " switches the setting off on its own connections, but not through a pooler and not on a connection of yours.",
+    ),
+    "statement-timeout": Entry(
+        "info",
+        "A wait for a gate is cancelled by the server (SQLSTATE 57014) before pgfence's own timeout ends it with"
+        " LockTimeoutError. Waits for transaction locks and idempotency keys are not affected.",
+    ),
+    "synchronous-commit": Entry(
+        "warning",
+        "pgfence raises the setting for tokens, but your own transactions commit without waiting for the disk: after a crash of"
+        " the server, fenced writes and idempotent results that were acknowledged may be missing.",
+    ),
+    "tables-missing": Entry(
+        "info",
+        "Leases, fences, Once, limits, elections and idempotency keys need tables. Advisory and transaction locks do not.",
+    ),
+    "tables-elsewhere": Entry(
+        "error", "Everything that needs the tables raises SchemaError, because they are not found."
+    ),
+    "tables-outdated": Entry("error", "What needs the newer tables or functions raises SchemaError."),
+    "tables-differ": Entry("error", "What uses the missing or altered objects raises SchemaError or fails."),
+    "grants-missing": Entry(
+        "error", "The role can use a feature only in part: the first call that needs more raises SchemaError."
+    ),
+    "lock-table": Entry(
+        "warning",
+        "A full lock table fails the statements of all programs, and prevents logins. pgfence rejects requests from 90 % on"
+        " with CapacityError.",
+    ),
+    "leaked-locks": Entry(
+        "warning",
+        "An idle session that holds an advisory lock has often been returned to a connection pool without releasing it. Nobody"
+        " can acquire that lock until the session ends.",
+    ),
+    "long-wait": Entry(
+        "warning", "The process makes no progress, and what it holds itself keeps further processes waiting."
+    ),
+    "invalid-index": Entry(
+        "warning",
+        "A failed CREATE INDEX CONCURRENTLY leaves an index that every write maintains and no query uses. A unique one does not"
+        " reject all duplicates.",
+    ),
+    "synchronous-standby": Entry(
+        "error", "Every COMMIT waits until a synchronous standby is connected, and so does every grant of a lease."
+    ),
+    "asynchronous-standbys": Entry(
+        "warning",
+        "After a failover the last commits may be missing: a lease can be granted to a second process while the first still"
+        " relies on it. The fence rejects the first one's writes on the new primary.",
+    ),
+    "hidden-sessions": Entry(
+        "info",
+        "The role sees neither the state nor the statements of other roles' sessions: leaked locks and standbys may be"
+        " overlooked, and holders are listed without address and time.",
+    ),
+    "alembic-lock": Entry(
+        "warning", "Two processes that run `alembic upgrade` at the same time run the same migration twice."
+    ),
+    "alembic-plugin": Entry(
+        "warning",
+        "`alembic revision --autogenerate` does not know pgfence's tables: it proposes to drop them, and it misses fences and"
+        " version triggers.",
+    ),
+}
+
+
+def build_finding(code: str, found: str, fix: str, severity: Severity | None = None) -> Finding:
+    """Return a finding with the severity and the reason from the catalogue."""
+    entry = CATALOGUE[code]
+    return Finding(code, severity or entry.severity, found, entry.why, fix)

@@ -1,0 +1,121 @@
+"""`pgfence audit`: print who ended holds and freed keys, when and why."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+import click
+
+from pgfence import monitoring
+from pgfence.cli import options
+from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.cli.parser import Command, Option
+from pgfence.cli.report import Console, choose_code
+from pgfence.cli.server import open_engine
+from pgfence.errors import PgfenceError
+
+if TYPE_CHECKING:
+    from pgfence.monitoring import AuditEntry
+
+ACTIONS = ("evict", "ask to resign", "free key", "release leaked")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+@click.command(
+    "audit",
+    short_help="Print who ended holds and freed keys, and why.",
+    cls=Command,
+    examples={
+        "pgfence audit --since 2d": "The last two days",
+        "pgfence audit --action evict --json": "All evictions, for a program",
+    },
+    codes=[
+        ("0", "Success, also if there are no entries."),
+        ("64", "Misuse."),
+        ("69", "The server did not respond."),
+        ("78", "The tables or a permission are missing."),
+    ],
+)
+@click.option(
+    "--since",
+    cls=Option,
+    heading="Filter",
+    metavar="TIME",
+    help="Only entries since TIME: a number with s, m, h or d for how long ago, or a time in ISO 8601.",
+)
+@click.option(
+    "--action",
+    cls=Option,
+    heading="Filter",
+    type=click.Choice(ACTIONS),
+    help="Only entries of this action.",
+)
+@options.dsn
+@options.engine
+@options.schema
+@options.prefix
+@options.as_json
+def audit(
+    since: str | None,
+    action: str | None,
+    dsn: str | None,
+    engine: str | None,
+    schema: str | None,
+    prefix: str | None,
+    as_json: bool,
+) -> None:
+    """Print who evicted holders, asked leaders to resign, freed keys and released leaked locks: when and why.
+
+    The oldest entry is first. The entries of all namespaces are printed.
+    """
+    wanted = None if since is None else parse_since(since)
+    with open_engine(dsn, engine, schema=schema, prefix=prefix) as target:
+        try:
+            found = monitoring.audit(target, since=wanted, action=action)
+        except PgfenceError as error:
+            Console().warn(str(error))
+            raise CommandExit(choose_code(error)) from error
+    if as_json:
+        print(json.dumps({"entries": [_as_data(entry) for entry in found]}))
+    else:
+        print("\n".join(map(_format_entry, found)) if found else _describe_nothing(since, action))
+    raise CommandExit(Code.OK)
+
+
+def parse_since(text: str) -> datetime | timedelta:
+    """Return the time or the age that `--since` gives. A time without a zone is local time.
+
+    Raises:
+        MisuseError: it is neither.
+    """
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip()):
+        try:
+            return timedelta(**{_UNITS[match[2]]: float(match[1])})
+        except OverflowError:
+            raise MisuseError(f"--since {text}: too long ago") from None
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError):
+        raise MisuseError(
+            f"--since {text}: give a number with s, m, h or d, such as 2h, or a time such as 2026-04-01T03:00"
+        ) from None
+
+
+def _describe_nothing(since: str | None, action: str | None) -> str:
+    filters = [f"since {since}"] if since else []
+    filters += [f"with the action {action!r}"] if action else []
+    return f"No entries{' ' if filters else ''}{' '.join(filters)}."
+
+
+def _format_entry(entry: AuditEntry) -> str:
+    where = f" (namespace {entry.namespace})" if entry.namespace else ""
+    at = entry.at.isoformat(timespec="seconds")
+    return f"{at}  {entry.action}  {entry.resource}{where}\n    by {entry.actor}: {entry.reason}"
+
+
+def _as_data(entry: AuditEntry) -> dict[str, object]:
+    known = ("action", "namespace", "resource", "actor", "reason", "detail")
+    return {"at": entry.at.isoformat()} | {name: getattr(entry, name) for name in known}

@@ -1,0 +1,151 @@
+"""`pgfence release-leaked`: end the idle sessions that hold advisory locks which pgfence did not take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import click
+
+from pgfence._admin.leaks import build_release_request
+from pgfence._admin.requests import perform
+from pgfence._sql import leaks
+from pgfence.cli import options
+from pgfence.cli.codes import Code, MisuseError
+from pgfence.cli.parser import Command, Option
+from pgfence.cli.report import AdminReport, confirm, expect_answer, run_reported
+from pgfence.cli.running import check_seconds
+from pgfence.cli.server import open_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sqlalchemy import Engine
+
+    from pgfence._sql.leaks import LeakedSession, ReleaseRequest
+
+_LISTED = 5
+_QUERY = 60
+
+
+@click.command(
+    "release-leaked",
+    short_help="End idle sessions that hold leaked advisory locks.",
+    cls=Command,
+    examples={
+        'pgfence release-leaked --reason "look" --dry-run': "Only list the sessions",
+        'pgfence release-leaked --reason "leaked by the old importer"': "List them, ask, end them",
+    },
+    codes=[
+        ("0", "Ended; or shown, with --dry-run."),
+        ("64", "Misuse; also without a terminal and without --yes."),
+        ("67", "No session holds a leaked lock. Nothing was done."),
+        ("69", "The server did not respond."),
+        ("75", "All of the sessions were used again after they were shown. Nothing was done."),
+        ("77", "Not confirmed. Nothing was done."),
+        ("78", "A permission is missing, or the server is read-only."),
+    ],
+)
+@click.option(
+    "--idle-for",
+    cls=Option,
+    heading="Filter",
+    type=float,
+    default=leaks.IDLE_FOR,
+    metavar="SECONDS",
+    help=f"Only sessions that have been idle for at least SECONDS. Default: {leaks.IDLE_FOR:g}.",
+)
+@options.reason
+@options.actor
+@click.option("--dry-run", cls=Option, heading=options.AUDIT, is_flag=True, help="Only show the sessions.")
+@options.yes
+@options.dsn
+@options.engine
+@options.schema
+@options.prefix
+@options.as_json
+def release_leaked(
+    idle_for: float,
+    reason: str,
+    actor: str | None,
+    dry_run: bool,
+    yes: bool,
+    dsn: str | None,
+    engine: str | None,
+    schema: str | None,
+    prefix: str | None,
+    as_json: bool,
+) -> None:
+    """End the idle sessions that hold advisory locks which pgfence did not take. Shows them and asks for confirmation.
+
+    Use it when `pgfence doctor` reports leaked locks: sessions that were returned to a connection pool or a pooler without
+    releasing their lock. PostgreSQL does not record whether a program still needs a lock, so look at the list first: a program
+    that holds a lock on an idle session while it works elsewhere looks the same. For a lock of pgfence, use `pgfence evict`.
+    """
+    check_seconds(idle_for, "--idle-for")
+    with open_engine(dsn, engine, schema=schema, prefix=prefix) as target:
+        report = _Release(target, reason, actor, idle_for).run(dry_run=dry_run, yes=yes)
+    found = [_as_data(session) for session in report.found or ()]
+    report.show(as_json=as_json, target={}, found={"sessions": found})
+
+
+class _Release:
+    """One call of the command."""
+
+    def __init__(self, engine: Engine, reason: str, actor: str | None, idle_for: float) -> None:
+        self._engine = engine
+        try:
+            self._order: ReleaseRequest = build_release_request(engine, reason=reason, actor=actor, idle_for=idle_for)
+        except ValueError as error:
+            raise MisuseError(str(error)) from None
+
+    def run(self, *, dry_run: bool, yes: bool) -> AdminReport[Sequence[LeakedSession]]:
+        expect_answer(dry_run=dry_run, yes=yes)
+        return run_reported(lambda: self._run(dry_run=dry_run, yes=yes))
+
+    def _run(self, *, dry_run: bool, yes: bool) -> AdminReport[Sequence[LeakedSession]]:
+        seen = perform(self._engine, leaks.look, self._order)
+        if not seen:
+            nothing = f"No session holds a leaked lock: none has been idle for {self._order.idle_for:g} s with one."
+            return AdminReport("nobody", Code.NOBODY, [nothing], seen)
+        lines = [_format_line(session) for session in seen]
+        if dry_run:
+            return AdminReport("seen", Code.OK, [*lines, "Nothing was done."], seen)
+        if not yes and not confirm(lines, "End these sessions?"):
+            return AdminReport("declined", Code.DECLINED, ["nothing was done"], seen)
+        # While the user reads and answers, a session may be used again. End only those that were shown.
+        done = perform(self._engine, leaks.release, replace(self._order, only=seen))
+        if not done.sessions:
+            return AdminReport("changed", Code.BUSY, ["the sessions are in use again, so nothing was done"], seen)
+        recorded = "recorded in the audit table" if done.audited else "not recorded, because there is no audit table"
+        ended = f"Ended {len(done.sessions)} of {len(seen)} sessions, {recorded}."
+        return AdminReport("released", Code.OK, [*map(_format_line, done.sessions), ended], done.sessions)
+
+
+def _format_line(session: LeakedSession) -> str:
+    holder = session.holders[0]
+    keys = [
+        str(one.key.value) if one.key.space == "bigint" else "({}, {})".format(*one.key.halves)
+        for one in session.holders[:_LISTED]
+        if one.key is not None
+    ]
+    more = f" and {len(session.holders) - _LISTED} more" if len(session.holders) > _LISTED else ""
+    query = " ".join(session.query.split())
+    last = query[:_QUERY] + ("..." if len(query) > _QUERY else "")
+    return f"{holder}: {'key' if len(session.holders) == 1 else 'keys'} {', '.join(keys)}{more}; last statement: {last}"
+
+
+def _as_data(session: LeakedSession) -> Mapping[str, object]:
+    holder = session.holders[0]
+    return {
+        "backend_pid": session.backend_pid,
+        "application_name": holder.application_name,
+        "host": holder.host,
+        "since": holder.since and holder.since.isoformat(),
+        "last_statement": session.query,
+        "locks": [
+            {"key": one.key.value, "space": one.key.space, "mode": one.mode}
+            for one in session.holders
+            if one.key is not None
+        ],
+    }

@@ -1,0 +1,53 @@
+"""The doctor behind PgBouncer: it proves transaction mode, and asks for a declaration of session mode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pgfence import configure, monitoring
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.worlds import World
+
+pytestmark = pytest.mark.twins
+# As the manuals of the drivers advise behind a pooler in transaction mode.
+_ARGUMENTS = {
+    "psycopg": {"prepare_threshold": None},
+    "asyncpg": {"statement_cache_size": 0, "prepared_statement_cache_size": 0},
+}
+
+
+async def find(world: World, through: str, **settings: Any) -> dict[str, str]:
+    """Return the findings about poolers, with their severity."""
+    engine = world.engine(dsn=through, connect_args=_ARGUMENTS[world.name])
+    configure(engine, **settings)
+    found = await world.call(monitoring.doctor, engine)
+    return {one.code: one.severity for one in found if one.code.startswith("pooler") or one.code == "keepalives"}
+
+
+async def test_transaction_mode_is_proven(world: World, pgbouncer: Callable[..., str]) -> None:
+    """C019: an error; a note where it is declared; no finding where session locks go past it."""
+    through = pgbouncer("transaction")
+    assert await find(world, through) == {"pooler-transaction": "error"}
+    assert await find(world, through, pooler="session") == {"pooler-transaction": "error"}
+    assert await find(world, through, pooler="transaction") == {"pooler-transaction": "info"}
+    past = await find(world, through, pooler="transaction", lock_engine=world.engine())
+    assert "pooler-transaction" not in past
+
+
+async def test_session_mode_has_to_be_declared(
+    world: World, pgbouncer: Callable[..., str], role: Callable[..., str]
+) -> None:
+    """An error until it is; then nothing is set in the session, so an idle_session_timeout counts for holders."""
+    through = pgbouncer("session")
+    assert await find(world, through) == {"pooler-undeclared": "error"}
+    assert await find(world, through, pooler="session") == {}
+    limited = pgbouncer("session", role({"idle_session_timeout": "10min"}))
+    engine = world.engine(dsn=limited)
+    configure(engine, pooler="session")
+    found = {one.code: one.severity for one in await world.call(monitoring.doctor, engine)}
+    assert found["idle-session-timeout"] == "warning"
