@@ -254,7 +254,7 @@ def test_an_unexpected_error_has_its_own_exit_code(
 def test_the_reference_lists_every_option() -> None:
     """Each option of each command is in the section of docs/reference/cli.md about that command."""
     page = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^## (pgfence [a-z ]+)\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
+    sections = dict(re.findall(r"^## (pgfence [a-z -]+)\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
     context = click.Context(pgfence.cli.app.pgfence)
     commands = {
         f"pgfence {name}": pgfence.cli.app.pgfence.get_command(context, name) for name in pgfence.cli.app.MODULES

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pgfence._admin.doctor.finding import CATALOGUE
 from pgfence.cli import main
 from support.commandline import SERVER_VARIABLES
 from support.healthy import healthy_role
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     import psycopg
 
@@ -77,6 +79,13 @@ def test_an_error_is_1_and_the_environment_of_alembic_is_found(
     (tmp_path / "alembic.ini").write_text("[other]\n")
     assert main(["doctor", "--dsn", dsn]) == 64
     assert "alembic.ini has no script_location" in capfd.readouterr().err
+
+
+def test_the_page_lists_every_finding() -> None:
+    """With its usual severity and the reason that the command prints."""
+    page = Path(__file__).parents[2] / "docs" / "operate" / "check-an-installation.md"
+    rows = re.findall(r"^\| `([a-z-]+)` \| (\w+)[^|]* \| (.+) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == [(code, entry.severity, entry.why) for code, entry in CATALOGUE.items()]
 
 
 def test_no_server_is_69_and_no_postgresql_64(capfd: pytest.CaptureFixture[str]) -> None:

@@ -105,6 +105,7 @@ USES: dict[str, Callable[[Engine], object]] = {
     "[`pgfence keys`](stuck-keys.md)": monitoring.stuck_keys,
     "[`pgfence keys free`](stuck-keys.md)": free_key,
     "[`pgfence evict`](evict-a-holder.md)": evict,
+    "[`pgfence audit`](../reference/cli.md#pgfence-audit)": monitoring.audit,
     "looking at a lease (`holders()`, `is_held()`)": lambda engine: Lease(engine, "held", ttl=5).holders(),
 }
 

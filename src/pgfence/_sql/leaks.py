@@ -136,10 +136,10 @@ def is_leaked(state: str | None, idle: float | None, query: str, idle_for: float
 def look(connection: Connection, order: ReleaseRequest) -> tuple[LeakedSession, ...]:
     """Return the sessions that hold leaked locks, those that have been idle longest first."""
     sessions: dict[int, list[Row]] = {}
-    rows: Sequence[Row] = _run(connection, order.place, _LOOK).all()
-    for row in rows:
-        if is_leaked("idle", row[8], row[9], order.idle_for):
-            sessions.setdefault(row[0], []).append(row)
+    for row in map(tuple, _run(connection, order.place, _LOOK)):
+        pid, *_, idle, query = row
+        if is_leaked("idle", idle, query, order.idle_for):
+            sessions.setdefault(pid, []).append(row)
     return tuple(_build_session(rows) for rows in sessions.values())
 
 

@@ -118,4 +118,4 @@ def _format_entry(entry: AuditEntry) -> str:
 
 def _as_data(entry: AuditEntry) -> dict[str, object]:
     known = ("action", "namespace", "resource", "actor", "reason", "detail")
-    return {"at": entry.at.isoformat()} | {name: getattr(entry, name) for name in known}
+    return {"at": entry.at.isoformat(), **{name: getattr(entry, name) for name in known}}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import pgfence.monitoring as monitoring
 from app import async_engine, engine
-from pgfence import Event, LockEvent, ProcessPause, configure, embedded, schema
+from pgfence import Event, Holder, LockEvent, ProcessPause, configure, embedded, schema
+from typing_extensions import assert_type
 
 
 def listen(event: Event) -> None:
@@ -39,6 +41,21 @@ def incident() -> None:
     for holder in monitoring.evict(engine, "close:2026-04", reason="hung worker", dry_run=True):
         print(holder.name, holder.owner, holder.token)
     monitoring.evict(engine, "close:2026-04", reason="hung worker", actor="ann")
+
+
+def check() -> None:
+    findings = monitoring.doctor(engine, alembic_ini="alembic.ini")
+    assert_type(findings, Sequence[monitoring.Finding])
+    print([finding.fix for finding in findings if finding.severity == "error"])
+    assert_type(monitoring.release_leaked(engine, reason="stuck import", idle_for=timedelta(hours=1)), Sequence[Holder])
+    for entry in monitoring.audit(engine, since=timedelta(days=1), action="evict"):
+        print(entry.at, entry.resource, entry.actor, entry.reason)
+
+
+async def check_async() -> None:
+    assert_type(await monitoring.doctor(async_engine), Sequence[monitoring.Finding])
+    assert_type(await monitoring.release_leaked(async_engine, reason="stuck import", dry_run=True), Sequence[Holder])
+    assert_type(await monitoring.audit(async_engine), Sequence[monitoring.AuditEntry])
 
 
 def throw_away() -> None:

@@ -55,105 +55,105 @@ class Examined:
     pooler: PoolerMode
 
 
-class Entry(NamedTuple):
+class CodeEntry(NamedTuple):
     """The usual severity of a code, and why it matters."""
 
     severity: Severity
     why: str
 
 
-CATALOGUE: Mapping[str, Entry] = {
-    "server-version": Entry("error", "pgfence uses functions and views that older servers do not have."),
-    "standby": Entry(
+CATALOGUE: Mapping[str, CodeEntry] = {
+    "server-version": CodeEntry("error", "pgfence uses functions and views that older servers do not have."),
+    "standby": CodeEntry(
         "error", "A lock on a standby excludes no process on the primary, so every call raises StandbyError."
     ),
-    "pooler-transaction": Entry(
+    "pooler-transaction": CodeEntry(
         "error",
         "A session lock would be taken in one server session and released in another. AdvisoryLock, ReadWriteLock and"
         " migration_lock raise PoolerError. Leases, transaction locks and idempotency keys work.",
     ),
-    "pooler-undeclared": Entry(
+    "pooler-undeclared": CodeEntry(
         "error",
         "Session locks are safe only if the pooler gives each client a dedicated server session. pgfence cannot see that, so"
         " AdvisoryLock, ReadWriteLock and migration_lock raise PoolerError.",
     ),
-    "keepalives": Entry(
+    "keepalives": CodeEntry(
         "warning",
         "If a client vanishes without closing its connection, the server keeps its transaction, and with it transaction locks"
         " and entered gates. pgfence sets this only on the connections that it opens itself.",
     ),
-    "clock": Entry(
+    "clock": CodeEntry(
         "warning",
         "pgfence uses the server's clock, so locks are safe. But `expires_at`, `since` and the slots of Once do not match this"
         " host's logs; and if the server's clock is the wrong one, a failover changes when leases expire.",
     ),
-    "idle-in-transaction": Entry(
+    "idle-in-transaction": CodeEntry(
         "warning",
         "A client that hangs inside a transaction keeps its transaction locks and stays inside the gates that it has entered:"
         " other processes wait for it.",
     ),
-    "idle-session-timeout": Entry(
+    "idle-session-timeout": CodeEntry(
         "warning",
         "The server ends the session of a holder that sends no statement for that long, and with it the session lock. pgfence"
         " switches the setting off on its own connections, but not through a pooler and not on a connection of yours.",
     ),
-    "statement-timeout": Entry(
+    "statement-timeout": CodeEntry(
         "info",
         "A wait for a gate is cancelled by the server (SQLSTATE 57014) before pgfence's own timeout ends it with"
         " LockTimeoutError. Waits for transaction locks and idempotency keys are not affected.",
     ),
-    "synchronous-commit": Entry(
+    "synchronous-commit": CodeEntry(
         "warning",
         "pgfence raises the setting for tokens, but your own transactions commit without waiting for the disk: after a crash of"
         " the server, fenced writes and idempotent results that were acknowledged may be missing.",
     ),
-    "tables-missing": Entry(
+    "tables-missing": CodeEntry(
         "info",
         "Leases, fences, Once, limits, elections and idempotency keys need tables. Advisory and transaction locks do not.",
     ),
-    "tables-elsewhere": Entry(
+    "tables-elsewhere": CodeEntry(
         "error", "Everything that needs the tables raises SchemaError, because they are not found."
     ),
-    "tables-outdated": Entry("error", "What needs the newer tables or functions raises SchemaError."),
-    "tables-differ": Entry("error", "What uses the missing or altered objects raises SchemaError or fails."),
-    "grants-missing": Entry(
+    "tables-outdated": CodeEntry("error", "What needs the newer tables or functions raises SchemaError."),
+    "tables-differ": CodeEntry("error", "What uses the missing or altered objects raises SchemaError or fails."),
+    "grants-missing": CodeEntry(
         "error", "The role can use a feature only in part: the first call that needs more raises SchemaError."
     ),
-    "lock-table": Entry(
+    "lock-table": CodeEntry(
         "warning",
         "A full lock table fails the statements of all programs, and prevents logins. pgfence rejects requests from 90 % on"
         " with CapacityError.",
     ),
-    "leaked-locks": Entry(
+    "leaked-locks": CodeEntry(
         "warning",
-        "An idle session that holds an advisory lock has often been returned to a connection pool without releasing it. Nobody"
-        " can acquire that lock until the session ends.",
+        "An idle session that holds an advisory lock has often been returned to a connection pool without releasing it. No"
+        " other session can acquire that lock until this one ends.",
     ),
-    "long-wait": Entry(
+    "long-wait": CodeEntry(
         "warning", "The process makes no progress, and what it holds itself keeps further processes waiting."
     ),
-    "invalid-index": Entry(
+    "invalid-index": CodeEntry(
         "warning",
         "A failed CREATE INDEX CONCURRENTLY leaves an index that every write maintains and no query uses. A unique one does not"
         " reject all duplicates.",
     ),
-    "synchronous-standby": Entry(
+    "synchronous-standby": CodeEntry(
         "error", "Every COMMIT waits until a synchronous standby is connected, and so does every grant of a lease."
     ),
-    "asynchronous-standbys": Entry(
+    "asynchronous-standbys": CodeEntry(
         "warning",
         "After a failover the last commits may be missing: a lease can be granted to a second process while the first still"
         " relies on it. The fence rejects the first one's writes on the new primary.",
     ),
-    "hidden-sessions": Entry(
+    "hidden-sessions": CodeEntry(
         "info",
         "The role sees neither the state nor the statements of other roles' sessions: leaked locks and standbys may be"
         " overlooked, and holders are listed without address and time.",
     ),
-    "alembic-lock": Entry(
+    "alembic-lock": CodeEntry(
         "warning", "Two processes that run `alembic upgrade` at the same time run the same migration twice."
     ),
-    "alembic-plugin": Entry(
+    "alembic-plugin": CodeEntry(
         "warning",
         "`alembic revision --autogenerate` does not know pgfence's tables: it proposes to drop them, and it misses fences and"
         " version triggers.",
