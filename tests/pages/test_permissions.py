@@ -106,7 +106,7 @@ USES: dict[str, Callable[[Engine], object]] = {
     "[`pgfence keys free`](stuck-keys.md)": free_key,
     "[`pgfence evict`](evict-a-holder.md)": evict,
     "[`pgfence audit`](../reference/cli.md#pgfence-audit)": monitoring.audit,
-    "looking at a lease (`holders()`, `is_held()`)": lambda engine: Lease(engine, "held", ttl=5).holders(),
+    "reading the state of a lease (`holders()`, `is_held()`)": lambda engine: Lease(engine, "held", ttl=5).holders(),
 }
 
 
