@@ -14,7 +14,7 @@ from pgfence import schema
 from pgfence._demo.bank import SCHEMA
 from pgfence._demo.errors import DemoError
 from pgfence._demo.scenario import create_engine_for, start_processes
-from pgfence._demo.scenarios import contention, paused, retries, slots
+from pgfence._demo.scenarios import contention, election, paused, retries, slots
 from pgfence._demo.workload import Verdict
 from support.rows import every_row
 from support.servers import database
@@ -70,6 +70,31 @@ def test_the_paused_worker_is_judged_by_both_tables(late: int, late_fenced: int,
 def test_the_slots_are_judged_by_their_runs(ran: int, runs: int, verdict: Verdict) -> None:
     """As many runs as slots, and enough of them."""
     assert slots._judge(ran, runs) is verdict
+
+
+@every_row(
+    ("killed", "resigned", "overlapping", "verdict"),
+    [
+        (900, 20, 0, Verdict.OK),
+        (None, None, 0, Verdict.GUARD_FAILED),
+        (900, None, 0, Verdict.GUARD_FAILED),
+        (900, 20, 1, Verdict.GUARD_FAILED),
+    ],
+)
+def test_the_election_is_judged_by_its_successors(
+    killed: int | None, resigned: int | None, overlapping: int, verdict: Verdict
+) -> None:
+    """After each fault another candidate must lead, and no former leader may write."""
+    assert election._judge(killed, resigned, overlapping) is verdict
+
+
+def test_a_write_of_a_former_leader_is_counted(stage: Engine) -> None:
+    """The table is read: a write of term 1 after the first write of term 2 counts, one before it does not."""
+    with stage.begin() as connection:
+        connection.execute(text(election._TABLE))
+        for term in (1, 1, 2, 1, 2):
+            connection.execute(election._WRITE, {"term": term, "leader": "a"})
+        assert connection.execute(election._COUNT).one() == (2, 5, 1)
 
 
 def test_a_balance_that_differs_from_its_journal_is_found(stage: Engine) -> None:
