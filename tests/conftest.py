@@ -20,6 +20,8 @@ from sqlalchemy import create_engine
 
 from pgfence import schema
 from pgfence.errors import UnreachableError
+from pgfence.testing._leaks import find_locks, find_names
+from pgfence.testing._server import open_engine
 from support import servers
 from support.waiting import eventually as _eventually
 from support.worlds import NAMES, World, choose
@@ -27,10 +29,12 @@ from support.worlds import NAMES, World, choose
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
+    from sqlalchemy import Connection
+
     from support.servers import OwnServer
 
 # The first is an entry point, too; an environment that was installed before it existed does not have it.
-pytest_plugins = ["pgfence_pytest", "support.faults", "support.retrying"]
+pytest_plugins = ["pgfence_pytest", "pytester", "support.faults", "support.retrying"]
 
 _SERVER = pytest.StashKey[servers.TestServer]()
 
@@ -131,8 +135,9 @@ def tables(dsn: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def _monitor(dsn: str) -> Iterator[psycopg.Connection[Any]]:
-    with psycopg.connect(dsn, autocommit=True, application_name="monitor") as connection:
+def _monitor(pgfence_server: str) -> Iterator[Connection]:
+    engine = open_engine(pgfence_server, "monitor").execution_options(isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
         yield connection
 
 
@@ -144,11 +149,12 @@ def no_leaked_locks(request: pytest.FixtureRequest) -> Iterator[None]:
     if monitor is None:
         return
     try:
-        _eventually(lambda: not monitor.execute(_ADVISORY).fetchall())
+        _eventually(lambda: not find_locks(monitor))
     except AssertionError:
-        left = monitor.execute(_ADVISORY).fetchall()
-        monitor.execute(f"SELECT pg_terminate_backend(pid) FROM ({_ADVISORY}) AS leaked")
-        pytest.fail(f"advisory locks were left behind: {left}")
+        names = find_names()
+        left = [row.describe(names) for row in find_locks(monitor)]
+        monitor.exec_driver_sql(f"SELECT pg_terminate_backend(pid) FROM ({_ADVISORY}) AS leaked")
+        pytest.fail("advisory locks were left behind:\n" + "\n".join(left))
 
 
 @pytest.fixture

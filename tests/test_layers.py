@@ -345,6 +345,7 @@ VERBS = frozenset(
         "shares",
         "show",
         "shut",
+        "skew",
         "skip",
         "sleep",
         "slice",
@@ -352,6 +353,7 @@ VERBS = frozenset(
         "split",
         "stand",
         "start",
+        "steal",
         "step",
         "stop",
         "store",
@@ -478,6 +480,7 @@ NAMES = {
     "black_hole": "a fault of the proxy, as networks call it",
     "half_close": "likewise",
     "connections": "the count, which the proxy calls so",
+    "busy": "public: PgfenceFaults.busy()",
     "checked": "stands for the method of the user's that it wraps",
 }
 # The rooms in which every function has such a name. The list only grows.

@@ -35,6 +35,15 @@ def test_no_extra_of_the_core_brings_pydantic() -> None:
     assert not brought & {"pydantic", "typer"}
 
 
+def test_pytest_and_alembic_find_their_plugins() -> None:
+    """The entry point for pytest is named like its module, so that pytest registers the plugin once however it is loaded."""
+    found = PROJECT["entry-points"]
+    assert found == {
+        "alembic.plugins": {"pgfence": "pgfence_alembic"},
+        "pytest11": {"pgfence_pytest": "pgfence_pytest"},
+    }
+
+
 def test_each_excluded_version_has_a_reason() -> None:
     """Beside each `!=` of pyproject.toml a comment says what is wrong with that version."""
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")

@@ -35,9 +35,10 @@ MODULES = (
     "pgfence.migrations.operations",
     "pgfence.monitoring",
     "pgfence.schema",
+    "pgfence.testing",
     "pgfence.wsgi",
 )
-# Made by the locks alone: their constructors are no part of the surface.
+# Made by the locks, or a fixture, alone: their constructors are no part of the surface.
 HANDLES = {
     "AsyncAttempt",
     "AsyncFencedHeld",
@@ -52,6 +53,7 @@ HANDLES = {
     "Idem",
     "IdempotentCall",
     "Op",
+    "PgfenceFaults",
     "Slot",
 }
 MAGIC = ("__enter__", "__exit__", "__aenter__", "__aexit__", "__call__")

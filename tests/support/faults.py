@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
+from pgfence.testing import PgfenceFaults
+from pgfence.testing._elsewhere import Engines
 from support import network, poolers
 from support import standby as standbys
 from support.processes import Script
@@ -33,6 +35,13 @@ def make_proxy() -> Iterator[Callable[[str], Proxy]]:
     """A function that puts a fault proxy in front of any DSN, e.g. of a private server."""
     with ExitStack() as stack:
         yield lambda dsn: stack.enter_context(closing(Proxy(dsn)))
+
+
+@pytest.fixture
+def make_faults() -> Iterator[Callable[[str], PgfenceFaults]]:
+    """A function that returns the faults of `pgfence.testing` for another DSN, e.g. that of a role."""
+    with closing(Engines()) as engines:
+        yield lambda dsn: PgfenceFaults(lambda: dsn, "", engines)
 
 
 @pytest.fixture

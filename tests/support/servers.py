@@ -21,6 +21,7 @@ from psycopg import sql
 from pgfence.embedded import _binaries
 from pgfence.embedded._server import Server
 from pgfence.errors import UnreachableError
+from pgfence.testing._server import create_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -125,14 +126,8 @@ def _engine_answers() -> bool:
 @contextmanager
 def database(dsn: str, label: str) -> Iterator[str]:
     """Make a database for one worker of one run, yield its DSN, and drop it."""
-    name = sql.Identifier(f"pgfence_test_{secrets.token_hex(4)}_{label}")
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute(sql.SQL("CREATE DATABASE {}").format(name))
-    try:
-        yield with_database(dsn, name.as_string().strip('"'))
-    finally:
-        with psycopg.connect(dsn, autocommit=True) as connection:
-            connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(name))
+    with create_database(dsn, label) as url:
+        yield without_driver(url)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 Mode: TypeAlias = Literal["fast", "immediate"]
@@ -66,19 +66,23 @@ def build_command(words: Sequence[str | Path]) -> tuple[list[str | Path], Proces
 class ServerProcess:
     """A server process, started by the constructor."""
 
-    def __init__(self, words: Sequence[str | Path], log: Path, keep_open: int) -> None:
+    def __init__(
+        self, words: Sequence[str | Path], log: Path, keep_open: int, environment: Mapping[str, str] | None = None
+    ) -> None:
         """Start it.
 
         Args:
             words: the server's program and arguments.
             log: the file its output is appended to.
             keep_open: a descriptor that the server inherits.
+            environment: variables of its environment, in addition to those of this process.
 
         Raises:
             OSError: the program cannot be started.
         """
         self.ended = threading.Event()
         self._watchdog: subprocess.Popen[bytes] | None = None
+        self._environment = environment or {}
         started: Future[subprocess.Popen[bytes]] = Future()
         # The kernel sends the death signal when the *thread* that started the child ends, so a long-lived thread starts it.
         keeper = threading.Thread(target=self._keep, args=(words, log, keep_open, started), daemon=True)
@@ -104,6 +108,7 @@ class ServerProcess:
 
     def _start(self, words: Sequence[str | Path], log: Path, keep_open: int) -> subprocess.Popen[bytes]:
         words, options = build_command([*(_DEATH_SIGNAL if _works(_DEATH_SIGNAL) else ()), *words])
+        options["env"] = {**options.get("env", {}), **self._environment}
         with log.open("ab") as output:
             # In a separate session, because Ctrl-C in the terminal is for this process, which still needs the server to clean up.
             popen = subprocess.Popen(

@@ -39,6 +39,7 @@ class Server:
         log: the file that it logs to.
         port: the port of both the socket and 127.0.0.1; 0 before the first start.
         password: the password of its superuser `postgres` over TCP.
+        environment: variables for the server's process, in addition to those of this process.
     """
 
     host = "127.0.0.1"
@@ -56,6 +57,7 @@ class Server:
         self.bindir = _binaries.find()
         self.version = _binaries.read_version(self.bindir)
         self.port = 0
+        self.environment: Mapping[str, str] = {}
         self._creator = os.getpid()
         self._process: ServerProcess | None = None
         self.folder, self._lock = _cluster.make_run_folder()
@@ -108,7 +110,7 @@ class Server:
         for _ in range(_ATTEMPTS):
             self.port = fixed or _free_port(self.host)
             logged = self.log.stat().st_size if self.log.exists() else 0
-            self._process = ServerProcess(self._build_command(), self.log, self._lock)
+            self._process = ServerProcess(self._build_command(), self.log, self._lock, self.environment)
             if self._wait_until_ready(self._process):
                 return
             self.stop()

@@ -14,7 +14,9 @@ This module has the types of these fixtures. It needs no pytest.
 
 from __future__ import annotations
 
+from pgfence.testing._elsewhere import PgfenceHolds
 from pgfence.testing._errors import FaultUnavailableError
+from pgfence.testing._faults import PgfenceFaults
 from pgfence.testing._history import PgfenceHistory
 
-__all__ = ["FaultUnavailableError", "PgfenceHistory"]
+__all__ = ["FaultUnavailableError", "PgfenceFaults", "PgfenceHistory", "PgfenceHolds"]

@@ -12,6 +12,7 @@ from sqlalchemy.pool import NullPool
 
 from pgfence._sql import testing as statements
 from pgfence.embedded._server import Server
+from pgfence.testing._clock import CLOCKS, ServerClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,18 +36,24 @@ def open_engine(url: str | URL, label: str = "pgfence_testing") -> Engine:
 
 
 @contextmanager
-def open_database(worker: str) -> Iterator[str]:
+def open_database(worker: str, *, movable_clock: bool = False) -> Iterator[str]:
     """Yield the URL of a database that exists until the end of the block.
 
     Args:
         worker: the name of the pytest-xdist worker, for the name of the database.
+        movable_clock: whether to start a temporary server with libfaketime.
     """
     if dsn := os.environ.get(VARIABLE):
         with create_database(dsn, worker) as url:
             yield url
         return
     with closing(Server(fsync=False)) as server:
+        clock = ServerClock(server.folder / "clock") if movable_clock else None
+        if clock is not None:
+            server.environment = clock.environment
         server.start()
+        if clock is not None:
+            CLOCKS[server.url] = clock
         yield server.url
 
 
