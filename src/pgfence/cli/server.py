@@ -69,8 +69,9 @@ def settle(engine: Engine, **given: str | None) -> None:
     if not said:
         return
     known = config_of(engine)
+    # `events` is not compared, because it is no argument of configure().
     try:
-        configure(engine, **{each.name: getattr(known, each.name) for each in fields(known)} | said)
+        configure(engine, **{each.name: getattr(known, each.name) for each in fields(known) if each.compare} | said)
     except ValueError as error:
         raise MisuseError(f"{', '.join(f'--{name}' for name in said)}: {error}") from None
 
