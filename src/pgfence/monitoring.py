@@ -8,6 +8,7 @@ from pgfence._admin.audit import AuditEntry, build_audit_query, to_audit_entry
 from pgfence._admin.doctor.examination import examine
 from pgfence._admin.doctor.finding import Finding
 from pgfence._admin.leaks import build_release_request
+from pgfence._admin.ps import Listing, Row, Waiter, ps
 from pgfence._admin.purge import LARGEST_BATCH
 from pgfence._admin.purge import purge as purge_all
 from pgfence._admin.requests import build_eviction_request, build_resign_request, notify_holders_here, perform
@@ -33,12 +34,16 @@ if TYPE_CHECKING:
 __all__ = [
     "AuditEntry",
     "Finding",
+    "Listing",
+    "Row",
     "StuckKey",
+    "Waiter",
     "ask_to_resign",
     "audit",
     "doctor",
     "evict",
     "free_key",
+    "ps",
     "purge",
     "release_leaked",
     "stuck_keys",

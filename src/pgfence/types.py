@@ -35,6 +35,7 @@ class Holder:
         token: the fencing token, if its kind has one.
         since: when the state of its session last changed (for a transaction, when it began).
         expires_at: when it expires by the server's clock, if its kind expires.
+        user: the role of its session; only `monitoring.ps()` fills it in.
     """
 
     name: str | None
@@ -50,6 +51,7 @@ class Holder:
     token: int | None = None
     since: datetime | None = None
     expires_at: datetime | None = None
+    user: str | None = None
 
     def __str__(self) -> str:
         who = self.owner or self.application_name or "a session without a name"

@@ -100,7 +100,7 @@ def test_a_queue_without_tickets_begins_with_the_first(held: psycopg.Connection[
     give(held, KEYS[0])
     assert waiter.run(build_wait_for_keys(KEYS, 5))
     assert waiter.numbers() == (None, None)
-    assert waiter.connection.execute(LEAVE).fetchone() == (None, "", "")
+    assert waiter.connection.execute(LEAVE).fetchone() == (None, "", "", None, "")
 
 
 def test_a_ticket_taken_by_another_key_is_not_an_error(

@@ -91,6 +91,11 @@ def ask_to_resign(engine: Engine) -> None:
     assert asked is not None
 
 
+def list_holds(engine: Engine) -> None:
+    if any("GRANT SELECT" in sentence for sentence in monitoring.ps(engine).hidden):
+        raise SchemaError("the list is not complete")
+
+
 USES: dict[str, Callable[[Engine], object]] = {
     "leases, `AdvisoryLock(token=True)`, `Once`": hold_lease,
     "`Semaphore`": hold_permit,
@@ -101,6 +106,7 @@ USES: dict[str, Callable[[Engine], object]] = {
     "`checkpoint()`": save_checkpoint,
     "`idempotent`": claim_key,
     "`IdempotentEffect`, the middlewares": run_effect,
+    "[`pgfence ps`](who-holds-what.md), for all that it can list": list_holds,
     "[`pgfence purge`](purge-keys.md)": monitoring.purge,
     "[`pgfence keys`](stuck-keys.md)": monitoring.stuck_keys,
     "[`pgfence keys free`](stuck-keys.md)": free_key,

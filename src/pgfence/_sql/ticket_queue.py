@@ -7,6 +7,10 @@ place.
 
     base + 0 ... base + 2**20 - 1   the tickets; after the last number comes the first
     base + 2**20                    the counter: locked while a ticket is taken
+    base + 2**20 + 1 ...            the clock: a waiter has a shared lock on the second in which it took its ticket
+
+The server shows since when a session waits for a lock, which here is the beginning of the present slice. The clock shows everyone
+who reads pg_locks how long the whole wait has lasted.
 
 They are keys of the bigint space. `base` is a hash of the lock's key without the last 21 bits.
 """
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 _BITS = 20
 _COUNTER = 2**_BITS
 _MASK = _COUNTER - 1
+_CLOCK = _COUNTER + 1
+SECONDS = _COUNTER - 1
+"""The number of seconds after which the clock starts again: twelve days."""
 _HALF = _COUNTER // 2
 """Tickets taken at one time span less than half of the circle, so that the older of any two is known."""
 
@@ -34,8 +41,14 @@ TICKET = "pgfence.ticket"
 """The setting with the session's ticket, a key. Empty: it has none. `none`: no ticket was available."""
 AHEAD = "pgfence.ahead"
 """The setting with the ticket ahead. Empty: it is this session's turn."""
+_SINCE = "pgfence.since"
+"""The setting with the key of the clock that the session has locked."""
 _MINE = f"NULLIF(NULLIF(pg_catalog.current_setting('{TICKET}', true), ''), 'none')::bigint"
 _AHEAD = f"NULLIF(pg_catalog.current_setting('{AHEAD}', true), '')::bigint"
+_UNLOCK_CLOCK = (
+    f"pg_catalog.pg_advisory_unlock_shared(NULLIF(pg_catalog.current_setting('{_SINCE}', true), '')::bigint),"
+    f" pg_catalog.set_config('{_SINCE}', '', false)"
+)
 
 
 def find_queue(keys: Sequence[LockKey]) -> int:
@@ -50,6 +63,11 @@ def find_queue(keys: Sequence[LockKey]) -> int:
     return (int.from_bytes(digest[:8], "big", signed=True) >> shift) << shift
 
 
+def find_queue_of(ticket: int) -> int:
+    """Return the base of the queue that a ticket belongs to."""
+    return (ticket >> _BITS + 1) << _BITS + 1
+
+
 _VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"
 
 # A waiter takes a shared lock on the ticket ahead while it waits. Only the owner of a ticket holds it exclusively.
@@ -58,16 +76,29 @@ _HELD_HERE = (
     " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
 )
 _TICKETS = f"pg_catalog.pg_locks AS l WHERE {_HELD_HERE} AND {_VALUE} BETWEEN base AND base + {_MASK}"
+_SHIFT = _BITS + 1
+IS_TICKET = (
+    f"o.granted AND o.mode = 'ExclusiveLock' AND o.space = 1 AND (o.value & {_COUNTER}) = 0"
+    f" AND c.granted AND c.mode = 'ShareLock' AND c.space = 1 AND (c.value & {2 * _COUNTER - 1}) > {_COUNTER}"
+    f" AND c.pid = o.pid AND c.value >> {_SHIFT} = o.value >> {_SHIFT}"
+)
+"""The condition that of two locks `o` is a ticket, and `c` the clock of the same session."""
+WAITED = (
+    "pg_catalog.mod(pg_catalog.mod(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp())::bigint"
+    f" - (c.value & {2 * _COUNTER - 1}) + {_CLOCK}, {SECONDS}) + {SECONDS}, {SECONDS})"
+)
+"""The seconds since the owner of the clock `c` took its ticket."""
 HAS_TICKETS = f"EXISTS (SELECT FROM (SELECT CAST({{0}} AS bigint) AS base) AS q, {_TICKETS})"
 """The condition that the queue with this base has tickets."""
 LEAVE = (
     f"SELECT pg_catalog.pg_advisory_unlock({_MINE}), pg_catalog.set_config('{TICKET}', '', false),"
-    f" pg_catalog.set_config('{AHEAD}', '', false)"
+    f" pg_catalog.set_config('{AHEAD}', '', false), {_UNLOCK_CLOCK}"
 )
 """Returns the session's ticket: false if it was not there, NULL if the session has none."""
 
 # The counter's lock ends with the inner block, which is rolled back. The ticket is a session lock and stays.
 _TAKE_TICKET = f"""DO $$DECLARE base CONSTANT bigint := {{base}}; ticket bigint; ahead bigint;
+ since bigint := base + {_CLOCK} + pg_catalog.mod(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp())::bigint, {SECONDS});
 BEGIN
  BEGIN
   PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock(base + {_COUNTER});
@@ -76,11 +107,13 @@ BEGIN
    GROUP BY t.r;
   ticket := base + ((COALESCE(ahead - base, {_MASK}) + 1) & {_MASK});
   IF NOT pg_catalog.pg_try_advisory_lock(ticket) THEN ticket := NULL; ahead := NULL; END IF;
+  IF ticket IS NULL OR NOT pg_catalog.pg_try_advisory_lock_shared(since) THEN since := NULL; END IF;
   RAISE EXCEPTION USING ERRCODE = 'PF000';
  EXCEPTION WHEN SQLSTATE 'PF000' OR lock_not_available THEN NULL;
  END;
  PERFORM pg_catalog.set_config('{TICKET}', COALESCE(ticket::text, 'none'), false),
-  pg_catalog.set_config('{AHEAD}', COALESCE(ahead::text, ''), false);
+  pg_catalog.set_config('{AHEAD}', COALESCE(ahead::text, ''), false),
+  pg_catalog.set_config('{_SINCE}', CASE WHEN ticket IS NULL THEN '' ELSE COALESCE(since::text, '') END, false);
 END$$"""
 
 # Finds the nearest ticket ahead whose owner is waiting. An owner that waits for nothing, such as a stopped process, is passed over;
@@ -104,7 +137,7 @@ _IS_TURN = f"SELECT 1 WHERE pg_catalog.current_setting('{AHEAD}', true) OPERATOR
 _WAIT_FOR_KEYS = f"""DO $$DECLARE keys bigint[]; pairs bigint[]; k bigint;
 BEGIN
  {{before}}
- PERFORM {{locks}}, pg_catalog.pg_advisory_unlock({_MINE}),
+ PERFORM {{locks}}, pg_catalog.pg_advisory_unlock({_MINE}), {_UNLOCK_CLOCK},
   pg_catalog.set_config('{AHEAD}', '', false), pg_catalog.set_config('{TICKET}', '', false);
 EXCEPTION WHEN lock_not_available THEN NULL;
 END$$"""

@@ -15,6 +15,7 @@ MODULES = {
     "install": "install",
     "init": "init",
     "doctor": "doctor",
+    "ps": "ps",
     "evict": "evict",
     "keys": "keys",
     "release-leaked": "release_leaked",

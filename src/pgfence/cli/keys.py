@@ -15,13 +15,13 @@ from pgfence._sql import stuck_keys as statements
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.parser import Command, Group, Option
-from pgfence.cli.report import AdminReport, Console, choose_code, confirm, expect_answer, run_reported
+from pgfence.cli.report import AdminReport, Console, choose_code, confirm, expect_answer, format_columns, run_reported
 from pgfence.cli.server import open_engine
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from sqlalchemy import Engine
 
@@ -208,16 +208,14 @@ def _format_line(key: StuckKey) -> str:
     return f"{key} {until} {key.locked_until.isoformat(timespec='seconds')}, begun {key.since.isoformat(timespec='seconds')}{steps}"
 
 
-def _format_table(found: Sequence[StuckKey]) -> Iterator[str]:
-    """Yield a line of titles and a line for each key, with all values in full."""
+def _format_table(found: Sequence[StuckKey]) -> list[str]:
+    """Return a line of titles and a line for each key, with all values in full."""
     rows: list[tuple[str, ...]] = [("STATE", "ATTEMPT", "BEGUN", "LOCKED UNTIL", "OWNER", "STEPS DONE", "SCOPE", "KEY")]
     for key in found:
         times = (at.isoformat(timespec="seconds") for at in (key.since, key.locked_until))
         who = f"{key.owner or '-'}@{key.host or '-'}:{key.pid or '-'}"
         rows.append((key.state, str(key.attempt), *times, who, ",".join(key.steps) or "-", key.scope, key.key))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    return format_columns(rows)
 
 
 def _as_data(key: StuckKey) -> dict[str, object]:

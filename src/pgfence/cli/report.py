@@ -146,6 +146,12 @@ class AdminReport(Generic[F]):
         raise CommandExit(self.code)
 
 
+def format_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return aligned lines with all values in full; the first row has the titles."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def run_reported(work: Callable[[], AdminReport[F]]) -> AdminReport[F]:
     """Return the report of `work`, or one made of the error that it raised."""
     try:

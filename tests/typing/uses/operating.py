@@ -38,6 +38,8 @@ async def set_up_async() -> None:
 
 
 def incident() -> None:
+    for row in monitoring.ps(engine, "close:"):
+        print(row.holder.name, row.holder.owner, [w.waiting for w in row.waiters])
     for holder in monitoring.evict(engine, "close:2026-04", reason="hung worker", dry_run=True):
         print(holder.name, holder.owner, holder.token)
     monitoring.evict(engine, "close:2026-04", reason="hung worker", actor="ann")

@@ -1,0 +1,149 @@
+"""`pgfence ps`: list what is held, who holds it and who waits for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from pgfence import monitoring
+from pgfence._admin.ps import KINDS, LARGEST_LIMIT, STATES
+from pgfence.cli import options
+from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.cli.parser import Command, Option
+from pgfence.cli.ps_view import build_data, show_listing, watch
+from pgfence.cli.report import Console, choose_code
+from pgfence.cli.server import open_engine
+from pgfence.errors import PgfenceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pgfence._admin.ps import Listing
+
+FILTER = "Filter"
+_STATES = {state.replace(" ", "-"): state for state in STATES}
+
+
+@click.command(
+    "ps",
+    short_help="List what is held, by whom, and who waits.",
+    cls=Command,
+    usage="[OPTIONS] [PREFIX]",
+    arguments={"PREFIX": "Only names that begin with PREFIX, as the list shows them. Default: all."},
+    examples={
+        "pgfence ps": "Who holds what",
+        "pgfence ps close: --watch": "Names that begin with close:, refreshed every second",
+        "pgfence ps --state idle-in-transaction": "Forgotten transactions that hold a lock",
+        "pgfence ps --json | jq '.rows[] | select(.waiters != [])'": "For programs",
+    },
+    codes=[
+        ("0", "Success, also if nothing is held."),
+        ("64", "Misuse."),
+        ("69", "The server did not respond."),
+        ("78", "The server is not a PostgreSQL that pgfence supports."),
+    ],
+)
+@click.argument("names", metavar="[PREFIX]", default="")
+@click.option(
+    "--kind",
+    "kinds",
+    cls=Option,
+    heading=FILTER,
+    type=click.Choice(KINDS),
+    multiple=True,
+    metavar="KIND",
+    help=f"Only this kind; may be repeated: {', '.join(KINDS)}.",
+)
+@click.option(
+    "--state",
+    "states",
+    cls=Option,
+    heading=FILTER,
+    type=click.Choice(list(_STATES)),
+    multiple=True,
+    metavar="STATE",
+    help=f"Only holders in this state; may be repeated: {', '.join(_STATES)}.",
+)
+@click.option(
+    "--limit",
+    cls=Option,
+    heading=FILTER,
+    type=int,
+    default=100,
+    show_default=False,
+    metavar="NUMBER",
+    help="At most so many rows; 0: all. Default: 100.",
+)
+@click.option("--watch", "watched", cls=Option, heading=options.OUTPUT, is_flag=True, help="Refresh until Ctrl-C.")
+@click.option(
+    "--interval",
+    cls=Option,
+    heading=options.OUTPUT,
+    type=float,
+    default=1.0,
+    metavar="SECONDS",
+    help="Time between two refreshes of --watch. Default: 1.",
+)
+@options.dsn
+@options.engine
+@options.namespace
+@options.schema
+@options.prefix
+@click.option(
+    "--json",
+    "as_json",
+    cls=Option,
+    heading=options.OUTPUT,
+    is_flag=True,
+    help="Print one JSON object; with --watch, one a line.",
+)
+def ps(
+    names: str,
+    kinds: tuple[str, ...],
+    states: tuple[str, ...],
+    limit: int,
+    watched: bool,
+    interval: float,
+    dsn: str | None,
+    engine: str | None,
+    namespace: str | None,
+    schema: str | None,
+    prefix: str | None,
+    as_json: bool,
+) -> None:
+    """List who holds which lock, lease or key, and who waits for it, what is waited for first.
+
+    Takes no lock and writes nothing. A role without privileges sees less, and the list says what is missing.
+    """
+    if not 0 <= limit <= LARGEST_LIMIT:
+        raise MisuseError(f"--limit must be from 0 to {LARGEST_LIMIT}, not {limit}")
+    if not 0.1 <= interval <= 3600:
+        raise MisuseError(f"--interval must be from 0.1 to 3600 seconds, not {interval:g}")
+    chosen = [_STATES[state] for state in states]
+    with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
+
+        def read(most: int | None) -> Listing:
+            return monitoring.ps(target, names, kind=kinds or None, state=chosen or None, limit=most)
+
+        if watched:
+            watch(read, limit or None, interval, as_json=as_json)
+        else:
+            _show_once(read, limit or None, names, as_json=as_json)
+    raise CommandExit(Code.OK)
+
+
+def _show_once(read: Callable[[int | None], Listing], limit: int | None, prefix: str, *, as_json: bool) -> None:
+    try:
+        listing = read(limit)
+    except ValueError as error:
+        raise MisuseError(str(error)) from None
+    except PgfenceError as error:
+        Console().warn(str(error))
+        raise CommandExit(choose_code(error)) from error
+    if as_json:
+        print(json.dumps(build_data(listing)))
+    else:
+        show_listing(listing, prefix, sys.stdout)
