@@ -103,10 +103,7 @@ class PoolState:
         return True
 
     def checkin(self, session: LockConnection) -> bool:
-        """Return a connection to the pool.
-
-        Return False if the pool does not keep it; the caller then closes it and calls `note_closed`.
-        """
+        """Return a connection to the pool. If the result is False, the caller closes it and calls `note_closed`."""
         if session.dead or session.close_after_use:
             return False
         if self._waiting:
@@ -317,10 +314,7 @@ class LockPool:
         return await self._callers_kind.borrow(self.carrier, connection, self._driver_kind)
 
     async def borrow(self, connection: Connection, limit: float) -> LockConnection:
-        """Borrow the caller's connection for one lock.
-
-        If the facts about the server are not cached, there is a time limit for reading them.
-        """
+        """Borrow the caller's connection for one lock. If facts about the server must be read, there is a time limit."""
         session = await self.borrow_unjudged(connection)
         if session.facts is server.UNKNOWN:
             await session.learn(self.config.pooler, limit)
@@ -381,10 +375,7 @@ class LockPool:
         self.carrier.run_at_home(close)
 
     def note_opened(self, session: LockConnection | None, generation: int, *, counts: bool, late: bool) -> None:
-        """Add a new connection, or free its slot if opening failed.
-
-        The caller holds the mutex. A connection without a slot is closed after use.
-        """
+        """Add a new connection, or free its slot if opening failed. The caller holds the mutex."""
         if late:
             self.stuck -= 1
         if session is None:

@@ -190,8 +190,7 @@ class HeartbeatService:
         if self._ending:
             return
         if self._connection is None:
-            # The thread starts only if there is something to send, so a lease that ends before its first renewal opens no
-            # connection.
+            # It starts only if there is something to send, so a lease that ends before its first renewal opens no connection.
             self._connection = choose_heartbeat_connection(self.engine, self.config, self._on_notify)
             self._thread = threads.start("pgfence-link", self._run_worker, self._connection)
         elif self._task is None:
@@ -370,8 +369,7 @@ class HeartbeatService:
     def _on_notify(self, channel: str, payload: str) -> None:
         with self._lock:
             wakes = self._queue.listeners.waiters_of(channel, payload)
-            # The notification is only a hint, so query the server. Other schemas share the channel, and any role can send a
-            # notification.
+            # This is only a hint, so query the server. Other schemas share the channel, and any role can send a notification.
             if self._queue.check_later(channel, payload):
                 self._ensure_worker()
         for wake in wakes:
