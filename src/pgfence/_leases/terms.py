@@ -37,6 +37,19 @@ def compute_margin(ttl: float) -> float:
     return min(MARGIN, ttl / 10)
 
 
+def compute_shortest_ttl(pause: float, renewal: float) -> float:
+    """Return the shortest TTL that survives a pause which begins when a renewal is due, followed by a slow renewal.
+
+    Args:
+        pause: the longest pause to survive, in seconds.
+        renewal: the time that the renewal takes after it, in seconds.
+    """
+    late = pause + renewal
+    # The longer TTL of the two: with the margin as a share of the TTL, and with the margin at its maximum.
+    ttl = late / (1 - 1 / 3 - 1 / 10)
+    return max(SHORTEST_TTL, ttl if ttl / 10 <= MARGIN else (late + MARGIN) / (1 - 1 / 3))
+
+
 def compute_deadline(started: float, remaining: float, ttl: float) -> float:
     """Return until when a grant is trusted, on the clock that `started` was read from.
 
