@@ -110,6 +110,7 @@ VERBS = frozenset(
         "acquire",
         "add",
         "adopt",
+        "advise",
         "allow",
         "alter",
         "answer",

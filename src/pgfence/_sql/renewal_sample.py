@@ -24,7 +24,7 @@ _ROW = (
 )
 
 
-class LeaseRow(NamedTuple):
+class RenewalHistory(NamedTuple):
     """What a lease's row says about its renewals.
 
     Attributes:
@@ -58,9 +58,9 @@ def build_sample(connection: Connection, place: TableNames) -> RenewalSample:
     return RenewalSample(f"{_FLUSH}, ({renew})", ([""], [_NOWHERE], [0], [1.0]))
 
 
-def read_lease(connection: Connection, place: TableNames, name: str) -> LeaseRow | None:
+def read_lease(connection: Connection, place: TableNames, name: str) -> RenewalHistory | None:
     """Return what is known of a lease by its stored name; None if it was never acquired."""
     style = style_of(connection.dialect)
     mark, table = ("$1", place.name("lease")) if style == "numeric" else ("%s", place.name("lease").replace("%", "%%"))
     row = connection.exec_driver_sql(_ROW.format(lease=table, name=mark), (name,)).one_or_none()
-    return None if row is None else LeaseRow._make(row)
+    return None if row is None else RenewalHistory._make(row)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from pgfence._sql.renewal_sample import LeaseRow
+    from pgfence._sql.renewal_sample import RenewalHistory
 
 _CONTEXT = ErrorContext(LEASES, on_primary="Measure on the primary")
 TOO_SHORT = 1
@@ -46,13 +46,16 @@ class Sample:
     values: Sequence[float]
 
     def get_percentile(self, percent: int) -> float:
+        """Return the duration that so many percent of the values do not exceed."""
         return sorted(self.values)[min(len(self.values) - 1, len(self.values) * percent // 100)]
 
     @property
     def longest(self) -> float:
+        """The longest duration."""
         return max(self.values)
 
     def as_data(self) -> dict[str, float]:
+        """Return the figures, for JSON."""
         figures = {f"p{percent}": round(self.get_percentile(percent), 6) for percent in (50, 99)}
         return {"count": len(self.values), **figures, "longest": round(self.longest, 6)}
 
@@ -113,33 +116,35 @@ def _measure(renew: Callable[[], None]) -> tuple[Sample, Sample]:
     return Sample(renewals), Sample(pauses)
 
 
-def _show(title: str, renewals: Sample, pauses: Sample, lease: LeaseRow | None, shortest: float, advice: float) -> None:
+def _show(
+    title: str, renewals: Sample, pauses: Sample, lease: RenewalHistory | None, shortest: float, advice: float
+) -> None:
     write_wrapped(title)
     print()
     write_wrapped(f"Renewals: {renewals}.", indent=2)
     write_wrapped(f"Pauses of this process: {pauses}.", indent=2)
     write_wrapped(f"The lease: {_describe_lease(lease)}.", indent=2)
     write_wrapped(
-        "Not measured: the pauses of your application (its `paused` events and its longest garbage collection, call that keeps"
-        " the GIL, or CPU limit), and failovers.",
+        "Not measured: the pauses of your application (its `paused` events and its longest garbage collection, CPU limit or"
+        " call that keeps the GIL), and failovers.",
         indent=2,
     )
     print()
     write_wrapped(f"Shortest TTL for these figures: {shortest:.2f} s.")
     write_wrapped(
-        f"Advice: {advice:g} s, which survives {_format(_survives(advice))} in which the process is paused or the server does not"
+        f"Advice: {advice:g} s, which survives {_format(_compute_outage(advice))} in which the process is paused or the server does not"
         " respond. After the holder has died, the name is free at the latest when the TTL has passed."
     )
     if lease is not None and lease.ttl is not None and lease.ttl < shortest:
         write_wrapped(f"The TTL of the lease, {lease.ttl:g} s, is too short.")
 
 
-def _survives(ttl: float) -> float:
+def _compute_outage(ttl: float) -> float:
     """Return the longest outage that a TTL survives, if it begins when a renewal is due."""
     return ttl - compute_interval(ttl) - compute_margin(ttl)
 
 
-def _describe_lease(lease: LeaseRow | None) -> str:
+def _describe_lease(lease: RenewalHistory | None) -> str:
     if lease is None:
         return "it was never acquired"
     ttl = "no TTL" if lease.ttl is None else f"TTL {lease.ttl:g} s"
