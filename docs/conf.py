@@ -164,6 +164,8 @@ signature_without_constructor = [
             "AsyncTerm",
             "Member",
             "AsyncMember",
+            "Worker",
+            "AsyncWorker",
         ),
         *(
             "Idem",

@@ -32,7 +32,7 @@ ROWS = (
     ("_leases", "_api"),
     ("_admin", "fence", "idempotency", "retrying", "transaction", "versions"),
     ("_alembic", "advisory", "lease", "monitoring", "schema"),
-    ("claims", "effects", "election", "migrations", "once", "rate_limit", "read_write", "semaphore"),
+    ("claims", "effects", "election", "migrations", "once", "partitions", "rate_limit", "read_write", "semaphore"),
     ("_demo", "_http"),
     ("asgi", "cli", "fastapi", "testing", "wsgi"),
     ("__main__",),
@@ -50,7 +50,7 @@ ONLY_IN = {
     "pickle": (),
     "threading": (
         *("_process", "_holds", "_connections", "_locks", "_leases", "_api"),
-        *("election", "embedded", "_demo", "cli", "testing"),
+        *("election", "partitions", "embedded", "_demo", "cli", "testing"),
     ),
     "asyncio": (
         "_holds",
@@ -61,6 +61,7 @@ ONLY_IN = {
         "retrying",
         "effects",
         "election",
+        "partitions",
         "asgi",
         "testing",
     ),
@@ -99,8 +100,8 @@ SQL_ROOMS = ("_sql", "_ddl", "_demo")
 # To ask whether somebody is there; it is also what asyncpg reports of a statement that gave one row.
 PING = "SELECT 1"
 
-# `asgi` and `wsgi` are imported by users, who say which one they mean by the module.
-SHARED_NAMES = ("IdempotencyMiddleware",)
+# `asgi` and `wsgi` are imported by users, who say which one they mean by the module. The demo's workers are private.
+SHARED_NAMES = ("IdempotencyMiddleware", "Worker")
 
 VERBS = frozenset(
     [
@@ -121,6 +122,7 @@ VERBS = frozenset(
         "audit",
         "await",
         "backfill",
+        "balance",
         "begin",
         "belong",
         "bind",
@@ -333,6 +335,7 @@ VERBS = frozenset(
         "revoke",
         "roll",
         "run",
+        "rotate",
         "save",
         "say",
         "scan",
@@ -439,6 +442,7 @@ NAMES = {
     "next": "reads like the function of that name",
     "fileno": "as in socket.fileno",
     "result": "what Reporter shows, beside `progress` and `step`",
+    "partition_for": "the public name",
     "pair": "a draw of the demo's bank",
     "till": "likewise",
     "pgfence": "what the command line is called",

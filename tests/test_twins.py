@@ -19,16 +19,18 @@ PLAIN = {
     "check",
     "connect",
     "hold",
+    "join",
     "lead",
     "observe",
     "on_lost",
+    "partition_for",
     "progress",
     "remaining",
     "stand",
     "wrap",
 }
 # Made by the locks alone: their constructors are no part of the surface.
-HANDLES = {"FencedHeld", "Held", "HeldLease", "Member", "Permit", "Slot", "Term", "WriteHeld"}
+HANDLES = {"FencedHeld", "Held", "HeldLease", "Member", "Permit", "Slot", "Term", "Worker", "WriteHeld"}
 MAGIC = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__call__": "__call__"}
 
 

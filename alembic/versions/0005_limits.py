@@ -1,4 +1,4 @@
-"""Version 5: tables and functions of semaphores and rate limits, and the request to resign of elections.
+"""Version 5: tables and functions of semaphores, rate limits and partitions, and the request to resign of elections.
 
 Revision: 0005
 """
@@ -19,5 +19,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them, with the numbers of permits and the takes that are stored."""
+    """Drop them, with the numbers of permits and of partitions and the takes that are stored."""
     op.upgrade_pgfence(5, 4)

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from pgfence.idempotency import AsyncIdem, Idem, Op, idempotent, idempotent_call, insert_once
     from pgfence.lease import AsyncLease, Heartbeat, Lease
     from pgfence.once import AsyncOnce, AsyncSlot, CatchUp, Once, Slot, SlotOverError
+    from pgfence.partitions import AsyncPartitions, AsyncWorker, Partitions, Worker, partition_for
     from pgfence.rate_limit import AsyncRateLimit, RateLimit
     from pgfence.read_write import AsyncReadWriteLock, AsyncWriteHeld, ReadWriteLock, WriteHeld
     from pgfence.retrying import TransactionAttempt, in_transaction, run_transaction
@@ -82,6 +83,7 @@ __all__ = [
     "AsyncLease",
     "AsyncMember",
     "AsyncOnce",
+    "AsyncPartitions",
     "AsyncPermit",
     "AsyncRateLimit",
     "AsyncReadWriteLock",
@@ -89,6 +91,7 @@ __all__ = [
     "AsyncSlot",
     "AsyncTerm",
     "AsyncTransactionLock",
+    "AsyncWorker",
     "AsyncWriteHeld",
     "Attempt",
     "AttemptLostError",
@@ -127,6 +130,7 @@ __all__ = [
     "OnLoss",
     "Once",
     "Op",
+    "Partitions",
     "Permit",
     "PgfenceError",
     "PoolerError",
@@ -155,6 +159,7 @@ __all__ = [
     "VersionedSession",
     "VersionedUUID",
     "WaitCancelledError",
+    "Worker",
     "WriteHeld",
     "__version__",
     "cancel_waits",
@@ -174,6 +179,7 @@ __all__ = [
     "in_transaction",
     "insert_once",
     "load_for_version",
+    "partition_for",
     "run_transaction",
     "schema",
 ]
@@ -194,6 +200,7 @@ _LATE = {
     "AsyncLease": "pgfence.lease",
     "AsyncMember": "pgfence.election",
     "AsyncOnce": "pgfence.once",
+    "AsyncPartitions": "pgfence.partitions",
     "AsyncPermit": "pgfence.semaphore",
     "AsyncRateLimit": "pgfence.rate_limit",
     "AsyncReadWriteLock": "pgfence.read_write",
@@ -201,6 +208,7 @@ _LATE = {
     "AsyncSlot": "pgfence.once",
     "AsyncTerm": "pgfence.election",
     "AsyncTransactionLock": "pgfence.transaction",
+    "AsyncWorker": "pgfence.partitions",
     "AsyncWriteHeld": "pgfence.read_write",
     "Attempt": "pgfence.effects",
     "CatchUp": "pgfence.once",
@@ -218,6 +226,7 @@ _LATE = {
     "Member": "pgfence.election",
     "Once": "pgfence.once",
     "Op": "pgfence.idempotency",
+    "Partitions": "pgfence.partitions",
     "Permit": "pgfence.semaphore",
     "RateLimit": "pgfence.rate_limit",
     "ReadWriteLock": "pgfence.read_write",
@@ -230,6 +239,7 @@ _LATE = {
     "Versioned": "pgfence.versions",
     "VersionedSession": "pgfence.versions",
     "VersionedUUID": "pgfence.versions",
+    "Worker": "pgfence.partitions",
     "WriteHeld": "pgfence.read_write",
     "cancel_waits": "pgfence._holds.carriers",
     "claim": "pgfence.claims",
@@ -244,6 +254,7 @@ _LATE = {
     "in_transaction": "pgfence.retrying",
     "insert_once": "pgfence.idempotency",
     "load_for_version": "pgfence.versions",
+    "partition_for": "pgfence.partitions",
     "run_transaction": "pgfence.retrying",
 }
 """The modules of names that not every program uses. Each module is imported on first access."""

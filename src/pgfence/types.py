@@ -36,6 +36,7 @@ class Holder:
         since: when the state of its session last changed (for a transaction, when it began).
         expires_at: when it expires by the server's clock, if its kind expires.
         user: the role of its session; only `monitoring.ps()` fills it in.
+        address: the address that the owner of a partition registered.
     """
 
     name: str | None
@@ -52,6 +53,7 @@ class Holder:
     since: datetime | None = None
     expires_at: datetime | None = None
     user: str | None = None
+    address: str | None = None
 
     def __str__(self) -> str:
         who = self.owner or self.application_name or "a session without a name"

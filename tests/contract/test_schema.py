@@ -34,6 +34,7 @@ pytestmark = pytest.mark.twins
 TABLES = {
     *("lease", "gate", "checkpoint", "audit", "slot", "schema_version", "idempotency_key"),
     *("semaphore", "permit_waiter", "rate_limit", "rate_take", "resign_request"),
+    *("partition_set", "partition_member"),
 }
 TAKE = "SELECT granted, token FROM {} (%s, gen_random_uuid()::text, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL, 'lease')"
 
@@ -492,7 +493,7 @@ def test_rows_that_change_often_have_room_on_their_page(
     )
     assert {name.removeprefix(place.prefix) for (name,) in found} == {
         *("lease", "gate", "slot"),
-        *("semaphore", "permit_waiter", "rate_limit", "rate_take"),
+        *("semaphore", "permit_waiter", "rate_limit", "rate_take", "partition_member"),
     }
 
 

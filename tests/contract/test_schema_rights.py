@@ -78,6 +78,30 @@ FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
             f"SELECT {{leave_permits_v1}}('s', {ID})",
         ),
     ),
+    "partitions": (
+        LEASES
+        | {
+            "partition_set": ("SELECT", "INSERT", "UPDATE"),
+            "partition_member": ("SELECT", "INSERT", "UPDATE", "DELETE"),
+        },
+        (
+            f"SELECT * FROM {{join_partitions_v1}}('p', 2, 'sha256', {ID}, 10)",
+            f"SELECT * FROM {{join_partitions_v1}}('p', 2, 'sha256', {ID}, 10)",
+            f"SELECT * FROM {{acquire_partition_v1}}('p', 0, 2, 'sha256', {ID}, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL, 'partition')",
+            f"SELECT {{leave_partitions_v1}}('p', {ID})",
+        ),
+    ),
+    "resizing": (
+        {
+            "partition_set": ("SELECT", "INSERT", "UPDATE"),
+            "lease": ("SELECT", "UPDATE"),
+            "gate": ("SELECT", "INSERT", "UPDATE"),
+        },
+        (
+            "SELECT * FROM {resize_partitions_v1}('q', 2, 'sha256')",
+            "SELECT * FROM {resize_partitions_v1}('q', 3, 'sha256')",
+        ),
+    ),
     "rate limits": (
         {"rate_limit": ("SELECT", "INSERT", "UPDATE"), "rate_take": ("SELECT", "INSERT", "UPDATE")},
         ("SELECT * FROM {take_v1}('r', 2, 60, 1)", "SELECT * FROM {take_v1}('r', 2, 60, 2)"),
@@ -99,7 +123,7 @@ FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
 
 @pytest.fixture
 def place(dsn: str, admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
-    """Tables in a separate schema, with a lease on "a" and a term of "e" that the owner holds."""
+    """Tables in a separate schema, with a lease on "a" and a term of "e" that the owner holds, and a free lease "q/0"."""
     here = TableNames(f"rights_{name[-12:]}", "r_")
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     configure(engine, schema=here.schema, prefix=here.prefix)
@@ -107,6 +131,8 @@ def place(dsn: str, admin: psycopg.Connection[Any], name: str) -> Iterator[Table
     engine.dispose()
     admin.execute(filled(LEASE_CALLS[0].replace("'new'", "'a'"), here))
     admin.execute(filled(LEASE_CALLS[0].replace("'new'", "'e'").replace("'lease'", "'term'"), here))
+    admin.execute(filled(LEASE_CALLS[0].replace("'new'", "'q/0'"), here))
+    admin.execute(f"UPDATE {here.name('lease')} SET free_at = 'epoch' WHERE name = 'q/0'".encode())
     yield here
     admin.execute(f"DROP SCHEMA {here.schema} CASCADE".encode())
 
@@ -129,7 +155,7 @@ def use(dsn: str, place: TableNames, feature: str) -> None:
         user.execute("SET plan_cache_mode = force_generic_plan")
         for call in FEATURES[feature][1]:
             user.execute(filled(call, place))
-        if feature in {"leases", "once", "semaphores"}:
+        if feature in {"leases", "once", "semaphores", "partitions"}:
             user.execute(tables.build_check(place).encode())
         user.rollback()
 

@@ -32,10 +32,13 @@ FILL = (
     "INSERT INTO {}rate_take (name, slot, taken_at) VALUES ('r', 0, now())",
     *(f"VACUUM ANALYZE {{}}{table}" for table in ("lease", "gate", "checkpoint", "slot", "idempotency_key")),
     "INSERT INTO {}resign_request (name, token, asked_at) VALUES ('r', 1, now())",
+    "INSERT INTO {}partition_set (name, partitions, hash) VALUES ('r', 1, 'sha256')",
+    "INSERT INTO {}partition_member (name, member, ttl, seen_at) VALUES ('r', gen_random_uuid(), 1, now())",
     *(
         f"VACUUM ANALYZE {{}}{table}"
         for table in ("resign_request", "semaphore", "permit_waiter", "rate_limit", "rate_take")
     ),
+    *(f"VACUUM ANALYZE {{}}{table}" for table in ("partition_set", "partition_member")),
 )
 CALLS = (
     "acquire_lease_v1(%(name)s, %(id)s, 60, 0, 0, NULL, 'me', 'here', 1, '', NULL)",
@@ -74,6 +77,12 @@ CALLS = (
     "acquire_lease_v2(%(name)s || 'w', %(id)s, 60, 0, 0, NULL, 'me', 'here', 1, '', NULL, 'term')",
     "ask_to_resign_v1(%(name)s || 'w', 'me', '', NULL)",
     "renew_leases_v1(ARRAY[%(name)s || 'w'], ARRAY[%(id)s], ARRAY[1]::bigint[], ARRAY[60]::float8[])",
+    "join_partitions_v1(%(name)s, 3, 'sha256', %(id)s, 60)",
+    "join_partitions_v1(%(name)s, 3, 'sha256', %(id)s, 60)",
+    "acquire_partition_v1(%(name)s, 0, 3, 'sha256', %(id)s, 60, 0, 0, NULL, 'me', 'here', 1, '', NULL, 'partition')",
+    "release_lease_v1(%(name)s || '/0', %(id)s, 1)",
+    "leave_partitions_v1(%(name)s, %(id)s)",
+    "resize_partitions_v1(%(name)s, 2, 'sha256')",
     "take_v1(%(name)s, 3, 60, 2)",
     "take_v1(%(name)s, 3, 60, 2)",
     "change_rate_v1(%(name)s, 2, 60)",
@@ -135,5 +144,5 @@ def test_every_function_is_called() -> None:
         "check_key",
     }
     leases = {"timeline", "next_token", "add_lease", "rebase_lease", "session_holds", "zone_offset", "add_permits"}
-    others = {f"{name}_v1" for name in gates | leases}
+    others = {f"{name}_v1" for name in gates | leases | {"partition_for"}}
     assert set(read_functions(TableNames())) == others | {call.partition("(")[0] for call in CALLS}

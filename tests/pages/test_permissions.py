@@ -19,6 +19,7 @@ from pgfence import (
     IdempotentEffect,
     Lease,
     Once,
+    Partitions,
     RateLimit,
     SchemaError,
     Semaphore,
@@ -27,6 +28,7 @@ from pgfence import (
     monitoring,
     schema,
 )
+from pgfence._process.coroutines import run_sync
 from support.servers import database, role
 
 if TYPE_CHECKING:
@@ -45,6 +47,18 @@ def hold_lease(engine: Engine) -> None:
 def hold_permit(engine: Engine) -> None:
     with Semaphore(engine, "p", permits=2, ttl=5, fair=True).hold():
         pass
+
+
+def own_partitions(engine: Engine) -> None:
+    one = Partitions(engine, "q", 2, ttl=5)
+    with one.join(lambda _, held: held.wait_lost()) as worker:
+        if not worker.owned:  # the worker has logged that it lacks a privilege, which it cannot raise
+            run_sync(worker._balancer._balance)
+        assert one.owner_of(0)
+
+
+def resize_partitions(engine: Engine) -> None:
+    Partitions(engine, "free", 2, ttl=5).resize(3)
 
 
 def take_from_rate_limit(engine: Engine) -> None:
@@ -100,6 +114,8 @@ USES: dict[str, Callable[[Engine], object]] = {
     "leases, `AdvisoryLock(token=True)`, `Once`": hold_lease,
     "`Semaphore`": hold_permit,
     "`RateLimit`": take_from_rate_limit,
+    "`Partitions`": own_partitions,
+    "`Partitions.resize()`": resize_partitions,
     "`Election`, [`pgfence elect`](../how-to/keep-one-copy-running.md)": lead,
     "`monitoring.ask_to_resign()`, `pgfence evict --ask`": ask_to_resign,
     "fenced transactions, and writers to a fenced table": enter_gate,

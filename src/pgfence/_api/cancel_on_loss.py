@@ -65,6 +65,24 @@ class CancelOnLoss:
             raise cancel
 
 
+async def await_work(task: asyncio.Task[object], handle: AsyncHeld) -> None:
+    """Await the work of a holder, which a loss cancels. That cancellation ends here; one of the caller propagates."""
+    loop = asyncio.get_running_loop()
+
+    def cancel() -> None:
+        if not task.cancelling():  # a second time would interrupt its clean-up
+            task.cancel()
+
+    handle._hold.subscribe(lambda: run_on_loop(loop, cancel))
+    try:
+        await task
+    except asyncio.CancelledError:
+        caller = asyncio.current_task()
+        # The loss cancels the work alone. If the caller was cancelled, that must propagate.
+        if caller is None or caller.cancelling() or not handle.lost:
+            raise
+
+
 async def _count_pending_cancels() -> asyncio.CancelledError | None:
     """Return the cancellation that was requested before the block ended.
 

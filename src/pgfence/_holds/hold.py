@@ -275,7 +275,7 @@ _LOSS: dict[LossReason, str] = {
     "superseded": "another holder has taken over",
     "evicted": "an operator evicted its holder",
     "overdue": "it was held for longer than max_hold",
-    "resigned": "the leader has resigned",
+    "resigned": "its holder has resigned",
 }
 
 

@@ -191,7 +191,7 @@ class Grant(BaseHold):
         """Mark it lost because its holder gives it up, and call the listeners, once. The row is released afterwards."""
         if not super().lose("resigned"):
             return False
-        log.info("the leader of %s resigns", format_names(self.names))
+        log.info("the holder of %s resigns", format_names(self.names))
         return True
 
     def lose_rejected(self, reason: LossReason) -> None:

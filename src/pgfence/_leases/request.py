@@ -142,26 +142,27 @@ class AcquireRequest(ABC):
 class LeaseRequest(AcquireRequest):
     """A request for a lease."""
 
-    def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
+    def build_statement(self, style: ParamStyle, lease_id: str) -> tuple[str, tuple[object, ...]]:
+        """Return the statement that acquires it, and its arguments."""
         terms, identity = self.terms, self.identity
-        row = yield (
-            lease_sql(self.place, style).acquire,
-            (
-                self.stored,
-                self.stored,
-                lease_id,
-                terms.ttl,
-                terms.min_hold,
-                terms.lock_delay,
-                terms.max_hold,
-                owner_of(identity),
-                get_host(),
-                os.getpid(),
-                identity.purpose,
-                identity.metadata,
-                self.kind,
-            ),
+        return lease_sql(self.place, style).acquire, (
+            self.stored,
+            self.stored,
+            lease_id,
+            terms.ttl,
+            terms.min_hold,
+            terms.lock_delay,
+            terms.max_hold,
+            owner_of(identity),
+            get_host(),
+            os.getpid(),
+            identity.purpose,
+            identity.metadata,
+            self.kind,
         )
+
+    def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
+        row = yield self.build_statement(style, lease_id)
         before, granted, token, expires_at, remaining, hold_remaining, checkpoint, *holder, set_back = row
         warn_of_clock(self, set_back)
         if granted:

@@ -66,6 +66,8 @@ def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tup
         add_table("rate_limit", *_define_rate_limit()),
         add_table("rate_take", *_define_rate_take()),
         add_table("resign_request", *_define_resign_request()),
+        add_table("partition_set", *_define_partition_set()),
+        add_table("partition_member", *_define_partition_member()),
     )
 
 
@@ -239,6 +241,25 @@ def _define_resign_request() -> tuple[SchemaItem, ...]:
         Column("name", Text, primary_key=True),
         Column("token", BigInteger, nullable=False),
         _define_time("asked_at", nullable=False),
+    )
+
+
+def _define_partition_set() -> tuple[SchemaItem, ...]:
+    return (
+        Column("name", Text, primary_key=True),
+        Column("partitions", Integer, nullable=False),
+        Column("hash", Text, nullable=False),
+    )
+
+
+def _define_partition_member() -> tuple[SchemaItem, ...]:
+    return (
+        Column("name", Text, primary_key=True),
+        Column("member", Uuid, primary_key=True),
+        # The order in which members joined. Not a time, because the clock may be set back.
+        Column("number", BigInteger, Identity(always=True), nullable=False),
+        Column("ttl", Double, nullable=False),
+        _define_time("seen_at", nullable=False),
     )
 
 

@@ -97,7 +97,7 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
     return LeaseSql(
         permits=permit_sql(place, style),
         acquire=(
-            f"SELECT {_read_unreleased(place, style)}, r.*"
+            f"SELECT {read_unreleased(place, style)}, r.*"
             f" FROM {call(place, style, 'acquire_lease_v2', _ACQUIRE, 2)} AS r"
         ),
         renew=ask("renew_leases_v1", _RENEW, "r"),
@@ -130,7 +130,7 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
     )
 
 
-def _read_unreleased(place: TableNames, style: ParamStyle) -> str:
+def read_unreleased(place: TableNames, style: ParamStyle) -> str:
     """Return the expression for the token of a lease that was not released before the statement began. Parameter: its name."""
     # It sees the row as it was before the function of the same statement changes it.
     return (
@@ -262,7 +262,7 @@ def slot_sql(place: TableNames, style: ParamStyle) -> SlotSql:
             f" WHERE c.oid = pg_catalog.to_regclass(CAST({mark(style, 1)} AS text))"
         ),
         acquire=(
-            f"SELECT {_read_unreleased(place, style)}, r.*"
+            f"SELECT {read_unreleased(place, style)}, r.*"
             f" FROM {call(place, style, 'acquire_slot_v2', _ACQUIRE_SLOT, 2)} AS r"
         ),
     )

@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
 
 
-_LIMITS = ("semaphore", "permit_waiter", "rate_limit", "rate_take", "resign_request")
+_LIMITS = (
+    *("semaphore", "permit_waiter", "rate_limit", "rate_take", "resign_request"),
+    *("partition_set", "partition_member"),
+)
 
 
 def build_grants(
@@ -23,7 +26,7 @@ def build_grants(
         role: the role that needs them, as an identifier.
         key_rights: privileges on the table of idempotency keys; if empty, the grants are for leases, tokens and fences.
         audit: whether to include the audit table, which evictions and freed keys are recorded in.
-        limits: whether to include the tables of semaphores, rate limits and elections.
+        limits: whether to include the tables of semaphores, rate limits, elections and partitions.
     """
     tables = ("idempotency_key",) if key_rights else ("lease", "gate", "checkpoint", "slot")
     on_tables = key_rights or "SELECT, INSERT, UPDATE"

@@ -24,7 +24,7 @@ LEASES = 3
 GATE_TRIGGER = 4
 """The first version with a trigger on the gate table."""
 LIMITS = 5
-"""The version that semaphores, rate limits and elections need."""
+"""The version that semaphores, rate limits, elections and partitions need."""
 
 # Functions that look up rows set `enable_seqscan = off`: a session caches a function's plan. A plan made while the table
 # was tiny would otherwise scan the whole table until the next ANALYZE.
@@ -33,7 +33,7 @@ FILES = {
     2: ("idempotency", "effects"),
     3: ("lease", "token", "slot", "effects"),
     4: ("gate",),
-    5: ("lease", "semaphore", "rate_limit"),
+    5: ("lease", "semaphore", "rate_limit", "partitions"),
 }
 _CREATED = re.compile(r"^CREATE FUNCTION @(\w+)@", re.MULTILINE)
 WHERE = "SELECT pg_catalog.current_database(), pg_catalog.current_setting('search_path')"

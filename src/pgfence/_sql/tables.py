@@ -47,9 +47,10 @@ _HOLDS = {
     "audit": "the record of evictions",
     "semaphore": "the number of permits of each semaphore",
     "rate_take": "the last takes of rate limits, so that they may be taken again",
+    "partition_set": "the number of partitions and the hash of each set of partitions",
 }
 
-_HALF_FULL = ("lease", "gate", "slot", "semaphore", "permit_waiter", "rate_limit", "rate_take")
+_HALF_FULL = ("lease", "gate", "slot", "semaphore", "permit_waiter", "rate_limit", "rate_take", "partition_member")
 """Tables whose rows are updated often: free space on each page allows HOT updates, which need no new index entry."""
 
 

@@ -6,9 +6,10 @@ import asyncio
 import math
 from typing import TYPE_CHECKING, Self
 
+from pgfence._api.cancel_on_loss import await_work
 from pgfence._api.inputs import AsyncEngineSource
 from pgfence._api.locks import AsyncLockBase
-from pgfence._holds.carriers import TaskCarrier, keep_task, run_on_loop
+from pgfence._holds.carriers import TaskCarrier, keep_task
 from pgfence._process.clock import seconds
 from pgfence.election._candidacy import Candidacy
 from pgfence.election._handles import AsyncTerm
@@ -147,21 +148,9 @@ class AsyncMember:
         """
 
         async def work(term: AsyncTerm) -> None:
-            task = self._worker = asyncio.ensure_future(_run_work(fn, term))
-            loop = asyncio.get_running_loop()
-
-            def cancel() -> None:
-                if not task.cancelling():  # a second time would interrupt its clean-up
-                    task.cancel()
-
-            term._grant.subscribe(lambda: run_on_loop(loop, cancel))
+            task = self._worker = asyncio.get_running_loop().create_task(_run_work(fn, term))
             try:
-                await task
-            except asyncio.CancelledError:
-                caller = asyncio.current_task()
-                # The end of the term cancels the work alone. If the caller was cancelled, that must propagate.
-                if caller is None or caller.cancelling() or not term.lost:
-                    raise
+                await await_work(task, term)
             finally:
                 self._worker = None
 

@@ -1,7 +1,7 @@
-"""At most ten calls at once, and at most a hundred a minute."""
+"""At most ten calls at once, and at most a hundred a minute; one worker for each partition."""
 
 from app import engine, get_async_engine, get_engine
-from pgfence import AsyncRateLimit, AsyncSemaphore, RateLimit, ReadWriteLock
+from pgfence import AsyncHeldLease, AsyncPartitions, AsyncRateLimit, AsyncSemaphore, RateLimit, ReadWriteLock
 
 
 async def call_provider() -> int:
@@ -20,3 +20,12 @@ def reload_config() -> None:
         pass
     with lock.write.hold(timeout=1) as held:
         held.downgrade().release()
+
+
+async def serve(partition: int, lease: AsyncHeldLease) -> None:
+    print(partition, lease.token)
+
+
+async def consume() -> None:
+    async with AsyncPartitions(get_async_engine, "orders", 64).join(serve) as worker:
+        print(sorted(worker.owned))

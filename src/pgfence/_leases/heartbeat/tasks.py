@@ -301,10 +301,18 @@ class NotifyListeners:
                 self._on[place.channel] = now
 
     def waiters_of(self, channel: str, name: str) -> list[Wake]:
-        """Return the callbacks to call on a notification for a name; for a permit's, also those of its semaphore."""
+        """Return the callbacks to call on a notification for a name.
+
+        A permit `NAME#i` also wakes the waiters of the semaphore `NAME`, and a partition `NAME/i` those of `NAME/`.
+        """
         names = self._waiters.get(channel, {})
         semaphore, separator, _ = name.rpartition("#")
-        return [*names.get(name, ()), *(names.get(semaphore, ()) if separator else ())]
+        group, slash, _ = name.rpartition("/")
+        return [
+            *names.get(name, ()),
+            *(names.get(semaphore, ()) if separator else ()),
+            *(names.get(group + slash, ()) if slash else ()),
+        ]
 
     def is_on(self, place: TableNames) -> bool:
         """Return whether the connection listens to releases of these tables."""

@@ -1,0 +1,9 @@
+"""Partitions: keys hashed to N partitions, each owned by one worker at a time, with a fencing token for each ownership."""
+
+from __future__ import annotations
+
+from pgfence.partitions._aio import AsyncPartitions, AsyncWorker
+from pgfence.partitions._hashing import partition_for
+from pgfence.partitions._sync import Partitions, Worker
+
+__all__ = ["AsyncPartitions", "AsyncWorker", "Partitions", "Worker", "partition_for"]

@@ -1,0 +1,89 @@
+"""The partition of a key, which is the same in every process, on every platform and in every release."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, TypeAlias
+
+from pgfence._api.inputs import check_choice, check_int, check_text
+
+PartitionHash: TypeAlias = Literal["sha256", "murmur2"]
+
+MOST_PARTITIONS = 1000
+_HASHES = ("sha256", "murmur2")
+_SIGN = (1 << 63) - 1
+_INT32 = 0xFFFFFFFF
+_SEED, _FACTOR = 0x9747B28C, 0x5BD1E995
+"""The constants of Kafka's murmur2."""
+
+
+def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = "sha256") -> int:  # noqa: A002  # the public name
+    """Return the partition of a key, from 0 to `count - 1`. No I/O.
+
+    The server computes the same number with `pgfence_partition_for_v1(key, count, hash)`, in SQL.
+
+    Guarantees: the result depends on nothing but the arguments, and no release changes it. With "murmur2" it is the partition
+    that Kafka's default partitioner chooses for the key.
+
+    Limitations: another count moves most keys to another partition.
+
+    Args:
+        key: any text, hashed in UTF-8.
+        count: the number of partitions, 1 to 1,000.
+        hash: "sha256": the first 8 bytes of the SHA-256, big-endian and without the sign bit, modulo `count`. "murmur2": as
+            Kafka.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: `count` or `hash` is invalid; the key contains NUL or a lone surrogate, which PostgreSQL cannot store.
+    """
+    return compute_partition(check_text(key, "key"), check_count(count), check_hash(hash))
+
+
+def compute_partition(key: str, count: int, hash_name: PartitionHash) -> int:
+    """Return the partition of a key; `count` and the hash were checked before.
+
+    Raises:
+        ValueError: the key contains a lone surrogate.
+    """
+    try:
+        data = key.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"key must be valid Unicode, but contains a lone surrogate: {key!r}") from None
+    if hash_name == "murmur2":
+        return (compute_murmur2(data) & 0x7FFFFFFF) % count
+    return (int.from_bytes(hashlib.sha256(data).digest()[:8], "big") & _SIGN) % count
+
+
+def compute_murmur2(data: bytes) -> int:
+    """Return Kafka's murmur2 of some bytes, as an unsigned 32-bit number."""
+    whole = len(data) // 4 * 4
+    found = _SEED ^ len(data)
+    for at in range(0, whole, 4):
+        part = int.from_bytes(data[at : at + 4], "little") * _FACTOR & _INT32
+        part = (part ^ part >> 24) * _FACTOR & _INT32
+        found = found * _FACTOR & _INT32 ^ part
+    if len(data) > whole:
+        found = (found ^ int.from_bytes(data[whole:], "little")) * _FACTOR & _INT32
+    found = (found ^ found >> 13) * _FACTOR & _INT32
+    return found ^ found >> 15
+
+
+def check_count(value: object) -> int:
+    """Return a number of partitions.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is out of range.
+    """
+    return check_int(value, "count", MOST_PARTITIONS)
+
+
+def check_hash(value: PartitionHash) -> PartitionHash:
+    """Return the name of a hash.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    check_choice("hash", value, _HASHES)
+    return value

@@ -1,0 +1,225 @@
+"""Partitions, for threads."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Literal, Self
+
+from pgfence._api.inputs import EngineSource, reject_coroutine
+from pgfence._holds.carriers import THREADS
+from pgfence._process import threads
+from pgfence._process.coroutines import run_sync
+from pgfence.lease._engines import SYNC_ENGINES
+from pgfence.partitions._handles import PartitionLease
+from pgfence.partitions._request import PartitionOptions
+from pgfence.partitions._worker import Balancer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import TracebackType
+
+    from pgfence._process.clock import Seconds
+    from pgfence._process.coroutines import Coro
+    from pgfence.fence.handles import HeldLease
+    from pgfence.types import Holder
+
+
+class _Options(PartitionOptions[EngineSource, PartitionLease]):
+    """The arguments of `Partitions`."""
+
+    _engines = SYNC_ENGINES
+    _handle = PartitionLease
+
+
+class Partitions:
+    """Keys hashed to partitions, each of which one worker at a time owns: a single writer for each key.
+
+    ::
+
+        def serve(partition: int, lease: HeldLease) -> None:
+            while not lease.lost:
+                with lease.begin(SessionLocal) as session:
+                    apply_commands(session, partition)
+                lease.wait_lost(0.5)
+
+
+        with Partitions(engine, "orders", 64).join(serve, address="10.0.0.7:8000"):
+            stop.wait()
+
+    Partition `i` of the partitions `NAME` is the lease `NAME/i`, with a separate token series. Workers join, leave and crash;
+    the partitions are divided among those that are alive, so that the numbers that two workers own differ by at most one, and
+    only as many partitions move as must. A former owner that stops in time releases a partition only when its function has
+    returned, and another worker takes it after that.
+
+    Guarantees: a partition has at most one owner by token. A transaction of `lease.begin()` that begins after another worker
+    took the partition is rejected, and the new owner waits at the gate for one that was already open: the writes of a key are
+    in order. The partitions of a worker that crashes are owned by others after at most two TTLs, if the others are alive and
+    below their quota.
+
+    Limitations: a function that does not stop is not killed: after a TTL another worker takes its partition, and only writes
+    inside `lease.begin()` are rejected. Work on third parties that does not check the token can overlap. The balance
+    is not guaranteed at every moment. A worker that crashes and joins again at once is a new one: some partitions
+    move twice. A name of the form `NAME/i` that is held as a `Lease` blocks that partition.
+
+    Args:
+        engine: an Engine, or a function that returns one. Needs the tables of `pgfence install`, version 5 or later.
+        name: text, at most 250 characters with its namespace; it must not end in `#` or `/` and digits.
+        count: how many partitions there are, 1 to 1,000. The first worker stores the number; see `resize`. More partitions
+            than workers: 64 suit up to a few dozen workers.
+        hash: how a key is assigned to a partition; see `partition_for`. The first worker stores it.
+        ttl: seconds that a partition stays with a dead owner, 0.3 to a day. It is also how long a function may take to
+            stop.
+        namespace: instead of the configured one.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range; the message gives the range.
+    """
+
+    def __init__(
+        self,
+        engine: EngineSource,
+        name: str,
+        count: int,
+        *,
+        hash: Literal["sha256", "murmur2"] = "sha256",  # noqa: A002  # the public name
+        ttl: Seconds = 15,
+        namespace: str | None = None,
+    ) -> None:
+        self._options = _Options(engine, name, count, hash=hash, ttl=ttl, namespace=namespace)
+
+    def partition_for(self, key: str) -> int:
+        """Return the partition of a key, from 0 to `count - 1`; see `pgfence.partition_for`. No I/O.
+
+        Raises:
+            TypeError: the key is not a str.
+            ValueError: the key contains NUL or a lone surrogate.
+        """
+        return self._options.choose_partition(key)
+
+    def owner_of(self, partition: int) -> Holder | None:
+        """Return the worker that owns a partition, with the `address` that it joined with; None if nobody does. One round trip.
+
+        It may have changed when you use it: the worker itself must write inside `lease.begin()`.
+
+        Raises:
+            ValueError: there is no such partition; or another number of partitions or another hash is stored.
+            TypeError: the partition is not an int.
+            UnreachableError: the server cannot be reached.
+            SchemaError: the tables are missing or too old.
+        """
+        return run_sync(self._options.find_owner, partition)
+
+    def resize(self, count: int) -> None:
+        """Store another number of partitions, for all processes. Stop all workers first.
+
+        Workers that still have the old number get ValueError. Most keys move to another partition, so the tokens of all
+        partitions are raised: no former owner can commit after this.
+
+        Args:
+            count: how many partitions there are from now on, 1 to 1,000.
+
+        Raises:
+            LockTimeoutError: a partition is owned, and the message names its owner; or a transaction of a former owner is
+                still open. Nothing was done.
+            ValueError, TypeError: `count` is not a valid number.
+            UnreachableError: there was no response; resizing again is safe.
+            SchemaError: the tables are missing, or not open to this role.
+        """
+        run_sync(self._options.change_count, count)
+
+    def join(
+        self, serve: Callable[[int, HeldLease], object], /, *, owner: str | None = None, address: str | None = None
+    ) -> Worker:
+        """Own a share of the partitions, from now until the worker leaves.
+
+        `serve(partition, lease)` is called for each partition that this worker owns, on a thread of its own. It should
+        return soon after `lease.lost` is True, which means that another worker is to get the partition, or that it was lost: `lease.wait_lost(seconds)`
+        is a pause that ends then, and `lease.begin()` raises LockLostError, which may leave `serve`. Other exceptions of `serve` are logged to `pgfence.partitions`; the
+        partition is then released, and taken again after a pause of 2 seconds, which doubles with each further error. A
+        partition whose function returns on its own is taken again after a second.
+
+        Does not raise if the server is unreachable or the tables are missing: the error is logged, and the worker tries
+        again. A worker whose function has not returned one TTL after a loss gives up all its partitions until it has.
+
+        Args:
+            serve: the function that does the work of one partition.
+            owner: the name that operators see; None: host and process id.
+            address: where other processes can reach this worker; `owner_of` returns it.
+
+        Raises:
+            TypeError: `serve` is a coroutine function, or owner or address is not a str.
+        """
+        reject_coroutine(serve, "a Worker runs it on a thread. Use AsyncPartitions")
+        return Worker(self._options.with_owner(owner, address), serve)
+
+    def __repr__(self) -> str:
+        return f"<Partitions {self._options.describe()}>"
+
+
+class Worker:
+    """A worker that owns a share of the partitions. Leave, or use it as a context manager."""
+
+    def __init__(self, options: _Options, serve: Callable[[int, HeldLease], object]) -> None:
+        self._serve = serve
+        self._serving: set[threading.Thread] = set()
+        self._balancer = Balancer(options, THREADS, self._call, self._start_work)
+        self._thread = threads.start("pgfence-worker", run_sync, self._balancer.run_worker)
+
+    async def _call(self, partition: int, lease: PartitionLease) -> None:
+        self._serve(partition, lease)
+
+    def _start_work(self, work: Callable[[], Coro[None]], done: Callable[[], None]) -> None:
+        def run() -> None:
+            self._serving.add(threading.current_thread())
+            try:
+                run_sync(work)
+            finally:
+                self._serving.discard(threading.current_thread())
+                done()
+
+        threads.start("pgfence-partition", run)
+
+    @property
+    def owned(self) -> Mapping[int, HeldLease]:
+        """The partitions that this worker owns now, with their leases, as far as this process knows. No I/O."""
+        return self._balancer.list_owned()
+
+    def leave(self) -> None:
+        """Give up all partitions and stop being a worker. Returns when every function has returned; a second time does nothing.
+
+        Inside the function it returns immediately, and the worker leaves afterwards.
+
+        Raises:
+            ValueError: the worker has ended before, because another number of partitions or another hash is stored.
+        """
+        self._balancer.end()
+        if threading.current_thread() not in self._serving:
+            self._thread.join()
+            if self._balancer.error is not None:
+                raise self._balancer.error
+
+    def __enter__(self) -> Self:
+        """Wait until the worker has taken the partitions that are free, or has found that the server cannot be asked.
+
+        Raises:
+            ValueError: another number of partitions or another hash is stored.
+        """
+        try:
+            run_sync(self._balancer.started.wait, math.inf)
+            if self._balancer.error is not None:
+                raise self._balancer.error
+        except BaseException:  # the block is not entered, so nothing would end the worker
+            self._balancer.end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        try:
+            self.leave()
+        except ValueError:
+            if exc is None:
+                raise

@@ -1,0 +1,294 @@
+"""A worker of partitions: it is a member, takes what it should own, serves it, and gives it up. The same code serves threads and tasks.
+
+join ── below the quota: acquire free partitions, serve each ── lost, told to stop, or returned ── release ─┐
+  └─ above it: tell the newest to stop ── sleep until a member joins or leaves, or a third of the TTL ──────┘
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from pgfence._holds.hold import format_names
+from pgfence._leases.request import Refused
+from pgfence._leases.terms import compute_interval
+from pgfence._process.clock import between, clock
+from pgfence.errors import LockLostError, StaleFencingTokenError
+from pgfence.partitions._assignment import choose_surplus, compute_quota, rotate_free
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
+
+    from pgfence._holds.carriers import Carrier, WakeEvent
+    from pgfence._leases.grant import Grant
+    from pgfence._leases.manager import LeaseManager
+    from pgfence._process.coroutines import Coro
+    from pgfence.partitions._handles import AsyncPartitionLease, PartitionLease
+    from pgfence.partitions._request import Membership, PartitionOptions, PartitionRequest
+
+log = logging.getLogger("pgfence.partitions")
+
+OwnershipT = TypeVar("OwnershipT", bound="PartitionLease | AsyncPartitionLease")
+
+LONGEST_PAUSE = 1.0
+"""Seconds between two questions while this worker owns less than its quota."""
+LONGEST_RETRY = 5.0
+SHORTEST_REST = 1.0
+"""Seconds before this worker takes a partition again that it did not give up for another one; twice that after each error."""
+LONGEST_REST = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Run(Generic[OwnershipT]):
+    """A call of the application's function for one partition.
+
+    Attributes:
+        number: the partition.
+        lease: its lease.
+        lost_at: when the worker noticed that the lease is lost, on this process's clock.
+    """
+
+    number: int
+    lease: OwnershipT
+    lost_at: float | None = None
+
+    @property
+    def grant(self) -> Grant:
+        return self.lease._grant
+
+
+class Balancer(Generic[OwnershipT]):
+    """What one worker does from `join()` to `leave()`.
+
+    `run_worker` belongs to the worker's thread or task; each partition is served on another one. `end` and `list_owned` may be called
+    from anywhere.
+
+    Args:
+        options: the arguments of `Partitions`.
+        carrier: how the worker waits.
+        serve: calls the application's function for a partition, and returns when it has ended.
+        spawn: runs a coroutine function on a new thread or task, and calls the second function when that has ended.
+    """
+
+    def __init__(
+        self,
+        options: PartitionOptions[Any, OwnershipT],
+        carrier: Carrier,
+        serve: Callable[[int, OwnershipT], Coro[None]],
+        spawn: Callable[[Callable[[], Coro[None]], Callable[[], None]], object],
+    ) -> None:
+        self._options = options
+        self._carrier = carrier
+        self._serve = serve
+        self._spawn = spawn
+        self._member = str(uuid.uuid4())
+        self.error: Exception | None = None
+        """Why the worker has ended, if it was not by `leave()`."""
+        self.started = carrier.make_event()
+        """Is set when the worker has taken what it could at first, or has failed."""
+        # Guards what the worker's thread, the threads that serve and the caller of `leave` share. An event must be set only once.
+        self._lock = threading.Lock()
+        self._ending = False
+        self._runs: dict[int, _Run[OwnershipT]] = {}
+        self._sleep: WakeEvent | None = None
+        self._is_short = False
+        """Whether this worker owns less than its quota, so that a release by another one matters."""
+        self._is_aside = False
+        """Whether this worker has given up everything, because a function does not return."""
+        self._rests: dict[int, float] = {}
+        """Until when each partition rests that ended without being given up."""
+        self._errors: dict[int, int] = {}
+        """How often in a row the function has failed for a partition."""
+        self._failures = 0
+        self._stop_listening: list[Callable[[], None]] = []
+
+    def list_owned(self) -> Mapping[int, OwnershipT]:
+        """Return the leases of the partitions that are owned now, by number. No I/O."""
+        with self._lock:
+            runs = sorted(self._runs.items())
+        return {number: run.lease for number, run in runs if run.lease.state in ("held", "unknown")}
+
+    def end(self) -> None:
+        """Make the worker give up its partitions and leave. Returns immediately."""
+        with self._lock:
+            self._ending = True
+        self._wake()
+
+    # ------------------------------------------------------------ the worker's own thread or task
+
+    async def run_worker(self) -> None:
+        """Take and give up partitions until `end`."""
+        try:
+            while not self._ending:
+                pause = await self._try_balance()
+                self.started.set()
+                await self._pause(pause)
+        finally:
+            self._ending = True
+            for stop in self._stop_listening:
+                stop()
+            await self._leave()
+            self.started.set()
+
+    async def _try_balance(self) -> float:
+        """Return the seconds until the next time."""
+        try:
+            with self._lock:  # before the question: what is notified during it ends the sleep after it
+                self._sleep = self._carrier.make_event()
+            pause = await self._balance()
+        except Refused as refusal:
+            self.error = refusal.__cause__ if isinstance(refusal.__cause__, Exception) else refusal
+            log.log(logging.ERROR, "the worker ends: %s", self.error)
+            self._ending = True
+            return 0.0
+        except Exception as error:
+            return self._note_failure(error)
+        self._failures = 0
+        return pause
+
+    async def _balance(self) -> float:
+        options = self._options
+        manager, request = options.prepare()
+        interval = compute_interval(request.terms.ttl)
+        runs = self._list_runs()
+        if any(clock() - run.lost_at > request.terms.ttl for run in runs if run.lost_at is not None):
+            await self._stand_aside(runs)
+            return interval
+        self._is_aside = False
+        if not self._stop_listening:  # before the question, so that no change after it is missed
+            for name, wake in ((request.group, self._wake), (f"{request.group}/", self._wake_if_short)):
+                self._stop_listening.append(manager.heartbeat.listen(request.place, name, wake))
+        found = await options.join(self._member)
+        quota = compute_quota(request.count, found.members, found.rank)
+        kept = [run for run in runs if not run.lease.lost]
+        for run in choose_surplus(kept, quota):
+            run.grant.resign()
+        self._is_short = len(kept) < quota
+        if not self._is_short:
+            return interval * between(0.8, 1.0)
+        return await self._take(manager, request, found, quota - len(kept))
+
+    async def _take(self, manager: LeaseManager, request: PartitionRequest, found: Membership, missing: int) -> float:
+        """Take as many free partitions as are missing, and return the seconds until the next time."""
+        interval = compute_interval(request.terms.ttl)
+        taken_by = clock() + interval  # then the membership must be renewed
+        for number in rotate_free(found.free, found.members, found.rank):
+            if not missing or self._ending or clock() > taken_by:
+                break
+            if number in self._runs or clock() < self._rests.get(number, 0.0):
+                continue
+            lease = await manager.acquire(request.choose(number), 0.0, self._options._handle)
+            if lease is not None:
+                missing -= 1
+                await self._start(manager, number, lease)
+        self._is_short = missing > 0
+        if clock() > taken_by:
+            return 0.0
+        return (min(LONGEST_PAUSE, interval) if missing else interval) * between(0.8, 1.0)
+
+    def _list_runs(self) -> list[_Run[OwnershipT]]:
+        """Return what is being served, in the order in which it was taken, and note what was lost."""
+        with self._lock:
+            runs = list(self._runs.values())
+        for run in runs:
+            if run.lost_at is None and run.lease.lost:
+                run.lost_at = clock()
+        return runs
+
+    async def _stand_aside(self, runs: list[_Run[OwnershipT]]) -> None:
+        """Give up everything while the function does not stop for a partition that was lost a TTL ago: this worker may hang."""
+        if not self._is_aside:
+            self._is_aside = True
+            stuck = tuple(f"{self._options._name}/{run.number}" for run in runs if run.lost_at is not None)
+            log.error(
+                "the function that serves %s has not returned within a TTL after the loss. The worker gives up all its partitions,"
+                " until the function returns",
+                format_names(stuck),
+            )
+        for run in runs:
+            run.grant.resign()
+        await self._options.leave(self._member)
+
+    async def _leave(self) -> None:
+        """Give up everything, and return when it is released."""
+        for run in self._list_runs():
+            run.grant.resign()
+        try:
+            await self._options.leave(self._member)
+        except Exception as error:  # the other members notice after one TTL
+            log.debug("the worker could not leave", exc_info=error)
+        while True:
+            with self._lock:
+                if not self._runs:
+                    return
+                event = self._sleep = self._carrier.make_event()
+            await event.wait(math.inf)
+
+    # ------------------------------------------------------------ one partition
+
+    async def _start(self, manager: LeaseManager, number: int, lease: OwnershipT) -> None:
+        run = _Run(number, lease)
+        with self._lock:
+            self._runs[number] = run
+        try:
+            self._spawn(lambda: self._serve_partition(manager, run), lambda: self._forget(run))
+        except BaseException:  # no thread can be started
+            self._forget(run)
+            await manager.give_up(run.grant)
+            raise
+
+    def _forget(self, run: _Run[OwnershipT]) -> None:
+        with self._lock:
+            self._runs.pop(run.number, None)
+        self._wake()
+
+    async def _serve_partition(self, manager: LeaseManager, run: _Run[OwnershipT]) -> None:
+        """Call the application's function, and release the partition when it has ended."""
+        errors = 0
+        try:
+            await self._serve(run.number, run.lease)
+        except (LockLostError, StaleFencingTokenError) as error:
+            if not run.lease.lost:
+                errors = self._note_error(run, error)
+        except Exception as error:
+            errors = self._note_error(run, error)
+        finally:
+            self._errors[run.number] = errors
+            self._rests[run.number] = clock() + min(SHORTEST_REST * 2.0**errors, LONGEST_REST)
+            run.grant.resign()
+            await manager.give_up(run.grant)
+
+    def _note_error(self, run: _Run[OwnershipT], error: Exception) -> int:
+        log.error("the function that serves %s failed", format_names(run.grant.names), exc_info=error)
+        return self._errors.get(run.number, 0) + 1
+
+    # ------------------------------------------------------------ waiting and notifying
+
+    def _wake_if_short(self) -> None:
+        if self._is_short:
+            self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            event, self._sleep = self._sleep, None
+        if event is not None:
+            event.set()
+
+    async def _pause(self, seconds: float) -> None:
+        with self._lock:
+            event = None if self._ending else self._sleep
+        if event is not None:
+            await event.wait(seconds)
+
+    def _note_failure(self, error: Exception) -> float:
+        """Log that nothing could be asked, once, and return the seconds to pause."""
+        self._failures += 1
+        level = logging.WARNING if self._failures == 1 else logging.DEBUG
+        names = format_names((self._options._name,))
+        log.log(level, "the worker of %s cannot ask the server now, and tries again: %s", names, error)
+        return min(LONGEST_RETRY, 0.25 * 2.0 ** min(self._failures, 10)) * between(0.5, 1.0)
