@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
+from sqlalchemy.orm import Session
 from sqlalchemy.sql import ClauseElement, Executable
 
 from pgfence._api.inputs import is_async_session, is_session, unwrap_session
 from pgfence.claims._mixin import Claimable
-from pgfence.claims._statements import build_query, claim_rows, find_mapper
+from pgfence.claims._statements import build_query, claim_rows, find_mapper, lock_rows
 from pgfence.claims._tokens import check_form, claim_until, extend, finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from sqlalchemy import ColumnElement, Select
-    from sqlalchemy.orm import Session
+    from sqlalchemy.orm import Mapper
 
     from pgfence._api.inputs import AnyAsyncSession, SyncSession
     from pgfence._process.clock import Seconds
@@ -106,10 +107,7 @@ def claim(
         TypeError: `session` is not a session, `entity` is not a mapped class, or `statement` returns anything other
             than its instances; or `ttl` was passed for a class without `Claimable`, or omitted for a class with it.
     """
-    query = _read_query(entity, criteria, order_by)
-    mapper = find_mapper(query)
-    if ttl is not None and query is entity:
-        raise TypeError("claim() with ttl= takes a class, not a select(): pass the criteria and order_by= to claim()")
+    query, mapper = _read_query(entity, criteria, order_by, ttl)
     life = check_form(mapper, ttl)
     if life is not None:
         return _run(session, lambda work: claim_until(work, query, mapper, limit, life), "claim")
@@ -173,19 +171,24 @@ def finish_claim(session: Any, row: Claimable) -> object:
     return _run(session, lambda work: finish(work, row), "finish_claim")
 
 
-def _read_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> Any:
-    """Return the statement that was passed, or one for the class."""
-    if not isinstance(entity, (ClauseElement, Executable)):
+def _read_query(entity: Any, criteria: Sequence[Any], order_by: Any, ttl: object) -> tuple[Any, Mapper[Any]]:
+    """Return the statement that was passed, or one for the class, with its locks; and the class."""
+    if not isinstance(cast("object", entity), (ClauseElement, Executable)):
         return build_query(entity, criteria, order_by)
     if criteria or order_by is not None:
         raise TypeError(
             "claim() with a select() takes no argument but limit: add where() and order_by() to the select()"
         )
-    return entity
+    mapper = find_mapper(entity)
+    if ttl is not None:
+        raise TypeError("claim() with ttl= takes a class, not a select(): pass the criteria and order_by= to claim()")
+    return lock_rows(entity, mapper), mapper
 
 
 def _run(session: Any, work: Callable[[Session], Any], name: str) -> Coro[Any] | Any:
     """Call a function with a Session, or with the one of an AsyncSession."""
+    if isinstance(session, Session):  # before the checks that look classes up, which take longer
+        return work(session)
     if is_async_session(session):
         return unwrap_session(session).run_sync(work)
     if not is_session(session):

@@ -45,11 +45,12 @@ _CLAUSES = {
 _STANDBY = ErrorContext(on_primary="Rows are claimed where they are written. Claim on the primary, not read-only")
 
 
-def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> AnySelect:
-    """Return a SELECT of a mapped class.
+def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> tuple[AnySelect, Mapper[Any]]:
+    """Return a SELECT that locks rows of a mapped class, and the class.
 
     Raises:
-        TypeError: `entity` is not a mapped class, or a criterion is not a SQL expression.
+        TypeError: `entity` is not a mapped class whose rows are in a table, or a criterion is not a SQL expression.
+        ValueError: the table has no primary key.
     """
     found: object = inspect(entity, raiseerr=False)
     if not isinstance(found, Mapper):
@@ -57,10 +58,42 @@ def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> AnySelec
         raise TypeError(f"claim() takes a mapped class or select() of one, not {shown}")
     for one in criteria:
         _reject_value(one)
-    query: AnySelect = select(entity).where(*criteria)
-    if order_by is None:
-        return query
-    return query.order_by(*(order_by if isinstance(order_by, (tuple, list)) else (order_by,)))
+    query = _build_base(found)
+    if criteria:
+        query = query.where(*criteria)
+    if order_by is not None:
+        query = query.order_by(*(order_by if isinstance(order_by, (tuple, list)) else (order_by,)))
+    return query, found
+
+
+@lru_cache(maxsize=1000)
+def _build_base(mapper: Mapper[Any]) -> AnySelect:
+    """Return the SELECT of all rows of a class. It is built once, because building takes longer than executing its Python part."""
+    return lock_rows(select(mapper.class_), mapper)
+
+
+def lock_rows(query: AnySelect, mapper: Mapper[Any]) -> AnySelect:
+    """Return the SELECT with the locks on the rows of a class, after checking that they can be locked.
+
+    Raises:
+        TypeError, ValueError: as `build_query`.
+    """
+    if not isinstance(mapper.selectable, (Table, Join)):
+        raise TypeError(
+            f"the rows of {mapper.class_.__name__} are not in one table ({type(mapper.selectable).__name__}), and PostgreSQL"
+            " cannot lock them: claim rows of a subclass"
+        )
+    table = mapper.base_mapper.local_table
+    if not isinstance(table, Table) or not table.primary_key.columns:
+        raise ValueError(
+            f"{table.description} has no primary key, so two of its rows could become one object: add one to the table"
+        )
+    # The tables of a joined subclass and of its bases. Other tables of the statement are not locked.
+    tables = list(dict.fromkeys(each.local_table for each in mapper.iterate_to_root()))
+    # NO KEY: an INSERT of a row that refers to a claimed row does not wait.
+    # populate_existing: a row that the Session has loaded before may have been changed by another transaction since.
+    locking = query.with_for_update(key_share=True, skip_locked=True, of=tables)
+    return locking.execution_options(populate_existing=True)
 
 
 def _reject_value(one: object) -> None:
@@ -74,11 +107,11 @@ def _reject_value(one: object) -> None:
 
 
 def find_mapper(query: object) -> Mapper[Any]:
-    """Return the class whose rows a SELECT returns, and of which each row can be locked.
+    """Return the class whose rows a SELECT returns.
 
     Raises:
-        TypeError: the SELECT returns something else than the instances of one class, or a class whose rows are not in a table.
-        ValueError: the SELECT has a clause that cannot be combined with a claim, or the table has no primary key.
+        TypeError: the SELECT returns something else than the instances of one class.
+        ValueError: the SELECT has a clause that cannot be combined with a claim.
     """
     if not isinstance(query, Select):
         raise TypeError(
@@ -96,38 +129,28 @@ def find_mapper(query: object) -> Mapper[Any]:
         clause: object = getattr(query, name)
         if clause is not None and clause is not False and clause != ():
             raise ValueError(f"the statement has {advice}")
-    if not isinstance(mapper.selectable, (Table, Join)):
-        raise TypeError(
-            f"the rows of {mapper.class_.__name__} are not in one table ({type(mapper.selectable).__name__}), and PostgreSQL"
-            " cannot lock them: claim rows of a subclass"
-        )
-    table = mapper.base_mapper.local_table
-    if not isinstance(table, Table) or not table.primary_key.columns:
-        raise ValueError(
-            f"{table.description} has no primary key, so two of its rows could become one object: add one to the table"
-        )
     return mapper
 
 
 def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: int) -> Sequence[Any]:
     """Lock up to `limit` rows that no other transaction has locked, in the transaction of a Session, and return them.
 
+    Args:
+        session: the Session.
+        query: the SELECT, with its locks.
+        mapper: the class.
+        limit: the largest number of rows.
+
     Raises:
         TransactionStateError: the connection is in autocommit, or reading the rows could lose unflushed changes.
         StandbyError: the server is read-only.
     """
     check_int(limit, "limit", MOST_ROWS)
-    # The tables of a joined subclass and of its bases. Other tables of the statement are not locked.
-    tables = list(dict.fromkeys(each.local_table for each in mapper.iterate_to_root()))
-    # NO KEY: an INSERT of a row that refers to a claimed row does not wait.
-    locking = query.limit(limit).with_for_update(key_share=True, skip_locked=True, of=tables)
     connection = find_connection(session, mapper)
     if not session.autoflush:
         _reject_unflushed(session, mapper)
-    where = {"bind": connection}
     try:
-        # populate_existing: a row that the Session has loaded before may have been changed by another transaction since.
-        result = session.execute(locking, bind_arguments=where, execution_options={"populate_existing": True})
+        result = session.execute(query.limit(limit), bind_arguments={"bind": connection})
         return result.scalars().unique().all()
     except DBAPIError as error:
         raise_translated(error, None, _STANDBY)
