@@ -17,6 +17,7 @@ from pgfence import (
     WriteHeld,
 )
 from pgfence.errors import LockLostError, LockNotHeldError, LockTimeoutError, SelfDeadlockError
+from support.locking import has_ticket, labelled, waits
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -86,6 +87,30 @@ async def test_overlapping_readers_do_not_starve_a_writer(world: World, name: st
         await writer.call(held.release)
     stop.set()
     await asyncio.gather(*readers)
+
+
+async def test_waiting_writers_go_before_waiting_readers(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Writers that wait for the same reader are served one after the other, before a reader that came between them."""
+    reader, order = await world.call(lock(world, world.engine(), name).read.acquire), []
+
+    async def wait(who: str, side: str) -> None:
+        contender = world.other()
+        held = await contender.call(getattr(lock(world, labelled(world, who), name), side).acquire, timeout=30)
+        order.append(who)
+        await contender.call(held.release)
+
+    waiting = [asyncio.create_task(wait("first", "write"))]
+    await eventually(has_ticket(admin, "first", name))
+    waiting.append(asyncio.create_task(wait("reader", "read")))
+    await eventually(has_ticket(admin, "reader", name))
+    waiting.append(asyncio.create_task(wait("second", "write")))
+    # In one slice of the second writer's wait both wait for the key itself.
+    await eventually(waits(admin, name, 2))
+    await world.call(reader.release)
+    await asyncio.gather(*waiting)
+    assert order == ["first", "second", "reader"]
 
 
 async def test_a_reader_cannot_become_a_writer(world: World, name: str) -> None:

@@ -8,7 +8,13 @@ from pgfence._connections.connection import RELEASE_BUDGET, WAIT_GRACE
 from pgfence._holds.wait_plan import to_milliseconds
 from pgfence._sql.read_write import WriteSql, build_turnstile
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
-from pgfence._sql.ticket_queue import LEAVE, build_wait_for_keys, build_wait_for_turn
+from pgfence._sql.ticket_queue import (
+    LEAVE,
+    build_batch,
+    build_wait_for_batch,
+    build_wait_for_keys,
+    build_wait_for_turn,
+)
 from pgfence._sql.token import TokenSql
 
 if TYPE_CHECKING:
@@ -27,12 +33,13 @@ LOOK_EVERY = 4
 class ServerWait:
     """The wait of one contender on its connection. After an error its state is unknown, and the connection is closed."""
 
-    __slots__ = ("engine", "has_ticket", "has_turn", "has_turnstile", "session", "slices", "sql")
+    __slots__ = ("engine", "has_batch", "has_ticket", "has_turn", "has_turnstile", "session", "slices", "sql")
 
     def __init__(self, engine: Engine, session: LockConnection, sql: LockSql) -> None:
         self.engine = engine
         self.session = session
         self.sql = sql
+        self.has_batch = False
         self.has_ticket = False
         self.has_turn = False
         self.has_turnstile = False
@@ -40,25 +47,53 @@ class ServerWait:
 
     async def run_step(self, step: Wait, call: Acquisition[LockSql]) -> bool | None:
         """Wait for one slice and return whether the lock was granted; None if the waiter needs a ticket now."""
+        if isinstance(self.sql, WriteSql):
+            return await self._wait_as_writer(self.sql, step.seconds, call)
         # None is returned immediately, before the server is queried for holders: other waiters would take tickets in that time.
         if not step.queued:
             return await self.wait_without_ticket(step.seconds)
-        if isinstance(self.sql, WriteSql) and not self.has_turnstile:
-            self.has_turnstile = await self._set_turnstile(self.sql, on=True)
         if not self.has_turn and not await self.wait_for_turn(step.seconds):
             return False
-        granted = await self.wait_in_turn(min(step.seconds, call.left))
+        return await self.wait_in_turn(min(step.seconds, call.left))
+
+    async def _wait_as_writer(self, sql: WriteSql, length: float, call: Acquisition[LockSql]) -> bool:
+        """Wait for one slice in the order of the tickets, or together with a writer whose turn it is.
+
+        The writer with the turnstile is the first one. When it has its turn, it waits for the readers that hold the lock now,
+        and all other writers wait for the key beside it. They are served one after the other, before the next readers.
+        """
+        if not self.has_turnstile:
+            self.has_turnstile = await self._lock_or_unlock(build_turnstile(sql.keys, sql.style, on=True))
+        # A millisecond is enough to take the ticket, and to see whether it is the first.
+        if not self.has_turn and not await self.wait_for_turn(0.0):
+            if not self.has_turnstile:
+                statements = build_wait_for_batch(sql.keys, to_milliseconds(length))
+                if not await self.session.run_script(self.engine, statements, limit=length + WAIT_GRACE):
+                    return False
+            else:
+                if not self.has_batch:
+                    self.has_batch = await self._lock_or_unlock(build_batch(sql.keys, sql.style, closed=True))
+                if not await self.wait_for_turn(length):
+                    return False
+        await self._open_batch()
+        granted = await self.wait_in_turn(min(length, call.left))
         if granted:
             await self._open_turnstile()
         return granted
 
-    async def _set_turnstile(self, sql: LockSql, *, on: bool) -> bool:
-        """Close the turnstile to readers if no other writer holds it, or open it. Return whether that was done."""
-        text, args = build_turnstile(sql.keys, sql.style, on=on)
+    async def _lock_or_unlock(self, statement: tuple[str, tuple[object, ...]]) -> bool:
+        text, args = statement
         return bool(await self.session.fetch_value(self.engine, text, args, limit=RELEASE_BUDGET))
 
+    async def _open_batch(self) -> None:
+        if self.has_batch and not await self._lock_or_unlock(build_batch(self.sql.keys, self.sql.style, closed=False)):
+            self.session.close_after_use = True
+        self.has_batch = False
+
     async def _open_turnstile(self) -> None:
-        if self.has_turnstile and not await self._set_turnstile(self.sql, on=False):
+        if self.has_turnstile and not await self._lock_or_unlock(
+            build_turnstile(self.sql.keys, self.sql.style, on=False)
+        ):
             self.session.close_after_use = True
         self.has_turnstile = False
 
@@ -101,7 +136,8 @@ class ServerWait:
         return granted
 
     async def leave(self) -> None:
-        """Return the ticket, and open the turnstile."""
+        """Return the ticket, and open the turnstile and the batch."""
+        await self._open_batch()
         await self._open_turnstile()
         if not self.has_ticket:
             return

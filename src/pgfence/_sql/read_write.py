@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class WriteSql(LockSql):
     """The statements for a writer: the exclusive lock on one key.
 
-    A writer that waits for more than one slice also holds the key's turnstile, exclusively and for the session, until it has the
-    lock or gives up. Readers pass the turnstile before they try, so none gets in between two slices of the writer's wait.
+    The first writer that has to wait also holds the key's turnstile, exclusively and for the session, until it has the lock or
+    gives up. Readers pass the turnstile before they try, so none gets in between two slices of the writer's wait. Other writers
+    that come while the first one waits for readers wait for the key beside it; see `ServerWait`.
     """
 
     __slots__ = ()
@@ -33,7 +34,7 @@ class WriteSql(LockSql):
 class ReadSql(LockSql):
     """The statements for a reader: the shared lock on one key.
 
-    A reader that has to wait takes a ticket if another waiter has one, so that it comes after the writer that waits. Without
+    A reader that has to wait takes a ticket if another waiter has one, so that it comes after the writers that wait. Without
     turnstile and tickets, readers that overlap would let a writer wait indefinitely: after each slice of its wait it leaves the
     server's queue for a moment.
     """

@@ -8,6 +8,7 @@ place.
     base + 0 ... base + 2**20 - 1   the tickets; after the last number comes the first
     base + 2**20                    the counter: locked while a ticket is taken
     base + 2**20 + 1 ...            the clock: a waiter has a shared lock on the second in which it took its ticket
+    base + 2**21 - 1                the batch: locked by the first of several waiting writers until it is its turn
 
 The server shows since when a session waits for a lock, which here is the beginning of the present slice. The clock shows everyone
 who reads pg_locks how long the whole wait has lasted.
@@ -21,18 +22,21 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from pgfence._sql.activity import build_arguments
+from pgfence._sql.params import mark
 from pgfence.keys import SEPARATOR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pgfence._sql.params import ParamStyle
     from pgfence.keys import LockKey
 
 _BITS = 20
 _COUNTER = 2**_BITS
+_BATCH = 2 * _COUNTER - 1
 _MASK = _COUNTER - 1
 _CLOCK = _COUNTER + 1
-SECONDS = _COUNTER - 1
+SECONDS = _COUNTER - 2
 """The number of seconds after which the clock starts again: twelve days."""
 _HALF = _COUNTER // 2
 """Tickets taken at one time span less than half of the circle, so that the older of any two is known."""
@@ -43,6 +47,8 @@ AHEAD = "pgfence.ahead"
 """The setting with the ticket ahead. Empty: it is this session's turn."""
 _SINCE = "pgfence.since"
 """The setting with the key of the clock that the session has locked."""
+BATCH = "pgfence.batch"
+"""The setting that says whether the wait for the batch succeeded."""
 _MINE = f"NULLIF(NULLIF(pg_catalog.current_setting('{TICKET}', true), ''), 'none')::bigint"
 _AHEAD = f"NULLIF(pg_catalog.current_setting('{AHEAD}', true), '')::bigint"
 _UNLOCK_CLOCK = (
@@ -79,7 +85,7 @@ _TICKETS = f"pg_catalog.pg_locks AS l WHERE {_HELD_HERE} AND {_VALUE} BETWEEN ba
 _SHIFT = _BITS + 1
 IS_TICKET = (
     f"o.granted AND o.mode = 'ExclusiveLock' AND o.space = 1 AND (o.value & {_COUNTER}) = 0"
-    f" AND c.granted AND c.mode = 'ShareLock' AND c.space = 1 AND (c.value & {2 * _COUNTER - 1}) > {_COUNTER}"
+    f" AND c.granted AND c.mode = 'ShareLock' AND c.space = 1 AND (c.value & {2 * _COUNTER - 1}) BETWEEN {_CLOCK} AND {_BATCH - 1}"
     f" AND c.pid = o.pid AND c.value >> {_SHIFT} = o.value >> {_SHIFT}"
 )
 """The condition that of two locks `o` is a ticket, and `c` the clock of the same session."""
@@ -143,6 +149,13 @@ EXCEPTION WHEN lock_not_available THEN NULL;
 END$$"""
 _IS_GRANTED = f"SELECT 1 WHERE pg_catalog.current_setting('{TICKET}', true) OPERATOR(pg_catalog.=) ''"
 
+_WAIT_FOR_BATCH = f"""DO $$BEGIN
+ PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock_shared({{key}}),
+  pg_catalog.set_config('{BATCH}', 'open', false);
+EXCEPTION WHEN lock_not_available THEN PERFORM pg_catalog.set_config('{BATCH}', '', false);
+END$$"""
+_IS_OPEN = f"SELECT 1 WHERE pg_catalog.current_setting('{BATCH}', true) OPERATOR(pg_catalog.=) 'open'"
+
 _SET_TIMEOUT = "pg_catalog.set_config('lock_timeout', '{ms}', true)"
 _LOCK_ONE = (
     f"{_SET_TIMEOUT}, pg_catalog.pg_advisory_xact_lock{{mode}}({{key}}), pg_catalog.pg_advisory_lock{{mode}}({{key}})"
@@ -175,6 +188,18 @@ def build_wait_for_turn(
     numbers = {"base": f"'{find_queue(keys)}'::bigint", "ms": int(milliseconds)}
     wait = _WAIT_FOR_TURN.format(**numbers, look=_MOVE_UP.format(**numbers) if looks else "NULL;")
     return (wait, _IS_TURN) if has_ticket else (_TAKE_TICKET.format(**numbers), wait, _IS_TURN)
+
+
+def build_wait_for_batch(keys: Sequence[LockKey], milliseconds: int) -> tuple[str, ...]:
+    """Return the statements that wait until the first waiting writer has its turn. The last one returns a row if it has."""
+    key = f"'{find_queue(keys) + _BATCH}'::bigint"
+    return _WAIT_FOR_BATCH.format(ms=int(milliseconds), key=key), _IS_OPEN
+
+
+def build_batch(keys: Sequence[LockKey], style: ParamStyle, *, closed: bool) -> tuple[str, tuple[object, ...]]:
+    """Return the statement with which the first waiting writer closes the batch or opens it, and its parameter."""
+    function = "pg_try_advisory_lock" if closed else "pg_advisory_unlock"
+    return f"SELECT pg_catalog.{function}(CAST({mark(style, 1)} AS bigint))", (find_queue(keys) + _BATCH,)
 
 
 def build_wait_for_keys(keys: Sequence[LockKey], milliseconds: int, *, shared: bool = False) -> tuple[str, ...]:

@@ -68,10 +68,12 @@ class ReadWriteLock:
     It is a session-level advisory lock, shared for readers and exclusive for the writer. A writer excludes, and is excluded by,
     an `AdvisoryLock` or `TransactionLock` of the same name; readers exclude these locks, too.
 
-    Guarantees: those of `AdvisoryLock`. A writer cannot be starved: once it waits for more than half a second, readers that
-    come later wait behind it, in the order of their arrival, whichever process they belong to.
+    Guarantees: those of `AdvisoryLock`. A writer cannot be starved: once it waits, readers that come later wait behind it,
+    whichever process they belong to. All writers that wait for the same readers are served one after the other, before the
+    next readers; a writer that comes while another one writes is served after the readers that wait by then.
 
-    Limitations: those of `AdvisoryLock`. Within the first half second of a wait the order between processes is not guaranteed.
+    Limitations: those of `AdvisoryLock`. Within the first half second of a reader's wait the order between processes is not
+    guaranteed.
     Clients that lock the same key by other means, in shared mode, do not wait behind a writer. A reader cannot become a writer
     (SelfDeadlockError), and cannot acquire the read lock twice.
 
