@@ -27,6 +27,7 @@ SCENARIOS = (
     "imports",
     "leases",
     "limits",
+    "claims",
     "fences",
     "fence_growth",
     "versions",
