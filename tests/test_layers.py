@@ -111,7 +111,6 @@ VERBS = frozenset(
         "acquire",
         "add",
         "adopt",
-        "advise",
         "allow",
         "alter",
         "answer",

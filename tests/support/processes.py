@@ -112,7 +112,12 @@ class Script:
 
 def family(pid: int) -> list[int]:
     """Return a process and its children, e.g. of a private server all its backends."""
-    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    return [pid, *children_of(pid)]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the process ids of a process's children."""
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def alive(pid: int) -> bool:
