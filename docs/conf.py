@@ -89,6 +89,7 @@ autosummary_generate = False
 signature_aliases = {
     "AH": "AsyncHeld",
     "AnyAsyncSession": "AsyncSession | async_scoped_session",
+    "AnyHeldLease": "HeldLease | AsyncHeldLease",
     "App": "Callable[..., Awaitable[None]]",
     "AsyncEngineSource": "AsyncEngine | Callable[[], AsyncEngine]",
     "AsyncEngineSourceT": "AsyncEngine | Callable[[], AsyncEngine]",
@@ -109,6 +110,7 @@ signature_aliases = {
     "OnFailure": "Literal['free', 'lapse']",
     "OnMismatch": "Literal['raise', 'stored']",
     "PoolerSetting": "Literal['auto', 'direct', 'session', 'transaction']",
+    "Process": "int | Any",
     "SameCall": "Callable",
     "Scope": "MutableMapping[str, Any]",
     "SyncSession": "Session | scoped_session",
@@ -175,6 +177,8 @@ signature_without_constructor = [
             "AsyncAttempt",
             "KeyFamily",
             "fastapi.IdempotentCall",
+            "testing.PgfenceFaults",
+            "testing.PgfenceHistory",
         ),
     ]
 ]

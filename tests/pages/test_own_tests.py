@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -41,7 +42,8 @@ PAGE = (ROOT / "docs" / "testing" / "your-own-tests.md").read_text(encoding="utf
 
 @pytest.mark.timeout(120)
 def test_the_pytest_files_of_the_pages_pass() -> None:
-    """As a reader would run them: a separate server, no configuration, every test."""
+    """As a reader would run them: on a temporary server, each with the check for leaked locks."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PGFENCE_TEST", "PYTEST_"))}
     command = [
         sys.executable,
         "-m",
@@ -52,10 +54,19 @@ def test_the_pytest_files_of_the_pages_pass() -> None:
         "-p",
         "no:cacheprovider",
         "-p",
-        "no:schemathesis",
+        "pgfence_pytest",
+        "-o",
+        "usefixtures=pgfence_no_leaks",
+        "-W",
+        "error",
     ]
     done = subprocess.run(
-        [*command, "--rootdir", EXAMPLES, EXAMPLES], capture_output=True, text=True, timeout=110, check=False
+        [*command, "--rootdir", EXAMPLES, EXAMPLES],
+        env=kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     written = sum(file.read_text().count("\ndef test_") for file in EXAMPLES.glob("test_*.py"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from sqlalchemy import Engine, insert
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from pgfence import Lease, TransactionLock, Versioned, idempotent
+from pgfence import Lease, LockKey, TransactionLock, Versioned, idempotent
+
+ACCOUNT = LockKey.family("account")
 
 
 class Base(DeclarativeBase):
@@ -27,9 +29,7 @@ class Closing(Base):
 
 
 def transfer(session: Session, source: int, target: int, amount: int) -> None:
-    TransactionLock(session, f"account:{source}", f"account:{target}").acquire(
-        timeout=2
-    )
+    TransactionLock(session, ACCOUNT(source), ACCOUNT(target)).acquire(timeout=1)
     session.get_one(Account, source).balance -= amount
     session.get_one(Account, target).balance += amount
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from elsewhere import held_elsewhere
-from ledger import Account, close_month, pay
-from sqlalchemy import Engine, create_engine, func, select, text
+from ledger import ACCOUNT, Account, close_month, pay
+from sqlalchemy import Engine, create_engine
 from sqlalchemy.orm import Session
 
 from pgfence import (
     AdvisoryLock,
     IdempotencyInProgressError,
     Lease,
-    LockKey,
     LockLostError,
     LockTimeoutError,
     StaleFencingTokenError,
@@ -20,65 +18,73 @@ from pgfence import (
     UnreachableError,
     VersionConflictError,
     VersionedSession,
-    fenced,
     idempotent,
     monitoring,
 )
+from pgfence.testing import PgfenceFaults, PgfenceHolds
 
 
-def test_held_by_another_process(engine: Engine, name: str) -> None:
-    with held_elsewhere(AdvisoryLock(engine, name)):
-        assert AdvisoryLock(engine, name).try_acquire() is None
+def test_lock_is_held(engine: Engine, pgfence_holds: PgfenceHolds) -> None:
+    with pgfence_holds("report"):
+        assert AdvisoryLock(engine, "report").try_acquire() is None
+
+
+def test_transaction_lock_is_held(
+    session: Session, pgfence_holds: PgfenceHolds
+) -> None:
+    with pgfence_holds(ACCOUNT(1)):
         with pytest.raises(LockTimeoutError):
-            AdvisoryLock(engine, name).acquire(timeout=0.1)
+            TransactionLock(session, ACCOUNT(1)).acquire(timeout=0.1)
 
 
-def test_close_month_does_nothing_while_another_process_closes(engine: Engine) -> None:
-    with held_elsewhere(Lease(engine, "close:2026-05", ttl=30)):
+def test_lease_is_held(engine: Engine, pgfence_holds: PgfenceHolds) -> None:
+    with pgfence_holds(Lease(engine, "close:2026-05", ttl=30)):
         assert not close_month(engine, "2026-05")
 
 
-def test_transaction_lock_held_by_another_transaction(
-    engine: Engine, session: Session, name: str
-) -> None:
-    with engine.begin() as other:
-        other.execute(select(func.pg_advisory_xact_lock(LockKey.of(name).sql)))
-        with pytest.raises(LockTimeoutError):
-            TransactionLock(session, name).acquire(timeout=0.1)
-
-
-def test_session_lock_is_lost(engine: Engine, name: str) -> None:
+def test_session_lock_is_lost(engine: Engine, pgfence_faults: PgfenceFaults) -> None:
     with pytest.raises(LockLostError) as caught:
-        with AdvisoryLock(engine, name).hold() as held:
-            (holder,) = AdvisoryLock(engine, name).holders()
-            with engine.connect() as other:
-                terminate = text("SELECT pg_terminate_backend(:pid)")
-                other.execute(terminate, {"pid": holder.backend_pid})
-            held.wait_lost(timeout=10)
+        with AdvisoryLock(engine, "report").hold() as held:
+            pgfence_faults.kill(held)
             assert held.state == "lost"
     assert caught.value.reason == "killed"
 
 
-def test_lease_is_lost(engine: Engine, name: str) -> None:
-    with pytest.raises(LockLostError) as caught:
-        with Lease(engine, name, ttl=30).hold() as lease:
-            monitoring.evict(engine, name, reason="a test")
-            lease.wait_lost(timeout=10)
-    assert caught.value.reason == "evicted"
-
-
-def test_lease_expires(engine: Engine, name: str) -> None:
-    lease = Lease(engine, name, ttl=0.5, heartbeat="manual").acquire()
-    lease.wait_lost(timeout=10)
+def test_lease_expires(engine: Engine, pgfence_faults: PgfenceFaults) -> None:
+    lease = Lease(engine, "report", ttl=30).acquire()
+    pgfence_faults.expire(lease)
     assert lease.loss_reason == "expired"
 
 
-def test_stale_token_is_rejected(engine: Engine, name: str) -> None:
-    lease = Lease(engine, name, ttl=30).acquire()
-    monitoring.evict(engine, name, reason="a test")  # raises the token
-    with pytest.raises(StaleFencingTokenError):
-        with engine.begin() as connection, fenced(connection, name, lease.token):
-            pytest.fail("entered with an old token")
+def test_lease_is_evicted(engine: Engine) -> None:
+    lease = Lease(engine, "report", ttl=30).acquire()
+    monitoring.evict(engine, "report", reason="a test")
+    assert lease.wait_lost(timeout=10)
+    assert lease.loss_reason == "evicted"
+
+
+def test_stale_writer_is_rejected(
+    engine: Engine, pgfence_faults: PgfenceFaults
+) -> None:
+    lease = Lease(engine, "report", ttl=30).acquire()
+    with pgfence_faults.steal(lease) as thief:
+        assert thief.token == lease.token + 1
+        assert lease.state == "held"  # as far as the former holder knows
+        with pytest.raises(StaleFencingTokenError):
+            with lease.begin(engine):
+                pytest.fail("entered with an old token")
+    with pytest.raises(LockLostError):
+        lease.release()
+
+
+def test_connection_is_cut(pgfence_faults: PgfenceFaults) -> None:
+    engine = create_engine(pgfence_faults.url)
+    held = AdvisoryLock(engine, "report").acquire()
+    with pgfence_faults.cut():
+        assert held.wait_lost(timeout=10)
+        with pytest.raises(UnreachableError):
+            AdvisoryLock(engine, "report").acquire(timeout=0)
+    engine.dispose()
 
 
 def test_row_was_changed_by_another_transaction(engine: Engine) -> None:
@@ -94,14 +100,11 @@ def test_row_was_changed_by_another_transaction(engine: Engine) -> None:
             session.commit()
 
 
-def test_key_is_in_use(engine: Engine, session: Session, name: str) -> None:
+def test_key_is_in_use(
+    engine: Engine, session: Session, pgfence_namespace: str
+) -> None:
+    key = pgfence_namespace  # a text that no other test uses
     with Session(engine) as other:
-        idempotent(other, name, scope="pay").run(lambda: "paid")  # not committed yet
+        idempotent(other, key, scope="pay").run(lambda: "paid")  # not committed yet
         with pytest.raises(IdempotencyInProgressError):
-            pay(session, name, 30, timeout=0.1)
-
-
-def test_server_is_unreachable(name: str) -> None:
-    nowhere = create_engine("postgresql+psycopg://127.0.0.1:1/none")
-    with pytest.raises(UnreachableError):
-        AdvisoryLock(nowhere, name).acquire(timeout=0)
+            pay(session, key, 30, timeout=0.1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ledger import Account, Closing, close_month, pay, transfer
+from ledger import ACCOUNT, Account, Closing, close_month, pay, transfer
 from sqlalchemy import Engine, select
 from sqlalchemy.orm import Session
 
@@ -31,7 +31,7 @@ def test_transfer_holds_its_locks_until_the_end(
 ) -> None:
     transfer(session, 1, 2, 30)
     with Session(engine) as other:
-        assert not TransactionLock(other, "account:1").try_acquire()
+        assert not TransactionLock(other, ACCOUNT(1)).try_acquire()
 
 
 def test_a_repeated_payment_is_paid_once(session: Session) -> None:

@@ -98,7 +98,27 @@ class Engines:
 
 
 class PgfenceHolds(Protocol):
-    """The type of the fixture `pgfence_holds`: a function that holds a lock from another, real session."""
+    """The type of the fixture `pgfence_holds`: a function that holds a lock in another, real session.
+
+    ::
+
+        def test_report_is_skipped(engine: Engine, pgfence_holds: PgfenceHolds) -> None:
+            with pgfence_holds("report") as held:
+                assert write_report(engine) is None
+
+    It is called with names, or with one lock, and returns a context manager that yields the handle. It can be used in async
+    tests, too.
+
+    Names are held as a session-level advisory lock, which excludes the `AdvisoryLock`, the `TransactionLock` and the
+    `ReadWriteLock` of these names. A str is a name in the namespace of the test, if the test or one of its fixtures uses
+    `pgfence_namespace`, and otherwise has no namespace. A LockKey has its own namespace. With `shared=True` one name is held
+    as by a reader.
+
+    A lock is an AdvisoryLock, a Lease, a Once, a Semaphore, the `read` or `write` of a ReadWriteLock, or an async one. It is
+    acquired on a separate thread, which to pgfence is another contender.
+
+    Entering the block raises LockTimeoutError if the lock does not become free within 10 s. The message names the holder.
+    """
 
     @overload
     def __call__(self, lock: LockBase[H], /) -> AbstractContextManager[H, None]: ...
@@ -107,27 +127,7 @@ class PgfenceHolds(Protocol):
     @overload
     def __call__(self, *names: Name, shared: bool = False) -> AbstractContextManager[Held, None]: ...
     def __call__(self, *names: Any, shared: bool = False) -> AbstractContextManager[Any, None]:
-        """Hold names, or a lock, inside a `with` block, and yield the handle.
-
-        Names are held as a session-level advisory lock. It excludes the `AdvisoryLock`, the `TransactionLock` and the
-        `ReadWriteLock` of these names. A str is a name in the namespace of the test, if the test or one of its fixtures
-        uses `pgfence_namespace`, and otherwise without a namespace; a LockKey has its own.
-
-        To hold a lease, a slot or a permit, pass the `Lease`, `Once` or `Semaphore`, sync or async: it is acquired on a
-        separate thread, which to pgfence is another contender.
-
-        The block can be used in async tests, too.
-
-        Args:
-            lock: an AdvisoryLock, Lease, Once, Semaphore, or the `read` or `write` of a ReadWriteLock, or an async one.
-            names: the names, in place of a lock.
-            shared: whether to hold one name as a reader.
-
-        Raises:
-            LockTimeoutError: the lock did not become free within 10 s; the message names the holder.
-            TypeError: the object is something else.
-            ValueError: several names with `shared`, or a name is not usable.
-        """
+        """Hold names, or a lock, inside a `with` block, and yield the handle."""
         ...
 
 
