@@ -111,6 +111,7 @@ VERBS = frozenset(
         "acquire",
         "add",
         "adopt",
+        "advise",
         "allow",
         "alter",
         "answer",

@@ -1,6 +1,7 @@
-"""Coordination through the PostgreSQL you already have, for SQLAlchemy, sync and async.
+"""Coordination of processes through the PostgreSQL you already run, for SQLAlchemy, sync and async.
 
-The everyday names. Import `pgfence.embedded`, `pgfence.testing` and the other modules separately.
+This module exports the names that most programs use. Import `pgfence.embedded`, `pgfence.testing` and the other modules
+separately.
 """
 
 from __future__ import annotations
@@ -256,7 +257,7 @@ _LATE = {
     "partition_for": "pgfence.partitions",
     "run_transaction": "pgfence.retrying",
 }
-"""The modules of names that not every program uses. Each is imported on first access."""
+"""The modules of names that not every program uses. Each module is imported on first access."""
 
 _LATE_MODULES = {"compat", "schema"}
 

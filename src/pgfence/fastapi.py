@@ -208,7 +208,7 @@ class IdempotentCall(Generic[T]):
 
         Raises:
             TypeError: called on an event loop with a Session, where waiting would block the commit of the request that has the key.
-            PgfenceError: as for `idempotent`.
+            PgfenceError: the same errors as `idempotent`.
         """
         if isinstance(self._once, AsyncIdem):
             return self._run_async(self._once, fn)

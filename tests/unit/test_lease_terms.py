@@ -37,6 +37,15 @@ def test_two_renewals_may_fail_before_the_third_decides(ttl: float) -> None:
     assert 0 < terms.compute_margin(ttl) <= min(5, ttl / 10)
 
 
+@given(pause=st.floats(0.2, 1e4), renewal=st.floats(0, 1e3))
+def test_the_shortest_ttl_just_survives_a_pause_at_the_worst_moment(pause: float, renewal: float) -> None:
+    """A pause that begins when a renewal is due ends before the deadline, and with a shorter TTL after it."""
+    for share, survives in ((1.001, True), (0.999, False)):
+        ttl = terms.compute_shortest_ttl(pause, renewal) * share
+        answered = terms.compute_interval(ttl) + pause + renewal
+        assert (answered < terms.compute_deadline(0, ttl, ttl)) == survives
+
+
 @given(st.integers(min_value=1, max_value=100), TTLS)
 def test_a_retry_comes_soon_and_never_at_once(failures: int, ttl: float) -> None:
     """C082: the pause grows, and is never longer than a tenth of the TTL: many tries fit before the deadline."""

@@ -31,8 +31,8 @@ def run_on_engine(engine: Engine | AsyncEngine, work: Callable[[Connection], R],
 
     Args:
         engine: the engine.
-        work: the function to run; async engines run it inside a greenlet.
-        translate: returns the error to raise instead of an error, or None to re-raise it.
+        work: the function to run. For an async engine, it runs inside a greenlet.
+        translate: a function that returns the error to raise in place of an error, or None to re-raise that error.
     """
     if is_async_engine(engine):
         return _perform_async(engine, work, translate)

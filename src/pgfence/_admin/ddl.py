@@ -69,7 +69,7 @@ def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
 
 
 def perform_on(connection: Connection, place: TableNames, work: Callable[[Connection, TableNames], None]) -> None:
-    """Run work in the transaction of a Connection. Alembic's operations pass their own table names.
+    """Run work in the transaction of a Connection. Alembic's operations pass the names of the tables.
 
     Raises:
         PgfenceError, ValueError: as documented for `schema.create_all` and the other functions.

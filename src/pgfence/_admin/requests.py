@@ -63,7 +63,7 @@ def build_eviction_request(
 
 
 def build_resign_request(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None) -> ResignRequest:
-    """Return what is to be done, checked."""
+    """Check the arguments of a request to resign, and return the request."""
     namespace = config_of(engine).namespace
     reason, actor = build_audit_fields(reason, actor)
     key = LockKey.of(name, namespace=namespace)
@@ -72,7 +72,7 @@ def build_resign_request(engine: Engine | AsyncEngine, name: str, *, reason: str
 
 def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, found: Found) -> Found:
     """Mark what this process holds under the evicted name as lost. Return the result of the eviction."""
-    # Without waiting for the notification, which other processes need: this process already knows of the eviction.
+    # Other processes need the notification. This process already knows of the eviction, so it does not wait for it.
     heartbeat = ManagerRegistry.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("heartbeat")
     if isinstance(heartbeat, HeartbeatService) and found.newest is not None and found.token is not None:
         heartbeat.note_eviction(order.place, order.name, found.token)

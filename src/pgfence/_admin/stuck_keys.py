@@ -35,10 +35,10 @@ class StuckKey:
         state: "running" while the attempt has the claim; "lost" after that, when the outcome of the attempt is unknown.
         attempt: the number of the attempt, starting at 1.
         steps: the names of the steps that are done, in alphabetical order.
-        owner, host, pid: of the attempt, if known.
+        owner, host, pid: the owner, host and process id of the attempt, if known.
         since: when the key was claimed for the first time.
         locked_until: when the attempt's exclusive claim ends or ended.
-        expires_at: when the record is deleted; after that the key is new again.
+        expires_at: when the record expires; after that the key counts as new.
     """
 
     scope: str

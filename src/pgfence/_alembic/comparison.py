@@ -60,7 +60,7 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
         if needed and (making := _find_creation(connection, place, whole=place in own)) is not None:
             if isinstance(making, UpgradePgfence):
                 _remove_changes(context, ops, place)
-            # Comes before tables that may refer to pgfence's.
+            # pgfence's tables are created first, because other tables may refer to them.
             ops.ops.insert(0, making)
     # Guards are dropped at the front and added at the end: one is removed before its table is dropped, so the reversed migration
     # adds it after it has created the table again.
@@ -137,7 +137,10 @@ def _is_concerned(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> boo
 
 
 def _find_creation(connection: Connection, place: TableNames, *, whole: bool) -> CreatePgfence | UpgradePgfence | None:
-    """Return the operation that creates or upgrades an installation; None if it is complete. For fences an older one suffices."""
+    """Return the operation that creates or upgrades an installation; None if it is complete.
+
+    For fences an older version suffices.
+    """
     if tables.is_installed(connection, place):
         return None
     version = migration_scripts.read_version(connection, tables.resolve_schema(connection, place))
@@ -147,7 +150,7 @@ def _find_creation(connection: Connection, place: TableNames, *, whole: bool) ->
 
 
 def _remove_our_tables(context: AutogenContext, ops: UpgradeOps, places: set[TableNames]) -> None:
-    """Remove operations that would create pgfence's tables one by one, or drop those that no model has."""
+    """Remove operations that would create pgfence's tables one by one, or drop tables of pgfence that no model declares."""
     ours = _list_tables(context, places)
     modelled = {_key_of(context, table.schema, table.name) for table in context.sorted_tables}
 
@@ -160,7 +163,7 @@ def _remove_our_tables(context: AutogenContext, ops: UpgradeOps, places: set[Tab
 
 
 def _remove_changes(context: AutogenContext, ops: UpgradeOps, place: TableNames) -> None:
-    """Remove changes to pgfence's tables if they are brought to another version, which adds the columns itself."""
+    """Remove changes to pgfence's tables if another operation upgrades them, because the upgrade adds the columns."""
     ours = _list_tables(context, {place})
     ops.ops[:] = [op for op in ops.ops if not (isinstance(op, ModifyTableOps) and _find_table_key(context, op) in ours)]
 

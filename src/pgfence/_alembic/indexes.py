@@ -41,7 +41,7 @@ def create(operations: Operations, operation: CreateIndexSafely) -> None:
     """Build an index on PostgreSQL, unless it exists.
 
     Raises:
-        ValueError: its name is used by something else, or the table is partitioned.
+        ValueError: the name of the index is used by another object, or the table is partitioned.
         TransactionStateError: the transaction was not begun by Alembic.
     """
     table, name = Target(operation.table_name, operation.schema), _name(operations, operation)
@@ -56,7 +56,7 @@ def create(operations: Operations, operation: CreateIndexSafely) -> None:
     connection = operations.get_bind()
     table = Target(table.name, translate_schema(connection, table.schema))
     if connection.in_transaction():
-        # Checked before leaving the transaction, which commits what the migration did before.
+        # This is checked before leaving the transaction, because leaving it commits what the migration did before.
         _expect_one_table(connection, table, name)
     with leave_transaction(operations):
         _expect_one_table(connection, table, name)
@@ -106,7 +106,7 @@ def _expect_one_table(connection: Connection, table: Target, name: str) -> None:
 
 
 def _is_there(operations: Operations, operation: CreateIndexSafely, table: Target, name: str) -> bool:
-    """Return whether that index already exists; drop it if its build was interrupted."""
+    """Return whether the index already exists; drop it if its build was interrupted."""
     connection = operations.get_bind()
     found = migration_scripts.find_index(connection, table, name)
     if found is None:
@@ -160,7 +160,7 @@ def leave_transaction(operations: Operations) -> Iterator[None]:
     """Leave the transaction of the migration for the block, unless it was already left.
 
     A concurrent build waits for all older transactions, but no reader or writer waits behind it. A lock_timeout that is set for
-    other DDL would end it for no reason.
+    other DDL would end the build unnecessarily.
     """
     context = operations.migration_context
     if context.as_sql:

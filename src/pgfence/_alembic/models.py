@@ -34,7 +34,7 @@ def fence_of(table: Table) -> str | None:
     """Return the resource of a table's fence, as `add_fence` takes it; None if it has no fence.
 
     Raises:
-        CommandError: its class computes the resource in a way that a trigger cannot.
+        CommandError: the class of the table computes the resource in a way that a trigger cannot.
     """
     if MODEL in table.info:
         declared: str | None = table.info[MODEL]
@@ -46,7 +46,7 @@ def fence_of(table: Table) -> str | None:
 
 
 def version_of(table: Table) -> str | None:
-    """Return the column in which a trigger counts; None if the table has no such trigger."""
+    """Return the column in which a trigger counts versions; None if the table has no such trigger."""
     if COUNTED in table.info:
         declared: str | None = table.info[COUNTED]
         return declared

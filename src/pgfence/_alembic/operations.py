@@ -81,7 +81,7 @@ def check_version(version: int) -> int:
     """Return a version of the tables that this release can create.
 
     Raises:
-        ValueError: the number is another version.
+        ValueError: this release cannot create tables of that version.
     """
     if type(version) is not int or version not in range(1, VERSION + 1):
         raise ValueError(
@@ -94,8 +94,8 @@ def _check_name(value: object, what: str, hint: str = "") -> str:
     """Return a name that can be used in a statement.
 
     Raises:
-        TypeError: it is not a str.
-        ValueError: it is empty, or contains NUL.
+        TypeError: the name is not a str.
+        ValueError: the name is empty, or contains NUL.
     """
     if not isinstance(value, str):
         raise TypeError(f"the name of {what} must be a str{hint}, not {value!r}")

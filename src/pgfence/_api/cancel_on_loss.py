@@ -59,7 +59,7 @@ class CancelOnLoss:
             except Exception as error:
                 raise error from exc
             return
-        # Other code cancelled the task as well, and that cancellation must propagate.
+        # Other code cancelled the task too, and that cancellation must propagate.
         await self._handle._end_block(cancel or exc, flag=self._flag)
         if cancel is not None and cancel is not exc:
             raise cancel
@@ -84,7 +84,10 @@ async def await_work(task: asyncio.Task[object], handle: AsyncHeld) -> None:
 
 
 async def _count_pending_cancels() -> asyncio.CancelledError | None:
-    """Return the cancellation that was requested before the block ended; otherwise it would be raised later, elsewhere."""
+    """Return the cancellation that was requested before the block ended.
+
+    Otherwise the task would raise it later, at another place.
+    """
     try:
         await asyncio.sleep(0)
     except asyncio.CancelledError as cancel:

@@ -26,7 +26,7 @@ class EnterOnly(_NoDecorator, AbstractContextManager[None, None]):
 
     def __init__(self, acquire: Callable[[], Callable[[], None]]) -> None:
         self._acquire = acquire
-        # A list, because the block may be entered again before it is left.
+        # This is a list, because the block may be entered again before it is left.
         self._checks: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""What `wrap()` needs: its types, its policy for a lock that is held, and names built from a call's arguments."""
+"""The types of `wrap()`, its policy for a lock that is held, and the names that are built from a call's arguments."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Policy:
             raise ValueError('unreachable="skip" returns None, and therefore requires busy="skip"')
         self.timeout = 0 if timeout is None and busy != "raise" else timeout
         self.tries = busy == "skip" and self.timeout == 0
-        """Whether the call only tries: skipping needs no error with the holder's name, which would cost a round trip."""
+        """Whether the call only tries. A skipped call needs no error with the holder's name, which would cost a round trip."""
         self._busy = busy
         self._unreachable = unreachable
 
@@ -157,9 +157,9 @@ def compile_templates(
     """Return a function that builds the names from a call's arguments; None if no name depends on them.
 
     Args:
-        names: those that are str may be templates.
+        names: the names of the lock; a str may be a template.
         fn: the function whose arguments the templates use.
-        fill: fills a template with the arguments.
+        fill: the function that fills a template with the arguments.
 
     Raises:
         ValueError: a field of a template is not an argument of the function.

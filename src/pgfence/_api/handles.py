@@ -1,11 +1,12 @@
 """Handles of locks that are held.
 
-A handle reports without I/O what its process knows: `state` is "held", "unknown" (a request was sent and has no
-response yet), "lost" or "released". It does not prove possession: a process that was suspended notices a loss only when
-it runs again. Do work that a former holder must not do on the connection that holds the lock (`AdvisoryLock.connect`)
-or behind a fence.
+A handle reports without I/O what its process knows. Its `state` is "held", "unknown" (a request was sent and has no response
+yet), "lost" or "released". It does not prove that the lock is still held, because a process that was suspended notices a loss
+only when it runs again. If a former holder must not do some work, do that work on the connection that holds the lock
+(`AdvisoryLock.connect`) or behind a fence.
 
-In a forked child a handle is released from the start: the lock belongs to the parent, and the child cannot affect it.
+In a forked child, a handle is in the state "released" from the start, because the lock belongs to the parent, and the child
+cannot affect it.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ class HoldManager(Protocol[HoldT_contra]):
         ...
 
     async def release(self, hold: HoldT_contra, /, *, leaving: bool = False, failing: bool = False) -> None:
-        """Release the hold; `leaving` a block, which is `failing` if it raised."""
+        """Release the hold. `leaving` means that a block ends, and `failing` that it raised an exception."""
         ...
 
     def abandon(self, hold: HoldT_contra, /) -> None:
-        """Release what a dropped handle held, later and on another thread."""
+        """Release the lock of a dropped handle, later and in another thread."""
         ...
 
 
@@ -79,7 +80,7 @@ class _Handle:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names the lock was requested by. A `LockKey` without a name is shown by its number."""
+        """The names with which the lock was requested. A `LockKey` without a name is shown as its number."""
         return self._hold.names
 
     @property
@@ -94,7 +95,7 @@ class _Handle:
 
     @property
     def lost(self) -> bool:
-        """Whether the lock was lost while it was held. No I/O."""
+        """Whether the lock was lost while it was held, without I/O."""
         return self._hold.state == "lost"
 
     @property
@@ -107,7 +108,9 @@ class _Handle:
         return self._hold.loss_reason
 
     def check(self) -> None:
-        """Raise unless the lock is held as far as this process knows. No I/O, so you can call it as often as you like.
+        """Raise an error unless the lock is held as far as this process knows.
+
+        It does no I/O, so you can call it as often as you like.
 
         Raises:
             LockLostError: the lock was lost.
@@ -132,12 +135,12 @@ class _Handle:
                 return
             if exc is None:
                 raise
-            # `check()` in the block may have raised the error of this loss already: a note would repeat it.
+            # `check()` in the block may have raised the error of this loss already, and a note would repeat it.
             if not (isinstance(exc, LockLostError) and isinstance(error, LockLostError) and str(exc) == str(error)):
                 attach(exc, error, "while the lock was being released")
 
     def __del__(self) -> None:
-        hold = getattr(self, "_hold", None)  # missing if the constructor was interrupted
+        hold = getattr(self, "_hold", None)  # the attribute is missing if the constructor was interrupted
         if hold is not None and not hold.released:
             _note_dropped(hold, self._manager, self)
 
@@ -147,7 +150,8 @@ class Held(_Handle):
 
     Any thread may release it, once.
 
-    Limitations: work is not protected after a loss. Calling `check()` before each step narrows the gap but cannot close it.
+    Limitations: work is not protected after a loss. Calling `check()` before each step shortens the time in which a loss is not
+    noticed, but cannot reduce it to zero.
     """
 
     __slots__ = ()
@@ -155,8 +159,8 @@ class Held(_Handle):
     def on_lost(self, cb: Callable[[], object], /) -> None:
         """Call `cb` once when the lock is lost, or immediately if it already is.
 
-        It is called on a dedicated thread, which runs callbacks one after the other and holds none of pgfence's own locks.
-        Exceptions are logged.
+        The callback runs in a dedicated thread, which runs callbacks one after the other and holds none of pgfence's internal
+        locks. Exceptions are logged.
         """
         MONITOR.expect_callbacks()
         self._hold.subscribe(lambda: MONITOR.call(cb))
@@ -196,8 +200,8 @@ class Held(_Handle):
 class AsyncHeld(_Handle):
     """A lock that is held. Release it, or use it as an async context manager: leaving the block releases it.
 
-    Any task of its event loop may release it, once. A release that is cancelled closes the connection, so the lock is
-    released in that case, too.
+    Any task of its event loop may release it, once. A release that is cancelled closes the connection, so the lock is released in
+    that case too.
 
     Limitations: work is not protected after a loss, as with `Held`.
     """
@@ -207,7 +211,7 @@ class AsyncHeld(_Handle):
     def on_lost(self, cb: Callable[[], object], /) -> None:
         """Call `cb` once when the lock is lost, or immediately if it already is.
 
-        It is called on the event loop that acquired the lock; a coroutine function is awaited there. Exceptions are logged.
+        The callback runs in the event loop that acquired the lock; a coroutine function is awaited there. Exceptions are logged.
         """
         loop = self._manager.loop
         assert loop is not None
@@ -267,7 +271,8 @@ def _run(cb: Callable[[], object]) -> None:
 
 
 def _note_dropped(hold: BaseHold, manager: HoldManager[BaseHold], handle: _Handle) -> None:
-    # Runs in a finaliser, possibly in the middle of pgfence's own code. It must take no lock, so another thread does the work.
+    # This runs in a finaliser, possibly in the middle of pgfence's own code. It must take no lock, so another thread does the
+    # work.
     if not hold.ours or sys.is_finalizing():
         return
     hold.dropped = True
@@ -295,7 +300,7 @@ def current(kind: type[AnyHeld], /) -> AnyHeld:
         kind: a class of handles, such as `Held` or `AsyncHeldLease`.
 
     Raises:
-        LockNotHeldError: this thread or task holds none.
+        LockNotHeldError: this thread or task has no handle of that class.
     """
     here: Contender | None = find_task_contender() if issubclass(kind, AsyncHeld) else THREADS.get_contender()
     holds = cast("list[BaseHold]", here.holds if here is not None else [])

@@ -48,7 +48,7 @@ ASYNCIO = "sqlalchemy.ext.asyncio"
 
 
 def find_loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
-    """Return classes of a module, or none if it was never imported."""
+    """Return classes of a module, or an empty tuple if the module was never imported."""
     # If the module was never imported, its classes have no instances. Importing it would slow down every program.
     loaded = sys.modules.get(module)
     return () if loaded is None else tuple(getattr(loaded, name) for name in names)
@@ -96,7 +96,7 @@ def unwrap_session(work: SyncWork) -> Session | Connection: ...
 @overload
 def unwrap_session(work: AsyncWork) -> AsyncSession | AsyncConnection: ...
 def unwrap_session(work: Any) -> Any:
-    """Return the current session of a scoped session; anything else is returned as it is."""
+    """Return the current session of a scoped session. Return any other object unchanged."""
     scoped = find_loaded_classes(ORM, "scoped_session") + find_loaded_classes(ASYNCIO, "async_scoped_session")
     return work.registry() if isinstance(work, scoped) else work
 
@@ -116,7 +116,7 @@ def check_engine_source(engine: object, what: str, why: str = LEASE_OUTLIVES.for
         why: why sessions and connections are rejected.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the argument is another object.
     """
     if not isinstance(engine, Engine):
         _check_source(
@@ -148,10 +148,10 @@ def _check_source(given: object, needs: str, why: str, twin: str) -> None:
 
 
 def resolve_engine(source: EngineSource, what: str, twin: str = "its async counterpart") -> Engine:
-    """Return the engine of a source; in messages `what` needs it, and `twin` is the class for async engines.
+    """Return the engine of a source. In messages, `what` is the class that needs it, and `twin` is the class for async engines.
 
     Raises:
-        TypeError: it is an AsyncEngine, or the function returns something else.
+        TypeError: the source is an AsyncEngine, or the function returns another object.
     """
     engine = source if isinstance(source, Engine) else source()
     if not isinstance(engine, Engine) or engine.dialect.is_async:  # type: ignore[redundant-expr]
@@ -184,7 +184,10 @@ def _wrong_engine_error(returned: object, what: str, wanted: str, twin: str) -> 
 
 
 def describe_function(fn: object) -> str:
-    """Return the name of a function for messages. The arguments of a functools.partial may be secrets and are left out."""
+    """Return the name of a function for messages.
+
+    The arguments of a functools.partial are omitted, because they may be secrets.
+    """
     while isinstance(fn, partial):
         fn = fn.func
     return f"{getattr(fn, '__qualname__', fn)}()"
@@ -215,8 +218,8 @@ def check_text(value: object, what: str) -> str:
     """Return a text that PostgreSQL can store.
 
     Raises:
-        TypeError: it is not a str.
-        ValueError: it contains NUL.
+        TypeError: the text is not a str.
+        ValueError: the text contains NUL.
     """
     if not isinstance(value, str):
         raise TypeError(f"{what} must be a str, not {type(value).__name__}")
@@ -229,7 +232,7 @@ def check_path(value: object, what: str) -> Path:
     """Return a path.
 
     Raises:
-        TypeError: it is neither a str nor a path.
+        TypeError: the value is neither a str nor a path.
     """
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{what} must be a str or a path, not {type(value).__name__}")
@@ -240,8 +243,8 @@ def check_int(value: object, what: str, most: int | None = None) -> int:
     """Return an int that is at least 1 and at most `most`.
 
     Raises:
-        TypeError: it is not an int.
-        ValueError: it is out of range.
+        TypeError: the value is not an int.
+        ValueError: the value is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} must be an int, not {type(value).__name__}")
@@ -265,8 +268,8 @@ def check_key(value: object, what: str) -> str:
         what: its name in messages.
 
     Raises:
-        TypeError: it is not a str.
-        ValueError: it is empty or blank, has more than 255 characters, or contains a control character or a lone surrogate.
+        TypeError: the value is not a str.
+        ValueError: the value is empty or blank, has more than 255 characters, or contains a control character or a lone surrogate.
     """
     if not isinstance(value, str):
         raise TypeError(f"{what} must be a str, not {type(value).__name__}")
@@ -286,7 +289,7 @@ def check_keep(keep: Seconds) -> float:
     """Return for how many seconds a result is kept.
 
     Raises:
-        TypeError, ValueError: it is not a duration between a second and a hundred years.
+        TypeError, ValueError: the value is not a duration between a second and a hundred years.
     """
     life = seconds(keep, "keep")
     if not 1 <= life <= 3_153_600_000:
@@ -298,7 +301,7 @@ def check_error_classes(given: Sequence[type[Exception]], what: str = "record") 
     """Return exception classes.
 
     Raises:
-        TypeError: one of them is not an exception class.
+        TypeError: one of the values is not an exception class.
     """
     found: tuple[object, ...] = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     for one in found:

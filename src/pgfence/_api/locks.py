@@ -1,6 +1,6 @@
 """The methods that all locks share: `try_acquire`, `acquire`, `hold`, and `wrap` for functions.
 
-A lock class implements one attempt; the base classes here build the methods from it, sync and async.
+A lock class implements one attempt. The base classes in this module build the sync and async methods from it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LockBase(Guided, ABC, Generic[H]):
 
     @abstractmethod
     def try_acquire(self) -> H | None:
-        """Try once, without waiting. Returns None if the lock is held, also if the caller itself holds it."""
+        """Try once, without waiting. Returns None if the lock is held, even if the caller itself holds it."""
 
     @abstractmethod
     def acquire(self, *, timeout: Seconds | None = None) -> H:
@@ -84,11 +84,11 @@ class LockBase(Guided, ABC, Generic[H]):
     def hold(self, *, timeout: Seconds | None = None, on_loss: OnLoss = "cancel") -> AbstractContextManager[H, None]:
         """Hold the lock for the duration of a `with` block.
 
-        Limitations: the block does not stop at a loss, because sync code cannot be interrupted. Use `check()` or `on_lost()`.
+        Limitations: the block continues after a loss, because sync code cannot be interrupted. Use `check()` or `on_lost()`.
 
         Args:
-            timeout: seconds to wait. None is the configured default, `math.inf` waits indefinitely, 0 does not wait.
-            on_loss: "cancel": leaving the block after a loss raises LockLostError. "flag": it does not; check `lost`.
+            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait.
+            on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag" it does not, so check `lost`.
 
         Raises:
             PgfenceError: on entering, as for `acquire`.
@@ -127,13 +127,13 @@ class LockBase(Guided, ABC, Generic[H]):
         brace that is meant literally.
 
         Args:
-            timeout: seconds to wait. None is the configured default; with `busy="skip"` or a callable it does not wait.
-            busy: what to do if the lock is not free: "raise" LockTimeoutError; "skip" the call and return None; or a callable
-                that gets the LockTimeoutError and returns (or raises) the exception to raise instead.
-            unreachable: what to do if the server cannot be reached until the timeout: "raise" UnreachableError; "run" the
-                function unprotected; or "skip" the call, only together with `busy="skip"`. A wrong password, host or database
-                always raises. If this process saw another holder of the lease or slot before the outage, "run" retries until
-                that holder's TTL has passed.
+            timeout: seconds to wait. None means the configured default, or not to wait if `busy` is "skip" or a callable.
+            busy: what to do if the lock is not free. "raise" raises LockTimeoutError, and "skip" skips the call and returns None.
+                A callable gets the LockTimeoutError and returns (or raises) the exception to raise instead.
+            unreachable: what to do if the server cannot be reached until the timeout. "raise" raises UnreachableError, "run" runs
+                the function unprotected, and "skip" skips the call, which requires `busy="skip"`. A wrong password, host or
+                database always raises an error. If this process saw another holder of the lease or slot before the outage, "run"
+                retries until that holder's TTL has passed.
 
         Raises:
             TypeError: at decoration, for a coroutine function (use the Async class) or a generator (use `hold()` inside it).
@@ -207,7 +207,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
 
     @abstractmethod
     async def try_acquire(self) -> AH | None:
-        """Try once, without waiting. Returns None if the lock is held, also if the caller itself holds it."""
+        """Try once, without waiting. Returns None if the lock is held, even if the caller itself holds it."""
 
     @abstractmethod
     async def acquire(self, *, timeout: Seconds | None = None) -> AH:
@@ -238,8 +238,9 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
         """Hold the lock for the duration of an `async with` block.
 
         Args:
-            timeout: seconds to wait. None is the configured default, `math.inf` waits indefinitely, 0 does not wait.
-            on_loss: "cancel": a loss cancels the block, and leaving it raises LockLostError. "flag": neither; check `lost`.
+            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait.
+            on_loss: with "cancel", a loss cancels the block, and leaving it raises LockLostError. With "flag" it does neither, so
+            check `lost`.
 
         Raises:
             PgfenceError: on entering, as for `acquire`.
@@ -274,7 +275,8 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
     ) -> object:
         """Return a decorator whose coroutine functions run while the lock is held, and are cancelled if it is lost.
 
-        Arguments and errors are the same as for the sync `wrap`. Anything but a coroutine function raises TypeError at decoration.
+        Arguments and errors are the same as for the sync `wrap`. Decorating any other object than a coroutine function raises
+        TypeError.
         """
         policy = Policy(timeout, busy, unreachable)
 

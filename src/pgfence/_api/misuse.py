@@ -95,7 +95,7 @@ class Guided:
 
 
 class Absent:
-    """An attribute of other libraries. It looks absent to hasattr(), and its AttributeError says what to use instead.
+    """An attribute that locks of other libraries have. hasattr() returns False, and the AttributeError says what to use instead.
 
     Not implemented with `__getattr__`, which would slow down every attribute access on the object.
     """

@@ -47,7 +47,7 @@ def open_connection(session: Session, bind_arguments: dict[str, Any]) -> Connect
 
 
 def raise_connecting(engine: Engine, error: Exception) -> None:
-    """Raise UnreachableError or the like if an error comes from connecting; otherwise return."""
+    """Raise UnreachableError or a similar error if an error comes from connecting; otherwise return."""
     if unreachable := find_connect_error(engine, error, NOT_COMMITTED):
         raise unreachable from error
 
@@ -59,7 +59,10 @@ class BeginFactory(Protocol[W_co]):
 
 
 class _BegunSteps(_SafeSteps[W]):
-    """A separate transaction that begins with a lock or gate; losing the connection in COMMIT raises CommitOutcomeUnknownError."""
+    """A separate transaction that begins with a lock or gate.
+
+    If the connection is lost during COMMIT, it raises CommitOutcomeUnknownError.
+    """
 
     def __init__(self, factory: BeginFactory[W], enter: Callable[[W], object], what: str) -> None:
         super().__init__(factory.begin())

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class CallerConnection(LockConnection):
-    """The caller's own connection, used for one lock. Its settings are restored, and it is closed only to end a lock on it."""
+    """The caller's own connection, used for one lock. pgfence restores its settings, and closes it only to end a lock on it."""
 
     ours = False
     direct = False
@@ -164,7 +164,10 @@ class CallerConnection(LockConnection):
         self.on_connection_lost(self.dead)
 
     def detach(self, *, listed: bool = False) -> None:
-        """Return the connection to its owner, unchanged. With `listed`, it stays listed as one that may carry a lock."""
+        """Return the connection to its owner, unchanged.
+
+        With `listed`, it stays in the list of connections that may hold a lock.
+        """
         if self.closed:
             return
         self.closed = True
@@ -182,7 +185,7 @@ class CallerConnection(LockConnection):
         PROCESS.notice_fork()
         with self._closing:
             attached = self.attached
-            # It stays listed until the driver's connection is closed: a check-in by another thread waits for that.
+            # It stays in the list until the driver's connection is closed, because a check-in by another thread waits for that.
             self.detach(listed=attached)
             self.dead = self.dead or "killed"
             if attached:
@@ -211,7 +214,7 @@ class CallerConnection(LockConnection):
         finally:
             with contextlib.suppress(
                 Exception
-            ):  # the statement's own error matters more; a dead connection has no mode
+            ):  # the error of the statement is more important, and a dead connection has no mode
                 await self.driver.set_autocommit(before)
 
 

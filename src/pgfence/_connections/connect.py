@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 PoolerMode: TypeAlias = Literal["none", "unknown", "transaction"]
-"""No pooler is detected; one whose mode is unknown; one in transaction mode."""
+"""The pooler that was detected, if any: none, one whose mode is unknown, or one in transaction mode."""
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 
@@ -48,7 +48,7 @@ def open_connection(
     Args:
         engine: the engine.
         pooler: the configured pooler setting.
-        any_pooler: accept any pooler, because leases are rows and do not depend on the session.
+        any_pooler: whether any pooler is accepted, because leases are rows and do not depend on the session.
 
     Returns:
         The DBAPI connection, the driver's own connection, and the facts about the server.
@@ -76,7 +76,7 @@ def open_connection(
         connection.commit()
         fairy.detach()
     except BaseException as error:
-        if fairy.dbapi_connection is not None:  # SQLAlchemy may have invalidated it already, and would warn
+        if fairy.dbapi_connection is not None:  # SQLAlchemy may have invalidated the connection already, and would warn
             with contextlib.suppress(Exception):
                 fairy.invalidate()
         if isinstance(error, Exception) and (told := translate_connect_error(engine, error)):
@@ -86,8 +86,8 @@ def open_connection(
 
 
 def _connect_like(engine: Engine) -> PoolProxiedConnection:
-    # From a copy of the engine's pool, with its creator, arguments and connect events (which provide tokens for cloud logins):
-    # a full QueuePool, a StaticPool, a pre-ping or a patched engine.connect cannot interfere.
+    # The connection comes from a copy of the engine's pool, with its creator, arguments and connect events (which provide tokens
+    # for cloud logins): a full QueuePool, a StaticPool, a pre-ping or a patched engine.connect cannot interfere.
     pool = engine.pool.recreate()
     for name in ("checkout", "detach"):
         # Listeners that count or check the application's checkouts would never see this connection returned.
@@ -160,7 +160,7 @@ def _get_driver_pid(driver: RawConnection) -> int:
 
 
 def wrap_dbapi(engine: Engine, dbapi_connection: DBAPIConnection, *, reconnects: bool = True) -> Connection:
-    """Return a SQLAlchemy Connection over a DBAPI connection, by a pool that contains only that one and never closes it.
+    """Return a SQLAlchemy Connection over a DBAPI connection, from a pool that contains only this connection and never closes it.
 
     With `reconnects=False`, SQLAlchemy does not silently replace a lost connection by a new one, which would not hold the lock.
     """
@@ -201,7 +201,7 @@ def run_without_loop(call: Callable[[], object]) -> None:
 
 
 def keep_alive(fd: int) -> None:
-    """Let the kernel give up on a silent server after 20 s."""
+    """Set the socket options with which the kernel gives up on a silent server after 20 s."""
     # Set on the socket, so that the driver's connection arguments stay unchanged.
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
         if ours.family not in (socket.AF_INET, socket.AF_INET6):

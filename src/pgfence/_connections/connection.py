@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 STATEMENT_BUDGET = 30.0
 """Seconds that a statement may take on a server that does not respond, unless the caller's deadline is earlier."""
 RELEASE_BUDGET = 5.0
-"""The same for a statement that the caller should not wait for: a release, a try, and all work after the caller's deadline."""
+"""The same for a statement that the caller should not wait for, such as a release, a try, or work after the deadline."""
 WAIT_GRACE = 2.0
 PROBE_EVERY = 10.0
 WARM_FOR = 30.0
@@ -57,7 +57,7 @@ class Turn(Protocol):
 
 
 class LockConnection(ABC):
-    """A connection opened by pgfence, or borrowed from the caller. Its user runs statements on it, one at a time.
+    """A connection that pgfence opened, or borrowed from the caller. Its user runs statements on it, one at a time.
 
     Cancelling a statement interrupts the driver, and the outcome on the server is then unknown, so the caller closes the
     connection. Closing is a plain driver call that never waits, so it works during cancellation and from the monitor's thread.
@@ -104,7 +104,7 @@ class LockConnection(ABC):
         self.pid = facts.backend_pid
         self.slice = slice_for(facts.deadlock_timeout)
         if 0 < facts.statement_timeout < 2 * self.slice:
-            self.slice = 0.0  # the server's statement_timeout would end a wait there, so poll instead
+            self.slice = 0.0  # the server's statement_timeout would end a wait in the server, so poll instead
         self.facts = facts
 
     direct = True
@@ -129,7 +129,7 @@ class LockConnection(ABC):
         """Mark the connection as dead and notify the hold and the pool. May run on the monitor's thread."""
         if self.dead is None:
             self.dead = reason
-        # The hold first: its listeners must learn of the loss before the pool reuses the connection's slot.
+        # The hold is notified first, because its listeners must run before the pool reuses the connection's slot.
         hold = self.hold
         lost = hold is not None and hold.lose(self.dead)
         if self.on_death is not None:
@@ -138,7 +138,7 @@ class LockConnection(ABC):
     def tick(self, now: float, paused: bool) -> None:
         """Abort an overdue statement and probe a hold in doubt. Called once a second on the monitor's thread."""
         if self.statement_started and paused:
-            # After a pause of this process, the response may be in the socket already: give it the full time again.
+            # After a pause of this process, the response may already be in the socket, so the statement gets the full time again.
             self.statement_started = now
         elif self.statement_started and now - self.statement_started > self.limit:
             self.abort()
@@ -221,7 +221,7 @@ class LockConnection(ABC):
             self.statement_started = 0.0
 
     async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Row | None:
-        if has_listeners(engine):  # event hooks, tracing and echo must see these statements too
+        if has_listeners(engine):  # event hooks, tracing and echo must also get these statements
             return await self._run(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
         # Directly over the driver: SQLAlchemy would cost two to three times as much for a statement that takes 30 µs.
         return await self.driver.fetch(text, args, prepare=prepare)
@@ -245,7 +245,7 @@ class LockConnection(ABC):
         if isinstance(sql, TokenSql):
             return bool(await self.lock_with_token(engine, sql, 0))
         args = (self.pid, *sql.try_args)
-        if self.direct and not has_listeners(engine):  # a short cut for the common case: every layer costs time
+        if self.direct and not has_listeners(engine):  # a short cut for the common case, because every layer costs time
             self.limit, self.statement_started = limit, time.monotonic()
             try:
                 granted = (await self.driver.fetch(sql.try_text, args, prepare=True))[0]
@@ -282,13 +282,14 @@ class LockConnection(ABC):
                     break
                 if state != SERIALIZATION_FAILURE or failures == RETRIES:
                     raise
-                # The transaction failed at COMMIT, maybe after the session lock was taken: release it before retrying.
+                # The transaction failed at COMMIT, possibly after the session lock was taken, so release the lock before
+                # retrying.
                 await self.fetch_value(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET)
         if token == STRANGE_BACKEND:
             raise wrong_backend_error(engine)
         self.token = token or 0
         if token is None and (left := milliseconds / 1000 - (time.monotonic() - began)) > 0:
-            await self.carrier.sleep(left)  # a lease of this name blocks it, and no statement can wait for that
+            await self.carrier.sleep(left)  # a lease blocks the lock, and no statement can wait for it
         return token is not None
 
     async def run_script(self, engine: Engine, script: tuple[str, ...], *, limit: float) -> bool:
@@ -342,7 +343,7 @@ class LockConnection(ABC):
         return await self._call(lend)
 
     async def close_lent(self, connection: Connection) -> None:
-        """Close the Connection that was lent, rolling back open work. The session below it stays open for the unlock."""
+        """Roll back open work, and close the Connection that was lent. Its session stays open for the unlock."""
         await self._call(connection.close)
 
     async def reclaim(self, engine: Engine) -> None:
@@ -381,7 +382,7 @@ def _forget_in_child() -> None:
     # Closing them would send Terminate on the parent's session, and keeping the sockets open would keep the parent's locks alive
     # after the parent dies.
     sessions = list(_OPEN)
-    # Never finalise them: a driver's finaliser could still use the socket, warn, or touch the event loop.
+    # They are never finalised, because a driver's finaliser could still use the socket, warn, or use the event loop.
     _LEAKED_AFTER_FORK.extend(sessions)
     null = os.open(os.devnull, os.O_RDWR)
     for session in sessions:

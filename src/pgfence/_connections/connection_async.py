@@ -53,7 +53,7 @@ class AsyncLockConnection(LockConnection):
         if self._probing is not None:
             await asyncio.wait({self._probing}, timeout=RELEASE_BUDGET)
         if self._probing is not None:
-            self.abort()  # the server does not respond to the probe either; aborting ends it
+            self.abort()  # the server does not respond to the probe either, so aborting ends the probe
             await asyncio.wait({self._probing})
 
     def probe(self, hold: Hold[LockConnection]) -> None:
@@ -89,5 +89,5 @@ class AsyncCallerConnection(CallerConnection, AsyncLockConnection):
         if self.connection.dialect.has_terminate:
             self.connection.invalidate()
         else:
-            # This dialect closes by awaiting, if only in form: the driver's connection is closed already.
+            # This dialect awaits in its close method, although the driver's connection is already closed.
             run_without_loop(self.connection.invalidate)

@@ -1,4 +1,4 @@
-"""Lock connections over sync drivers: a lock keeps the monitor's probe and the unlock apart."""
+"""Lock connections over sync drivers. A lock keeps the monitor's probe and the unlock from running at the same time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SyncLockConnection(LockConnection):
 
     async def wait_for_probe(self) -> None:
         if not self._turn.acquire(timeout=RELEASE_BUDGET):
-            self.abort()  # the server does not respond to the probe either; aborting ends it
+            self.abort()  # the server does not respond to the probe either, so aborting ends the probe
             self._turn.acquire()
 
     def probe(self, hold: Hold[LockConnection]) -> None:

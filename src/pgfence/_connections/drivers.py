@@ -29,7 +29,10 @@ class DriverConnection(Protocol):
     raw: RawConnection
     """The driver's own connection."""
     pooled: bool
-    """Whether it may go through a pooler, where a prepared statement must not outlive its transaction. Set by the opener."""
+    """Whether the connection may go through a pooler, where a prepared statement must not outlive its transaction.
+
+    The code that opens the connection sets it.
+    """
 
     def __init__(self, driver: RawConnection) -> None: ...
 
@@ -53,7 +56,7 @@ class DriverConnection(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether it is in a mode in which results cannot be read at once, such as a pipeline."""
+        """Whether the connection is in a mode in which results cannot be read immediately, such as a pipeline."""
         ...
 
     def fetch(self, text: str, args: Sequence[object], *, prepare: bool = False) -> Awaitable[Row]:
@@ -80,7 +83,7 @@ class DriverConnection(Protocol):
         ...
 
     def on_notify(self, heard: Heard) -> None:
-        """Call `heard` with the channel and payload of each notification, on the thread that reads from the connection."""
+        """Call `heard` with the channel and payload of each notification, in the thread that reads from the connection."""
         ...
 
     def poll_notifies(self) -> None:
@@ -127,7 +130,7 @@ class _PsycopgBase(_LibpqBase):
         self._sent: set[str] = set()
 
     def _should_prepare(self, text: str, *, wanted: bool) -> bool:
-        """Return whether to prepare a statement: from its second use on, because preparing costs a round trip."""
+        """Return whether to prepare a statement. It is prepared from its second use on, because preparing costs a round trip."""
         if not wanted or self.pooled:
             return False
         if text in self._sent:
@@ -159,7 +162,7 @@ class _PsycopgBase(_LibpqBase):
             self._on_notify(news.relname.decode(encoding), news.extra.decode(encoding))
 
     def close(self) -> None:
-        # libpq's own function: it sends Terminate, never waits, and works for both connection classes.
+        # libpq's own function sends Terminate, never waits, and works for both connection classes.
         self.raw.pgconn.finish()
 
 
@@ -171,7 +174,7 @@ class PsycopgConnection(_SyncBase, _PsycopgBase):
         self.raw.execute(_PING)
 
     async def fetch(self, text: str, args: Sequence[object], *, prepare: bool = False) -> Row:
-        # A prepared wait that fails leaves a prepared statement behind each time, so waits are never prepared.
+        # Each prepared wait that fails leaves a prepared statement behind, so waits are never prepared.
         self.cursor.execute(text, args, prepare=self._should_prepare(text, wanted=prepare))
         row: Row = self.cursor.fetchone()
         return row

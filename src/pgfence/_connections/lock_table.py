@@ -24,7 +24,8 @@ class LockTable:
 
     def needs_count(self, keys: int) -> bool:
         """Return whether the locks must be counted before a large request is checked."""
-        # The last count may be old and ignores what this process has released since, so it never rejects a request by itself.
+        # The last count may be old and does not include what this process has released since, so a request is never rejected
+        # without a new count.
         return time.monotonic() - self._counted_at > COUNT_EVERY or (
             self._limit > 0 and server.judge_capacity(self._used, keys, self._limit) != "fine"
         )

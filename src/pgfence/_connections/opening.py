@@ -45,13 +45,13 @@ class PendingConnection:
         self._done.set()
 
     def end(self, seconds: float) -> None:
-        """Wait for the connection, because the interpreter is exiting."""
+        """Wait until the connection is open, because the interpreter is exiting."""
         # exit() must not run while the thread is inside the driver.
         self._done.wait(seconds)
 
 
 def start_thread(opening: PendingConnection, opener: Opener) -> None:
-    """Open on a separate thread, so that the caller can time out or be interrupted without breaking the connection."""
+    """Open the connection in a separate thread, so that a timeout or an interrupt of the caller does not break it."""
     threads.register(opening)
     threads.start("pgfence-opener", contextvars.copy_context().run, lambda: run_sync(opener, opening))
 
@@ -81,7 +81,7 @@ def close_all(sessions: set[LockConnection]) -> None:
     """Close connections, because their engine was collected or their event loop or the interpreter is ending."""
     PROCESS.notice_fork()  # a forked child must not shut down the sockets of its parent
     for session in list(sessions):
-        # Another thread runs a statement on it: closing would free memory that the driver is using.
+        # Another thread runs a statement on this connection, and closing would free memory that the driver is using.
         if session.statement_started:
             MONITOR.shut_down(session)
         else:

@@ -40,23 +40,23 @@ OPEN_LIMIT = 30.0
 
 
 class Borrower(Protocol):
-    """An object that receives a connection and returns it in any case."""
+    """An object that receives a connection and always returns it."""
 
     session: LockConnection | None
 
 
 class PoolWaiter:
-    """A place in the line for a connection."""
+    """A place in the queue for a connection."""
 
     __slots__ = ("may_open", "opening", "session", "wake")
 
     def __init__(self) -> None:
         self.session: LockConnection | None = None
-        """The connection it was given."""
+        """The connection that the waiter received."""
         self.may_open = False
-        """Whether it has a slot to open a connection."""
+        """Whether the waiter has a slot to open a connection."""
         self.opening: PendingConnection | None = None
-        """The connection that is being opened for it and has taken over the slot."""
+        """The connection that is being opened for the waiter and has taken over the slot."""
         self.wake: Callable[[], object] = lambda: None
 
     @property
@@ -77,7 +77,7 @@ class PoolState:
         self._waiting: deque[PoolWaiter] = deque()
 
     def serve_or_enqueue(self, turn: PoolWaiter) -> PoolWaiter:
-        """Give a waiter an idle connection, a slot to open one, or a place in the line, and return it."""
+        """Give a waiter an idle connection, a slot to open one, or a place in the queue, and return the waiter."""
         if self.pop_idle(turn):
             return turn
         if self.open < self.limit and not self._waiting:  # earlier waiters come first
@@ -88,7 +88,7 @@ class PoolState:
         return turn
 
     def take_slot(self) -> bool:
-        """Take a slot for a connection that is already open. Return False if all slots are taken."""
+        """Take a slot for a connection that is already open. Return False if all slots are in use."""
         if self.open >= self.limit:
             return False
         self.open += 1
@@ -98,12 +98,12 @@ class PoolState:
         """Give the most recently used connection, if it is alive. A dead one is left for `take_expired`."""
         if not self.idle or self.idle[-1].dead is not None:
             return False
-        user.session = self.idle[-1]  # before it is removed: an interrupt between the two lines must not lose it
+        user.session = self.idle[-1]  # an interrupt between this line and the next must not lose it
         self.idle.pop()
         return True
 
     def checkin(self, session: LockConnection) -> bool:
-        """Return a connection to the pool. Return False if it is not kept: the caller closes it and calls `note_closed`."""
+        """Return a connection to the pool. If the result is False, the caller closes it and calls `note_closed`."""
         if session.dead or session.close_after_use:
             return False
         if self._waiting:
@@ -127,7 +127,7 @@ class PoolState:
             turn.wake()
 
     def cancel_wait(self, turn: PoolWaiter) -> None:
-        """Leave the line."""
+        """Leave the queue."""
         with contextlib.suppress(ValueError):
             self._waiting.remove(turn)
 
@@ -184,15 +184,15 @@ class LockPool:
     async def checkout(
         self, left: float, keys: int = 1, *, again: bool = False, cancel: CancelEvent | None = None
     ) -> LockConnection | None:
-        """Return a connection: an idle one, a new one, or, if `max_lock_connections` are in use, the next free one.
+        """Return an idle or a new connection or, if `max_lock_connections` are in use, the next free connection.
 
-        Return None if none was free in time.
+        Return None if no connection was free in time.
 
         Args:
             left: the seconds to wait for a free connection.
             keys: the number of keys that it will hold.
-            again: whether it replaces a lost one: opening it must then not take much longer than the time left.
-            cancel: ends the wait.
+            again: whether the connection replaces a lost one, so that opening it must not take much longer than the time left.
+            cancel: the event that ends the wait.
         """
         turn = PoolWaiter()
         try:
@@ -215,7 +215,7 @@ class LockPool:
             raise
 
     async def checkout_for_query(self) -> LockConnection:
-        """Return a connection for a query: an idle one, or one outside the limit that is closed after use."""
+        """Return a connection for a query, either an idle one, or one outside the limit that is closed after use."""
         turn = PoolWaiter()
         try:
             with MUTEX:
@@ -229,7 +229,7 @@ class LockPool:
             raise
 
     def _give_up(self, turn: PoolWaiter) -> None:
-        """Return what a waiter has: its place in the line, its slot, or its connection."""
+        """Return what a waiter has: its place in the queue, its slot, or its connection."""
         opening = turn.opening
         with MUTEX:
             self.state.cancel_wait(turn)
@@ -241,7 +241,7 @@ class LockPool:
             self.checkin(session)
 
     async def _open(self, turn: PoolWaiter, budget: float, keys: int, cancel: CancelEvent | None = None) -> None:
-        """Open a connection on a separate thread or task, so that the caller can time out, be interrupted or cancelled."""
+        """Open a connection in a separate thread or task, so that the caller can time out, be interrupted or cancelled."""
         self.begin_opening()
         opening = turn.opening = PendingConnection(self.carrier.make_event(), counts=keys > 0)
         (start_task if self.engine.dialect.is_async else start_thread)(opening, self._open_for)
@@ -257,10 +257,10 @@ class LockPool:
     def _abandon(self, opening: PendingConnection, *, late: bool) -> LockConnection | None:
         """Stop waiting for a connection, once. Return it if it was opened at the last moment.
 
-        `late` counts it as stuck; an opening that was interrupted says nothing about the server.
+        With `late`, the opening counts as stuck. An opening that was interrupted says nothing about the server.
         """
         with MUTEX:
-            if opening.abandoned:  # if it still opens, its opener returns it to the pool
+            if opening.abandoned:  # if it is opened later, its opener returns it to the pool
                 return None
             if not opening.done:
                 opening.abandoned, opening.late = True, late
@@ -297,7 +297,7 @@ class LockPool:
                 self.checkin(session)
 
     async def _open_unshared(self) -> LockConnection:
-        """Open a connection whose socket no forked child copied: the copy would keep a lock alive after this process dies."""
+        """Open a connection whose socket no forked child has copied. A copy would keep the lock alive after this process dies."""
         while True:
             forks = PROCESS.forks
             dbapi_connection, driver, facts = await self.carrier.call(
@@ -310,11 +310,11 @@ class LockPool:
             session.close()
 
     async def borrow_unjudged(self, connection: Connection) -> CallerConnection:
-        """Borrow the caller's connection without a round trip, for statements that hold nothing."""
+        """Borrow the caller's connection without a round trip, for statements that take no lock."""
         return await self._callers_kind.borrow(self.carrier, connection, self._driver_kind)
 
     async def borrow(self, connection: Connection, limit: float) -> LockConnection:
-        """Borrow the caller's connection for one lock. If the server's facts are not cached, reading them is limited."""
+        """Borrow the caller's connection for one lock. If facts about the server must be read, there is a time limit."""
         session = await self.borrow_unjudged(connection)
         if session.facts is server.UNKNOWN:
             await session.learn(self.config.pooler, limit)
@@ -345,7 +345,7 @@ class LockPool:
             if session in self.sessions:
                 if session.uses_slot:
                     self.state.note_closed()
-                self.sessions.discard(session)  # last: if this is interrupted before, `discard` is called again
+                self.sessions.discard(session)  # last, because an interrupted `discard` is called again
 
     def close_idle(self, now: float) -> None:
         """Close the idle connections that are dead or were idle for too long."""
@@ -375,7 +375,7 @@ class LockPool:
         self.carrier.run_at_home(close)
 
     def note_opened(self, session: LockConnection | None, generation: int, *, counts: bool, late: bool) -> None:
-        """Add a new connection, or free its slot if opening failed; under the mutex. Without a slot, it is closed after use."""
+        """Add a new connection, or free its slot if opening failed. The caller holds the mutex."""
         if late:
             self.stuck -= 1
         if session is None:
@@ -390,7 +390,7 @@ class LockPool:
 
     def begin_opening(self) -> None:
         """Raise UnreachableError if as many openings as there are slots are stuck. The caller keeps its slot."""
-        # One more is tried every few seconds, because a driver may hang long after the server is back.
+        # One more opening is tried every few seconds, because a driver may hang long after the server is available again.
         threads.block_during_shutdown()
         now = time.monotonic()
         with MUTEX:

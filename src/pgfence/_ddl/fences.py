@@ -21,7 +21,7 @@ COMMENT = "pgfence:fence:v1"
 _log = logging.getLogger("pgfence.migrations")
 
 _KINDS = "'text', 'character varying', 'smallint', 'integer', 'bigint', 'uuid', 'date'"
-"""Types whose values have the same text form here and in the server. Enums are added to them."""
+"""Types whose values have the same text form in Python and in the server. Enums are added to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Target:
 
 
 def parts_of(resource: str, namespace: str) -> tuple[str, ...]:
-    """Split a resource into text, column, text, column, ..., text; into a single text if it is the same for all rows.
+    """Split a resource into text, column, text, column, ..., text. A resource that is the same for all rows is a single text.
 
     Raises:
-        TypeError: it is not a str.
-        ValueError: it is empty or too long, or a field in it is not the name of a column.
+        TypeError: the resource is not a str.
+        ValueError: the resource is empty or too long, or a field in it is not the name of a column.
     """
     whole = qualify_name(resource, namespace, "a resource")
     try:
@@ -125,7 +125,7 @@ def _match_arguments(args: tuple[str, ...]) -> str:
 
 
 def add(connection: Connection, place: TableNames, target: Target, parts: tuple[str, ...]) -> None:
-    """Add the triggers to a table, unless it has them.
+    """Add the triggers to a table, unless the table has them.
 
     Raises:
         ValueError: the table does not exist; a column does not exist or cannot identify a resource; or the table and one of

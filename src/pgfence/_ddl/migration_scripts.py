@@ -44,7 +44,7 @@ class Standing(NamedTuple):
 
 
 _OWN = "t.tgenabled IN ('O', 'A') AS holds, t.tgparentid <> 0 AS copied"
-"""Whether a trigger is enabled, and whether a partition inherited it from its parent."""
+"""Whether a trigger is enabled, and whether a partition inherited the trigger from its parent."""
 
 
 _PARTS = (
@@ -217,7 +217,7 @@ def _build_ownership_check(place: TableNames, target: Target) -> str:
 
 
 def build_fence_addition(place: TableNames, target: Target, parts: tuple[str, ...]) -> str:
-    """Return a statement that does what `fences.add` does, and makes its checks when it runs."""
+    """Return a statement that does what `fences.add` does, and performs the same checks when it runs."""
     whole, one = build_triggers(place, target, [target.quoted], parts, by_row=False), len(parts) == 1
     first, truncate = build_triggers(place, target, [_MARK], parts, by_row=True)
     before, _, after = truncate.build_creation().partition(_MARK)
@@ -246,7 +246,7 @@ def build_fence_addition(place: TableNames, target: Target, parts: tuple[str, ..
 
 
 def build_fence_removal(place: TableNames, target: Target) -> str:
-    """Return a statement that does what `fences.drop` does, and makes its checks when it runs."""
+    """Return a statement that does what `fences.drop` does, and performs the same checks when it runs."""
     return block(
         f"DECLARE\n    part text;\nBEGIN\n{_build_refusal(select_foreign(place, target), target)}{_build_condition(place, target)}"
         f"{_build_trigger_removal(place, target)}END"
@@ -327,7 +327,7 @@ def find_index(connection: Connection, table: Target, name: str) -> Index | None
 
 
 WANTED = "pgfence_wanted_index"
-"""The name of an index on an empty table in pg_temp, like the real one: the server describes what the wanted index is."""
+"""The name of an index on an empty table in pg_temp. From it, the server describes the index that is wanted."""
 
 DIFFERS = "42P07"
 """The SQLSTATE of `build_index_comparison` for a different index."""
@@ -366,8 +366,8 @@ def build_index_comparison(table: Target, called: str, creation: str, definition
 
 @contextmanager
 def wait_for_locks(connection: Connection) -> Iterator[None]:
-    """Let statements wait indefinitely for locks; for a connection in autocommit."""
-    # CREATE INDEX CONCURRENTLY leaves an invalid index behind if it runs into lock_timeout.
+    """Let statements wait indefinitely for locks. The connection must be in autocommit."""
+    # CREATE INDEX CONCURRENTLY leaves an invalid index behind if lock_timeout ends it.
     before = execute_plain(
         connection,
         "WITH o AS MATERIALIZED (SELECT pg_catalog.current_setting('lock_timeout') AS v)"
@@ -381,7 +381,7 @@ def wait_for_locks(connection: Connection) -> Iterator[None]:
 
 
 def drop_index(connection: Connection, called: str) -> None:
-    """Drop an index without blocking writers; for a connection in autocommit."""
+    """Drop an index without blocking writers. The connection must be in autocommit."""
     execute_plain(connection, f"DROP INDEX CONCURRENTLY IF EXISTS {called}")
 
 

@@ -32,7 +32,7 @@ def trigger_name(place: TableNames) -> str:
 
 def name_function(place: TableNames, column: str) -> str:
     """Return the quoted name of the trigger function."""
-    # One function for each column name, because plpgsql needs the column spelled out.
+    # There is one function for each column name, because a plpgsql function must contain the name.
     name = "version_v1" if column == "version" else f"version_v1_{column}"
     if len((place.prefix + name).encode()) > _LONGEST:
         name = f"version_v1_{hashlib.sha256(column.encode()).hexdigest()[:16]}"
@@ -74,7 +74,7 @@ def backfill(table: str, column: str) -> str:
 
 
 def add(connection: Connection, place: TableNames, target: Target, column: str) -> None:
-    """Add the trigger to a table, unless it has it.
+    """Add the trigger to a table, unless the table has it.
 
     Raises:
         ValueError: the table or column does not exist, the column is not an integer, an unrelated trigger has the same name,
@@ -103,7 +103,7 @@ def add(connection: Connection, place: TableNames, target: Target, column: str) 
 
 def _is_made(connection: Connection, place: TableNames, column: str) -> bool:
     """Return whether the function exists with the expected body."""
-    # It is then not created again, which only its owner could do.
+    # If it exists, it is not created again, because only its owner could do that.
     found = execute_plain(
         connection,
         "SELECT EXISTS (SELECT FROM pg_catalog.pg_proc AS p"

@@ -1,7 +1,7 @@
 """The bank: pgbench's accounts, and its history as the journal against which every balance is checked.
 
 A transfer reads two balances, computes in Python, writes both, and books two lines of the journal in the same transaction.
-Rows of the journal are never updated; a balance that differs from the sum of its lines has lost an update.
+Rows of the journal are never updated. If a balance differs from the sum of its lines, an update was lost.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Accounts:
 
 
 def move(session: Session, source: int, target: int, cents: int) -> None:
-    """Move money as applications do: read both balances, compute, write both; and book it."""
+    """Move money as applications do: read both balances, compute, write both, and book two lines in the journal."""
     giver, taker = session.get_one(Account, source), session.get_one(Account, target)
     giver.abalance -= cents
     taker.abalance += cents

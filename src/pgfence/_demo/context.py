@@ -35,7 +35,7 @@ class WorkerContext:
     """The context in which one process runs one act.
 
     Attributes:
-        engine: the application's engine; an AdvisoryLock opens separate connections beside its pool.
+        engine: the application's engine. An AdvisoryLock opens separate connections outside its pool.
         sessions: creates Sessions.
         accounts: the accounts of the act.
         chance: the random generator.

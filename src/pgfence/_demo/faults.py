@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pgfence._demo.context import Message
     from pgfence._demo.workers import Worker, WorkerPool
 
-# Only while it holds a lock: a session that has just released it would be replaced, and no loss would be raised.
+# The session is ended only while it holds a lock. After a release it would be replaced, and no loss would be raised.
 _TERMINATE = text(
     "SELECT pg_terminate_backend(:pid) WHERE EXISTS"
     " (SELECT FROM pg_locks WHERE pid = :pid AND locktype = 'advisory' AND granted)"
@@ -77,12 +77,12 @@ class Faults:
             self._takeovers.append(TakeOver(injected.fault, lock, at - injected.injected_at))
             self._injected = None
         elif at > injected.granted_at:
-            # Another process was granted the lock before the fault: it had been released, so no holder was hit. Repeat it.
+            # The lock had been released and granted to another process before the fault, so no holder was hit. Repeat the fault.
             self._due.insert(0, (0.0, injected.fault))
             self._injected = None
 
     def _inject(self, member: Worker, lock: str, granted_at: float) -> None:
-        # Into a holder whose job has just begun, and whose lock another process waits for.
+        # The fault is injected into a holder whose job has just begun, and whose lock another process waits for.
         if self._injected is not None or not self._due or lock not in self._asking.values():
             return
         due, fault = self._due[0]

@@ -54,7 +54,7 @@ def create_tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
         if not keep:
             _drop_schema(engine)
     except BaseException:
-        # The original error says more than the failure to drop the schema on a server that is gone.
+        # The original error says more than a failure to drop the schema on a server that is no longer running.
         with suppress(DBAPIError):
             _drop_schema(engine)
         raise

@@ -39,7 +39,7 @@ class Reporter(Protocol):
 
 
 class Measurement:
-    """One act. It may last longer than requested until it has shown its point, which takes a while on a slow machine."""
+    """One act. It may run longer than requested until it has a result, which takes a while on a slow machine."""
 
     def __init__(
         self, act: Workload, accounts: Accounts, pool: WorkerPool, engine: Engine, held: Held, *, seconds: float
@@ -62,7 +62,7 @@ class Measurement:
 
         Raises:
             DemoError: a process failed, or does not stop.
-            LockLostError: the server has gone.
+            LockLostError: the server is no longer running.
         """
         self._working = set(self._pool.members)
         self._pool.send({"act": self._act.name, "first": self._accounts.first})
@@ -81,7 +81,7 @@ class Measurement:
         return self._build_figures(clock() - self._start)
 
     def _listen(self) -> None:
-        # If the demo's own lock is lost, the server is gone, and no process would send anything.
+        # If the demo's own lock is lost, the server is no longer running, and no process would send anything.
         self._held.check()
         for member, words in self._pool.listen(_LISTEN):
             self._note(member, words)

@@ -1,7 +1,8 @@
 """Run the acts: server, tables and processes, and after each act the comparison of balances and journal.
 
-Guarantees: everything is in a separate schema, which is dropped at the end; nothing else in the database is touched. No process
-outlives this one. Every figure is measured: transfers and losses are read from the ledger, waits by the processes.
+Guarantees: all objects are in a separate schema, which is dropped at the end, and nothing else in the database is changed. No
+process outlives this one. Every figure is measured. Transfers and losses are read from the ledger, and the processes measure
+their waits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from pgfence._demo.workload import Figures, Workload
 
 LEAST_PROCESSES = 3
-"""One is killed, and another must take over while a third waits."""
+"""One process is killed, and another must take over while a third waits."""
 _ACCOUNTS_APART = 1000
 
 
@@ -63,7 +64,7 @@ class Outcome:
         return min(verdicts, default=Verdict.OK)
 
     def as_data(self) -> dict[str, object]:
-        """Return it for JSON."""
+        """Return the outcome for JSON."""
         return {
             "server": self.server,
             "loaded_by": self.loaded_by,
@@ -98,8 +99,8 @@ def play(
     Raises:
         DemoError: the schema cannot be created, or a process failed.
         LockTimeoutError: another demo is running in this database.
-        LockLostError: the server went away during the demo.
-        PoolerError, StandbyError, UnsupportedServerError, UnreachableError: as `AdvisoryLock` says.
+        LockLostError: the server stopped during the demo.
+        PoolerError, StandbyError, UnsupportedServerError, UnreachableError: the same errors as `AdvisoryLock.acquire`.
     """
     demo = AdvisoryLock(engine, "demo", namespace=NAMESPACE)
     with demo.hold(timeout=0) as held, WorkerPool(engine.url, processes) as pool:

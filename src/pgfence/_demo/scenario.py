@@ -33,8 +33,8 @@ class ScenarioResult:
     """The result of a scene.
 
     Attributes:
-        scene: its name.
-        title: its title.
+        scene: the name of the scene.
+        title: the title of the scene.
         verdict: whether it showed what it should.
         lines: what happened, as text.
         figures: the numbers behind them.
@@ -47,7 +47,7 @@ class ScenarioResult:
     figures: dict[str, int]
 
     def as_data(self) -> dict[str, object]:
-        """Return it for JSON."""
+        """Return the result for JSON."""
         return {"scene": self.scene, "title": self.title, "verdict": self.verdict.name.lower(), **self.figures}
 
 
@@ -58,7 +58,7 @@ class Scenario:
     Attributes:
         name: the name for programs.
         title: the title for people.
-        play: plays it, with an engine that finds pgfence's tables in the demo's schema.
+        play: the function that plays it, with an engine that finds pgfence's tables in the demo's schema.
     """
 
     name: str
@@ -102,7 +102,7 @@ class ScenarioProcess:
         """Wait for its next message.
 
         Raises:
-            DemoError: it has ended instead.
+            DemoError: the process has ended instead.
         """
         line = self._stdout.readline()
         if not line:

@@ -1,6 +1,6 @@
 """The program of one process, `python -m pgfence._demo.worker`. It reads orders as lines of JSON from standard input.
 
-The first line has the database's URL; each further one is an order. It reports its work on standard output.
+The first line is the database's URL, and each further line is an order. The program reports its work on standard output.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Orders:
                 self._acts.put(order)
             else:
                 self.stopped.set()
-        # The demo has ended. Exit immediately: the main thread may be waiting for a lock, and the server frees what this process holds.
+        # The demo has ended. Exit immediately, because the main thread may be waiting for a lock. The server frees what this
+        # process holds.
         os._exit(0)
 
 

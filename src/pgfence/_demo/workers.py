@@ -34,7 +34,7 @@ class Worker:
         self.name = name
         self.ready = False
         self.expected_to_die = False
-        """Its end is part of the demo."""
+        """Whether its end is part of the demo."""
         self._unread = b""
         # In a separate session, so that Ctrl-C does not reach it. It ends with its input, so it does not outlive this process.
         self.popen = subprocess.Popen(
@@ -45,19 +45,19 @@ class Worker:
         self.stdin, self.stdout = self.popen.stdin, self.popen.stdout
 
     def send(self, order: dict[str, object]) -> None:
-        """Give it an order."""
+        """Give the process an order."""
         # A process that has just died does not read. The next read from it detects that.
         with suppress(OSError):
             self.stdin.write(f"{json.dumps(order)}\n".encode())
 
     def read_messages(self) -> list[Message] | None:
-        """Return its messages since the last call; None: it has ended."""
+        """Return its messages since the last call, or None if it has ended."""
         piece = os.read(self.stdout.fileno(), 1 << 16)
         *lines, self._unread = (self._unread + piece).split(b"\n")
         return [json.loads(line) for line in lines] if piece else None
 
     def close(self) -> None:
-        """Close the pipes: that ends it."""
+        """Close the pipes, which ends the process."""
         self.stdin.close()
         self.stdout.close()
 
@@ -91,14 +91,14 @@ class WorkerPool:
             member = Worker(f"pgfence demo, process {self._started}", self._errors.fileno())
             self._members.append(member)
             self._selector.register(member.stdout, selectors.EVENT_READ, member)
-            # On standard input, because arguments are visible in the process list.
+            # The URL is sent to standard input, because arguments are visible in the process list.
             member.send({"url": self._url, "name": member.name})
 
     def fill(self) -> None:
         """Start the missing processes and wait until all of them are connected.
 
         Raises:
-            DemoError: one of them cannot.
+            DemoError: one of the processes cannot connect.
         """
         self.start()
         deadline = clock() + _START
@@ -117,7 +117,7 @@ class WorkerPool:
         """Yield the messages and their senders, after waiting for at most `timeout` seconds.
 
         Raises:
-            DemoError: one of them failed, or has ended unexpectedly.
+            DemoError: one of the processes failed, or has ended unexpectedly.
         """
         for key, _ in self._selector.select(timeout):
             member: Worker = key.data

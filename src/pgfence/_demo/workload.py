@@ -25,13 +25,13 @@ class Verdict(IntEnum):
 
     OK = 0
     GUARD_FAILED = 1
-    """A guarded act lost money, or no process took over the lock of a holder that was gone."""
+    """A guarded act lost money, or no process took over the lock of a dead holder."""
     CONTROL_FAILED = 3
     """The act without a guard lost nothing, so the others prove nothing."""
 
 
 class TakeOver(NamedTuple):
-    """One fault, and the seconds until another process was granted the lock; None: no process was."""
+    """One fault, and the seconds until another process was granted the lock; None if no process was."""
 
     fault: Fault
     lock: str
@@ -40,7 +40,7 @@ class TakeOver(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The figures of one act. Times in seconds, money in cents.
+    """The figures of one act. Times are in seconds, and money is in cents.
 
     Attributes:
         act: its name.
@@ -95,7 +95,10 @@ class Figures:
 
 
 def keeps_every_cent(figures: Figures) -> Verdict:
-    """Judge a guarded act: money moved, none is lost, and after each fault another process got the lock."""
+    """Judge a guarded act.
+
+    Money must have moved, none may be lost, and after each fault another process must have got the lock.
+    """
     taken_over = all(each.seconds is not None for each in figures.takeovers)
     fine = figures.transfers > 0 and figures.cents_lost == 0 and figures.accounts_off == 0 and taken_over
     return Verdict.OK if fine else Verdict.GUARD_FAILED

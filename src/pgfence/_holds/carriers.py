@@ -1,8 +1,8 @@
-"""Run a contender on a thread or on a task of an event loop.
+"""Run a contender in a thread or in a task of an event loop.
 
 The runtime is written once, as coroutines over a carrier. A thread's carrier blocks and never suspends, so that `run_sync` can
-run the same coroutines. Only the ways to wait are written twice. The waits of a thread can be ended by another thread
-(`cancel_waits`), those of a task by cancelling it.
+run the same coroutines. Only the ways to wait are written twice. Another thread can end the waits of a thread (`cancel_waits`).
+Cancelling a task ends its waits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
             index()
 
     A cancelled wait raises `WaitCancelledError` after about half a second at most, and leaves no lock and no place in a queue
-    behind. A wait that begins after the event was set raises it immediately. Tries and releases are not affected.
+    behind. A wait that begins after the event was set raises this error immediately. The event does not affect tries and
+    releases.
 
     Limitations: the event does not end the waits of an async lock (cancel its task instead) or of a `TransactionLock`, which
     waits in the server (use `pg_cancel_backend` or the server's `statement_timeout`). If the server hangs, the wait ends when
@@ -160,11 +161,11 @@ class Carrier(Protocol):
         ...
 
     def run_cleanup(self, clean: Callable[[], None]) -> None:
-        """Run a clean-up to its end. It may be run twice."""
+        """Run a clean-up to its end. The clean-up may run twice."""
         ...
 
     def run_at_home(self, work: Callable[[], object]) -> None:
-        """Run work on connections where they may be closed: immediately if that is here, or else on their event loop."""
+        """Run work on connections where they may be closed, either immediately in this thread or on their event loop."""
         ...
 
     def run_later(self, work: Callable[[], object]) -> None:
@@ -228,7 +229,7 @@ class ThreadCarrier:
         try:
             clean()
         except BaseException:
-            # A signal's exception interrupted it. Run it again on a thread that receives no signals.
+            # A signal's exception interrupted the clean-up. Run it again in a thread that receives no signals.
             MONITOR.post(clean)
             raise
 
@@ -260,7 +261,7 @@ class TaskEvent:
             run_on_loop(self._loop, lambda: _resolve(self._future))
 
     async def wait(self, seconds: float, cancel: CancelEvent | None = None) -> bool:
-        # A second future, so that a timeout or a cancellation leaves the event itself unchanged.
+        # A second future is used, so that a timeout or a cancellation leaves the event itself unchanged.
         over = self._loop.create_future()
         timer = None if math.isinf(seconds) else self._loop.call_later(seconds, _resolve, over)
         self._future.add_done_callback(lambda _: _resolve(over))
@@ -313,7 +314,7 @@ _CONTENDERS: weakref.WeakKeyDictionary[asyncio.Task[object], Contender] = weakre
 
 
 def find_task_contender() -> Contender | None:
-    """Return the contender of the current task, if it has one; None also outside a task."""
+    """Return the contender of the current task, or None if it has none or there is no task."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -336,7 +337,7 @@ _TASKS: set[asyncio.Task[object]] = set()
 
 
 def keep_task(task: asyncio.Task[object]) -> None:
-    """Keep a task alive until it is done: the event loop holds only a weak reference."""
+    """Keep a task alive until it is done, because the event loop holds only a weak reference."""
     _TASKS.add(task)
     task.add_done_callback(_TASKS.discard)
 

@@ -1,8 +1,8 @@
 """The record of one grant and its four states: held, unknown, lost, released.
 
-A `Hold` belongs to the connection that holds the lock. A lease has no connection: its record is `_leases.grant.Grant`, with the
-same base class. The state changes once from held to lost or released, from any thread. The format of names in messages is here
-too.
+A `Hold` belongs to the connection that holds the lock. A lease has no connection, so its record is `_leases.grant.Grant`, with
+the same base class. The state changes once from held to lost or released, in any thread. This module also formats names for
+messages.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BaseHold:
 
     noun = "lock"
     place: TableNames
-    """The tables that the token comes from. Not set if there is no token."""
+    """The tables that the token comes from. It is not set if there is no token."""
 
     def __init__(self, names: tuple[str, ...], entry: QueueEntry) -> None:
         self.names = names
@@ -82,7 +82,7 @@ class BaseHold:
         self.pid = PROCESS.known_pid  # the calling function has already checked for a fork
         self.since = clock()
         """When it was granted, on this process's clock."""
-        # Weak, because the handle refers to the hold: a strong reference would keep a dropped handle alive, unnoticed.
+        # The reference is weak, because the handle refers to the hold, and a strong reference would keep a dropped handle alive.
         self.handle: Callable[[], object] = _find_nothing
         """A weak reference to the caller's handle."""
         self.reason: LossReason | None = None
@@ -107,7 +107,7 @@ class BaseHold:
         reason: str | None = None,
         contended: bool = False,
     ) -> None:
-        """Pass an event of this hold to the listeners. Not under the mutex."""
+        """Pass an event of this hold to the listeners. The caller must not hold the mutex."""
         if events.listeners:
             kind, owner, lease_id, ttl, attempt = self.get_details()
             emit_event(
@@ -160,11 +160,11 @@ class BaseHold:
             return "lost"
         if self.released:
             return "released"
-        # A renewal was sent and not answered: that never counts as held.
+        # A renewal that was sent and got no response never counts as held.
         return "unknown" if self.in_doubt else "held"
 
     def check(self) -> None:
-        """Raise unless it is held, as far as this process knows."""
+        """Raise an error unless it is held, as far as this process knows."""
         state = self.state
         if state == "lost":
             raise self.lost_error()
@@ -193,7 +193,7 @@ class BaseHold:
         return LockNotHeldError(f"{self.noun} {format_names(self.names)} is not held: {why}", names=self.names)
 
     def lose(self, reason: LossReason) -> bool:
-        """Mark it as lost, once, and call the listeners. Any thread, but not under the mutex."""
+        """Mark it as lost, once, and call the listeners. Any thread may call it, but not under the mutex."""
         if not self.ours:
             return False
         with MUTEX:
@@ -217,11 +217,11 @@ class BaseHold:
         return first
 
     def add_end_callback(self, ender: Callable[[], object]) -> None:
-        """Call `ender` at the loss or release, or now if it has already ended. It must not take a lock of pgfence."""
+        """Call `ender` at the loss or release, or now if the hold has already ended. `ender` must not take a lock of pgfence."""
         over = not self.ours
         with MUTEX:
             self._end_callbacks = (*self._end_callbacks, ender)
-            # Checked under the same mutex: a loss or release after the check would miss the new callback.
+            # This is checked under the same mutex, because a loss or release after the check would miss the new callback.
             over = over or self.state in ("lost", "released")
         if over:
             ender()
@@ -231,7 +231,10 @@ class BaseHold:
             self._end_callbacks = tuple(other for other in self._end_callbacks if other != ender)
 
     def subscribe(self, listener: Callable[[], object]) -> None:
-        """Call `listener` once when it is lost, or now if it is already lost. It must be quick and must not block."""
+        """Call `listener` once when the hold is lost, or now if it is already lost.
+
+        `listener` must be quick and must not block.
+        """
         if not self.ours:
             return
         with MUTEX:

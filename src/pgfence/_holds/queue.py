@@ -1,10 +1,10 @@
-"""The order of contenders inside this process. No I/O, no threads, no clock.
+"""The order of contenders inside this process, without I/O, threads or clocks.
 
-All contenders for the keys of one engine (for an async engine, also of one event loop) wait in lines, one line per key, first
-come, first served. An entry joins all its lines at once and stays in them until its grant is released.
+All contenders for the keys of one engine (for an async engine, also of one event loop) wait in queues, one queue per key, in the
+order of arrival. An entry joins all its queues at once and stays in them until its grant is released.
 
-The caller holds `MUTEX` for every call. There is one mutex for the whole process, because a deadlock may involve several
-engines. `QueueEntry.leave` and `discard_partial` take it themselves.
+The caller holds `MUTEX` for every call, except for `QueueEntry.leave` and `discard_partial`, which take it. There is one mutex
+for the whole process, because a deadlock may involve several engines.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Contender:
 
 
 class QueueEntry:
-    """A place in the lines of some keys."""
+    """A place in the queues of some keys."""
 
     __slots__ = (
         "away",
@@ -85,7 +85,7 @@ class QueueEntry:
         self.places = places
         """The keys, sorted."""
         self.no_handoff = no_handoff
-        """Whether its lock is never handed over, neither from nor to it, because each grant has its own token."""
+        """Whether its lock is never handed over to or from another entry, because each grant has its own token."""
         self.owner = owner
         self.queue = queue
         self.handed_over: Any = None
@@ -120,19 +120,19 @@ class QueueEntry:
 
 
 class LocalQueue:
-    """The lines of one engine."""
+    """The queues of one engine."""
 
     __slots__ = ("_lines", "home")
 
     def __init__(self, home: object = None) -> None:
         self.home = home
-        """An object shared by all queues of one engine: that of its session locks and that of its leases."""
+        """An object that is shared by the queues of one engine for session locks and for leases."""
         self._lines: dict[Hashable, deque[QueueEntry]] = {}
 
     def enqueue(self, entry: QueueEntry) -> bool:
-        """Append an entry to all its lines, and return whether it is first in each of them."""
-        # All lines at once, so that every line has the same order of arrival: entries for several keys cannot deadlock each
-        # other.
+        """Append an entry to all its queues, and return whether it is first in each of them."""
+        # The entry joins all queues at once, so that every queue has the same order of arrival, and entries for several keys
+        # cannot deadlock each other.
         first = True
         for place in entry.places:
             line = self._lines.get(place)
@@ -144,7 +144,7 @@ class LocalQueue:
         return first
 
     def is_first(self, entry: QueueEntry) -> bool:
-        """Return whether an entry is first in all its lines."""
+        """Return whether an entry is first in all its queues."""
         # Only the first entry contends at the server, so a thousand waiters for one key use one connection.
         for place in entry.places:
             line = self._lines.get(place)
@@ -153,8 +153,8 @@ class LocalQueue:
         return True
 
     def dequeue(self, entry: QueueEntry) -> None:
-        """Remove an entry from any position, and wake the entries that are now first in all their lines."""
-        # Called again after an interrupt cut a first call short, so each step must tolerate that it was done before.
+        """Remove an entry from any position, and wake the entries that are now first in all their queues."""
+        # This is called again if an interrupt ended a first call early, so each step must tolerate that it was done before.
         if entry.owner.waits is entry:
             entry.owner.waits = None
         for place in entry.places:
@@ -162,7 +162,7 @@ class LocalQueue:
             if line is None:
                 continue
             if line[0] is entry:
-                if len(line) == 1:  # in one step, so that an interrupt cannot leave an empty line behind
+                if len(line) == 1:  # in one step, so that an interrupt cannot leave an empty queue behind
                     del self._lines[place]
                     continue
                 line.popleft()
@@ -173,7 +173,7 @@ class LocalQueue:
                 line[0].wake()
 
     def find_successor(self, entry: QueueEntry) -> QueueEntry | None:
-        """Return the next entry when this one leaves, if it wants exactly the same keys and may be handed the lock."""
+        """Return the next entry when this one leaves, if it requests exactly the same keys and the lock may be handed over."""
         line = self._lines[entry.places[0]]
         if len(line) < 2 or line[1].places != entry.places or entry.no_handoff or line[1].no_handoff:
             return None
@@ -183,8 +183,8 @@ class LocalQueue:
         return successor
 
     def is_held_by(self, owner: Contender, places: Sequence[Hashable]) -> bool:
-        """Return whether a contender is already first in line for one of the keys, holding or waiting."""
-        # A hold whose handle was dropped does not count: it is about to be released, so waiting for it is safe.
+        """Return whether a contender is already the first for one of the keys, holding or waiting."""
+        # A hold whose handle was dropped does not count. It is about to be released, so waiting for it is safe.
         for place in places:
             line = self._lines.get(place)
             if line is not None and line[0].owner is owner and not line[0].dropped:
@@ -192,7 +192,7 @@ class LocalQueue:
         return False
 
     def get_line(self, place: Hashable) -> Iterable[QueueEntry]:
-        """Return the entries of one line, first to last."""
+        """Return the entries of one queue, first to last."""
         return self._lines.get(place, ())
 
     def __len__(self) -> int:
@@ -200,8 +200,8 @@ class LocalQueue:
 
 
 def is_deadlock(entry: QueueEntry) -> bool:
-    """Return whether waiting with this entry would deadlock: its owner holds a key that a contender ahead waits for."""
-    # Waits alone cannot form a cycle, because each entry joins all its lines at once.
+    """Return whether waiting with this entry would deadlock, because its owner holds a key that a contender ahead waits for."""
+    # Waits alone cannot form a cycle, because each entry joins all its queues at once.
     if not entry.owner.holds:
         return False
     passed: set[tuple[Hashable, int]] = set()

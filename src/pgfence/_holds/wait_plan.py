@@ -13,8 +13,9 @@ LONGEST_LOCK_TIMEOUT = 2**31 - 1
 
 def slice_for(deadlock_timeout: float) -> float:
     """Return the length of one wait in the server, in seconds; 0 to poll instead of waiting there."""
-    # Half of deadlock_timeout, so that the wait ends before the server looks for deadlocks: the waiter would be chosen as the
-    # victim whenever the holder builds an index CONCURRENTLY. Waits below 100 ms cost more log and CPU than polling.
+    # The wait takes half of deadlock_timeout, so that it ends before the server looks for deadlocks. Otherwise the server would
+    # choose the waiter as the victim whenever the holder builds an index CONCURRENTLY. Waits below 100 ms cost more log lines and
+    # CPU time than polling.
     length = min(SLICE, deadlock_timeout / 2)
     return length if length >= SHORTEST_SERVER_WAIT else 0.0
 
@@ -27,7 +28,7 @@ def choose_first_slice(length: float, left: float) -> float:
 
 def to_milliseconds(length: float, keys: int = 1) -> int:
     """Return the `lock_timeout` for a wait of `length` seconds. It applies to each of the `keys` keys separately."""
-    # 0 would mean no limit, and the server accepts at most 24.8 days; a caller that waits longer asks again.
+    # 0 would mean no limit, and the server accepts at most 24.8 days. A caller that waits longer sends another request.
     return max(1, int(min(length * 1000 / keys, LONGEST_LOCK_TIMEOUT)))
 
 

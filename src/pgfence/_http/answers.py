@@ -31,7 +31,9 @@ UNRECORDABLE = NOT_RECORDED.reply()
 
 
 def build_refusal(error: PgfenceError, request: str) -> Reply:
-    """Return the response for a pgfence error. Its message may contain what the client must not see, so it is only logged.
+    """Return the response for a pgfence error.
+
+    The message of the error may contain data that the client must not see, so it is only logged.
 
     Args:
         error: raised by the claim, or at its end.
@@ -65,7 +67,7 @@ def build_replay(stored: StoredResult) -> Reply:
     """Return a stored response, marked as a replay.
 
     Raises:
-        IdempotencyMisuseError: something other than a response is stored.
+        IdempotencyMisuseError: the stored value is not a response.
     """
     if stored.reply is None:
         raise IdempotencyMisuseError("the key of a request was used for something that is not an HTTP response")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
     """Return the dependant of a request, and check that all of its parts get one session.
 
-    FastAPI creates a session for each scope in which a dependency requests it, one more for each use without its cache, and,
-    mostly if the session depends on the user, one for each set of scopes of `Security`.
+    FastAPI creates a session for each scope in which a dependency requests it, and another one for each use without its cache. It
+    also creates one for each set of scopes of `Security`, usually if the session depends on the user.
 
     Raises:
         TypeError: a part would get another session, or the endpoint is a generator, which FastAPI runs after the session has ended.
@@ -60,7 +60,7 @@ def _is_generator(endpoint: Callable[..., object] | None) -> bool:
 
 def _find_root(scope: Environ) -> Dependant:
     route = scope["route"]
-    # Older versions of FastAPI write the additions of an included router into the route, newer ones store them beside it.
+    # Older versions of FastAPI write the additions of an included router into the route. Newer versions store them separately.
     included = scope.get("fastapi", {}).get("effective_route_context")
     found: Dependant = (included if getattr(included, "original_route", None) is route else route).dependant
     return found

@@ -59,8 +59,8 @@ async def wait_in_thread(wait: Callable[[], object]) -> None:
         except Exception as error:
             errors.append(error)
 
-    # A separate limiter: waiters that occupy the endpoints' threads would keep the request that holds the lock from running. In
-    # a group, because a lone `run_sync` abandons its thread when asyncio cancels the task.
+    # This uses a separate limiter, because waiters that occupy the endpoints' threads would keep the request that holds the lock
+    # from running. It uses a group, because `run_sync` alone abandons its thread when asyncio cancels the task.
     async with create_task_group() as group:
         group.start_soon(partial(to_thread.run_sync, waits, limiter=CapacityLimiter(1)))
     if errors:
@@ -71,8 +71,8 @@ async def read_payload(request: Request, reader: type[Request]) -> list[object]:
     """Return the query and the body of a request: JSON and forms by content, other bodies as bytes.
 
     Args:
-        request: the Starlette Request that the endpoint gets, or may get; it can be read again afterwards.
-        reader: creates another one from its scope and a receive function.
+        request: the Starlette Request that the endpoint may get. It can be read again afterwards.
+        reader: the function that creates another Request from a scope and a receive function.
 
     Raises:
         RuntimeError: the body was read as a stream and not kept.
@@ -84,10 +84,10 @@ async def read_payload(request: Request, reader: type[Request]) -> list[object]:
     except RuntimeError:
         if kind not in FORMS:  # Starlette returns an empty form then, whatever was sent
             raise
-        # The framework has already read it as a form, and keeps that.
+        # The framework has already read the body as a form, and keeps the form.
         body = await _read_form(await request.form())
     else:
-        # A body that cannot be parsed is kept as bytes: whether it is wrong or too large is for the endpoint to decide.
+        # A body that cannot be parsed is kept as bytes, because the endpoint decides whether it is wrong or too large.
         if kind in FORMS:
             with suppress(Exception):
                 async with reader(request.scope, partial(_receive, raw)).form() as form:

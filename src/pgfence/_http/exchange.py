@@ -21,7 +21,7 @@ _HANDLED = "pgfence.idempotency"
 
 
 class RequestMarker:
-    """Marks an environment, and its copies, as handled by an outer IdempotencyMiddleware until that one has finished."""
+    """Marks an environment and its copies as handled by an outer IdempotencyMiddleware until that middleware has finished."""
 
     __slots__ = ("_keys", "ended", "skips_recording")
 
@@ -37,7 +37,7 @@ class RequestMarker:
 
     @staticmethod
     def skip_recording(environ: Environ) -> None:
-        """Keep a response from being stored: otherwise it would be replayed after an operator has fixed the cause."""
+        """Keep a response from being stored, because it would be replayed after an operator has fixed the cause."""
         found = environ.get(_HANDLED)
         if isinstance(found, RequestMarker):
             found.skips_recording = True
@@ -46,7 +46,7 @@ class RequestMarker:
     def is_marked(environ: Environ, request: HttpRequest) -> bool:
         """Return whether an outer middleware has claimed the keys of this request."""
         found = environ.get(_HANDLED)
-        # A second call with the scope of a finished request, a retry for example, is not inside it.
+        # A second call with the scope of a finished request, for example a retry, is not inside that request.
         return isinstance(found, RequestMarker) and not found.ended and found._keys == request.keys
 
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 HEADER = "Idempotency-Key"
 DESCRIPTION = (
-    "A string of 1 to 255 characters, in double quotes or without them, that is unique for each request. Repeat it when you send"
-    " the same request again: it is handled once."
+    "A string of 1 to 255 characters, in double quotes or without them, that is unique for each request. If you send the same "
+    "request again, send the same key, and the request is handled only once."
 )
 
 _SCHEMA = "PgfenceProblem"
@@ -53,7 +53,7 @@ _PROBLEM = {
     "type": "object",
     "required": ["title", "status", "detail", "code"],
     "properties": {
-        "title": {"type": "string", "description": "The words that go with the status."},
+        "title": {"type": "string", "description": "The reason phrase of the status."},
         "status": {"type": "integer"},
         "detail": {"type": "string", "description": "What is wrong and what to do, for people."},
         "code": {"type": "string", "description": "What is wrong, for programs."},
@@ -110,7 +110,7 @@ def describe(
     done: list[object] = [None]
 
     def openapi() -> Operation:
-        document = original()  # FastAPI caches it, and builds another one if routes have been added
+        document = original()  # FastAPI caches the document, and builds another one if routes have been added
         if document is not done[0]:
             for path, method, operation, dependant in _find_operations(all_of(app.routes), document):
                 problems = [one for part in walk_parts(dependant) for one in problems_of(part.call)]

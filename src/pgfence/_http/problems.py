@@ -70,18 +70,20 @@ KEY_INVALID = Problem(
 PRINCIPAL_MISSING = Problem(
     "principal_missing",
     400,
-    "An Idempotency-Key belongs to a client, and this request does not say to which. Send it with your credentials.",
+    "An Idempotency-Key belongs to a client, and this request does not identify its client. Send it with your credentials.",
 )
 PAYLOAD_INVALID = Problem(
     "payload_invalid",
     400,
-    "The body of this request cannot be compared with the one that it may repeat: it holds NaN or an infinity, or is nested too"
-    " deeply. Correct it.",
+    "The body of this request cannot be compared with the one that it may repeat: it contains NaN or an infinity, or is nested "
+    "too deeply. Correct it.",
 )
 BODY_INCOMPLETE = Problem("body_incomplete", 400, "The body of the request ended before it was complete.")
-LENGTH_REQUIRED = Problem("length_required", 411, "With an Idempotency-Key a body needs a Content-Length.")
+LENGTH_REQUIRED = Problem(
+    "length_required", 411, "A request with an Idempotency-Key and a body needs a Content-Length."
+)
 BODY_TOO_LARGE = Problem(
-    "body_too_large", 413, "With an Idempotency-Key the body must not be longer than the service allows."
+    "body_too_large", 413, "The body of a request with an Idempotency-Key must not be longer than the service allows."
 )
 NAME_INVALID = Problem(
     "lock_name_invalid", 422, "A parameter of the path cannot be part of the name of a lock. Correct it."
@@ -94,7 +96,7 @@ NOT_RECORDED = Problem(
 NOT_CLAIMED = Problem(
     "key_not_claimed",
     503,
-    "The database did not take the Idempotency-Key of this request, so nothing was done. Send it again later.",
+    "The database did not accept the Idempotency-Key of this request, so nothing was done. Send it again later.",
 )
 OF_REQUESTS = (
     KEY_MISSING,
@@ -141,7 +143,7 @@ OF_ERRORS = {
     "AttemptLostError": Problem(
         "idempotency_attempt_superseded",
         409,
-        f"This request took too long, and another one with its Idempotency-Key came first. {_LATER}",
+        f"This request took too long, and another request with the same Idempotency-Key has taken over. {_LATER}",
     ),
     "LockTimeoutError": Problem("lock_timeout", 423, f"Another request holds the lock that this one needs. {_LATER}"),
     "WaitCancelledError": Problem(
@@ -156,7 +158,8 @@ OF_ERRORS = {
     "StaleFencingTokenError": Problem(
         "stale_fencing_token",
         409,
-        "A newer holder has taken over what this request changes, so it was rejected. Read the current state before you send"
+        "A newer holder has taken over the data that this request changes, so the request was rejected. Read the current state "
+        "before you send"
         " another request.",
     ),
     "VersionConflictError": Problem("version_conflict", 409, f"Another request has changed the same data. {_LATER}"),
@@ -171,7 +174,7 @@ OF_ERRORS = {
         "The connection to the database was lost during the commit, so it is not known whether this request had an effect. Check"
         " that before you send it again; with an Idempotency-Key you can send it again without a check.",
     ),
-    "StandbyError": Problem("database_read_only", 503, f"The database takes no changes at the moment. {_LATER}"),
+    "StandbyError": Problem("database_read_only", 503, f"The database does not accept changes at the moment. {_LATER}"),
     "UnreachableError": Problem("database_unreachable", 503, f"The database cannot be reached at the moment. {_LATER}"),
     "CapacityError": Problem(
         "database_full", 503, f"The database has no room for another lock at the moment. {_LATER}"
@@ -213,5 +216,5 @@ def retry_headers(error: PgfenceError) -> dict[str, str]:
 
 
 def _describe_retry(error: PgfenceError) -> bool:
-    """Return whether another attempt has taken over, whose result the same request can get."""
+    """Return whether another attempt has taken over. The same request can then get its result."""
     return isinstance(error, AttemptLostError) and (error.retry_after is not None or error.newest > error.attempt)

@@ -15,12 +15,12 @@ _FIELD = re.compile(r"\{[A-Za-z_]\w*(:\w+)?\}")
 def compile_routes(routes: Collection[str]) -> re.Pattern[str]:
     """Compile patterns into an expression that must match a whole path.
 
-    A pattern is a path such as `/payments`. `{name}` matches one segment or a part of it, `{name:path}` any number of segments,
-    and a `*` at the end anything.
+    A pattern is a path such as `/payments`. `{name}` matches one segment or a part of it, `{name:path}` matches any number of
+    segments, and a `*` at the end matches any text.
 
     Raises:
-        TypeError: it is a single str, or one of the patterns is not a str.
-        ValueError: there are no patterns, or one could never match or would take too long to.
+        TypeError: `routes` is a single str, or one of the patterns is not a str.
+        ValueError: there are no patterns, or a pattern could never match or would take too long to match.
     """
     if isinstance(routes, str):
         raise TypeError(f"routes must be a collection of patterns: routes=[{routes!r}]")

@@ -34,7 +34,7 @@ SHOWN = 60
 """The number of characters of a path that an operator sees in a scope."""
 
 _SAFE = ("GET", "HEAD", "OPTIONS", "TRACE", "CONNECT")
-# Unauthorized, timed out, too early, too many: nothing was done, and the same request may succeed later.
+# After these statuses (unauthorized, timed out, too early, too many), nothing was done, and the same request may succeed later.
 _AGAIN = (401, 408, 425, 429)
 # A row can contain a line feed, but no server sends one: a stored response with one could never be replayed.
 _STORABLE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
@@ -195,7 +195,7 @@ class Rules:
         return bool(request.keys) if self.routes is None else matches(self.routes, request.path)
 
     def find_principal(self, request: HttpRequest, raw: Environ) -> str:
-        """Return who sent a request.
+        """Return the principal of a request.
 
         Args:
             request: the request.
@@ -222,7 +222,7 @@ class Rules:
         """Return the key of a request.
 
         Raises:
-            ProblemResponse: it has no usable key, or its announced body is too long.
+            ProblemResponse: the request has no usable key, or its announced body is too long.
         """
         try:
             key = parse_key(request.keys)
@@ -232,13 +232,13 @@ class Rules:
         return key
 
     def check_length(self, length: int) -> None:
-        """Raise if a body is longer than allowed.
+        """Raise an error if a body is longer than allowed.
 
         Raises:
             ProblemResponse: the body is too long.
         """
         if length > self.max_body:
-            detail = f"With an Idempotency-Key the body must not be longer than {self.max_body} bytes."
+            detail = f"The body of a request with an Idempotency-Key must not be longer than {self.max_body} bytes."
             raise ProblemResponse(BODY_TOO_LARGE, detail)
 
     def build_effect_key(self, request: HttpRequest, owner: str, key: str, body: bytes) -> EffectKey:

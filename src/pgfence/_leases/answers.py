@@ -44,8 +44,9 @@ def translate_failure(asker: Asker, error: Exception, claim: AcquireRequest, *, 
         return error  # raised by a signal handler, not by the database: propagate unchanged
     reason = str(told_unreachable or error).strip()
     return UnreachableError(
-        f"no response from the server for {asker.noun} {format_names(claim.names)} ({reason or describe_server(asker.engine)}): it is unknown"
-        " whether it was granted. If it was, it is released as soon as the server responds, or else when its TTL ends"
+        f"no response from the server for {asker.noun} {format_names(claim.names)} "
+        f"({reason or describe_server(asker.engine)}): it is unknown whether it was granted. If it was granted, it is released "
+        f"as soon as the server responds, or expires after its TTL"
     )
 
 
@@ -81,7 +82,7 @@ def is_conflict(error: BaseException) -> bool:
 
 
 def is_row_locked(error: BaseException) -> bool:
-    """Return whether another session has the row locked. It is then neither free nor held, so retry."""
+    """Return whether another session has locked the row. The lease then counts neither as free nor as held, so retry."""
     return sqlstate_of(error) == LOCK_NOT_AVAILABLE
 
 

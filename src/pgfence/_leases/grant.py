@@ -1,4 +1,4 @@
-"""The record of one held lease. It has no connection: it relies on a row on the server and on this process's clock."""
+"""The record of one held lease. It has no connection, but relies on a row on the server and on this process's clock."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Grant(BaseHold):
 
         Args:
             claim: the request.
-            told: the server's response.
+            told: the response of the server.
             entry: the queue entry of the acquiring thread or task; the heartbeat never touches it.
             lease_id: the id that this client chose for the grant.
             started: `clock()` from just before the statement was sent.
@@ -112,9 +112,9 @@ class Grant(BaseHold):
         self.checkpoint = told.checkpoint
         """The checkpoint that the previous holder committed last."""
         self.slot = told.slot
-        """For a slot: which one. The release reports whether it is done."""
+        """The slot, if the grant is for a slot. The release reports whether it is done."""
         self.attempt = told.attempt
-        """For a slot or an effect: the number of the attempt at it, starting at 1."""
+        """The number of the attempt at the slot or effect, starting at 1."""
         self.done = False
         self.config = config
         self.failures = 0
@@ -158,7 +158,7 @@ class Grant(BaseHold):
         return "cut off" if self.failures or self.renewal_pending else "expired"
 
     def get_remaining(self) -> float:
-        """Return the seconds until this process's own deadline; 0.0 after it, or if nothing is held. No I/O."""
+        """Return the seconds until this process's own deadline, without I/O; 0.0 after the deadline, or if nothing is held."""
         return max(0.0, self.deadline - clock()) if self.state in ("held", "unknown") else 0.0
 
     @property
@@ -167,13 +167,19 @@ class Grant(BaseHold):
         return self.deadline + terms.compute_margin(self.ttl)
 
     def progress(self) -> None:
-        """Report progress: with `heartbeat="progress"` a lease is renewed only after progress. No I/O, any thread."""
+        """Report progress.
+
+        With `heartbeat="progress"` a lease is renewed only after progress. It does no I/O, and any thread may call it.
+        """
         self.progressed = True
         if self.idle and self.ours and self.request_renewal is not None:
             self.request_renewal(self)
 
     def lose(self, reason: LossReason) -> bool:
-        """Mark it lost, log that, emit the event and call the listeners, once. Any thread, but not under the mutex."""
+        """Mark it lost, log the loss, emit the event and call the listeners, once.
+
+        Any thread may call it, but not under the mutex.
+        """
         if not super().lose(reason):
             return False
         fields = self.build_log_fields("lost")
@@ -189,8 +195,8 @@ class Grant(BaseHold):
         return True
 
     def lose_rejected(self, reason: LossReason) -> None:
-        """Mark it lost because the server rejected a renewal. Not under the mutex."""
-        # A renewal that overtook a release says nothing about clocks.
+        """Mark it lost because the server rejected a renewal. The caller must not hold the mutex."""
+        # The rejection of a renewal that was sent during a release says nothing about clocks.
         if self.reason is None and not self.released:
             self.warn_of_clock(reason)
         self.lose(reason)
@@ -210,7 +216,7 @@ class Grant(BaseHold):
             )
 
     def expire(self) -> bool:
-        """Mark it lost if its deadline has passed, and return whether it is lost. Not under the mutex."""
+        """Mark it lost if its deadline has passed, and return whether it is lost. The caller must not hold the mutex."""
         if self.reason is None and (reason := self.loss_reason) is not None:
             self.lose(reason)
         return self.state == "lost"
@@ -224,7 +230,7 @@ class Grant(BaseHold):
             expires_at: when it expires, by the server's clock.
             ttl: the TTL that was requested, which applies from now on.
         """
-        # A lost grant stays lost, even if a late response renews it: `on_lost` may have been called already.
+        # A lost grant stays lost, even if a late response renews it, because `on_lost` may have been called already.
         if self.loss_reason is not None:
             return False
         self.ttl = ttl
@@ -234,7 +240,7 @@ class Grant(BaseHold):
         return self.loss_reason is None
 
     def note_unanswered(self) -> None:
-        """Record that a renewal got no response: the lease is trusted until its deadline, but its state is unknown."""
+        """Record that a renewal got no response. The lease is trusted until its deadline, but its state is unknown."""
         self.failures += 1
         self.in_doubt = True
 
@@ -288,7 +294,7 @@ class Pauses:
                 self._ttl = ttl
 
     def report(self, events: EventHub) -> None:
-        """Report what was noted. Not under a lock, because this calls the application's listeners."""
+        """Report what was noted. The caller must not hold a lock, because this calls the application's listeners."""
         late, self._late = self._late, 0.0
         if late > 0.0:
             events.record("pause", late)

@@ -86,7 +86,7 @@ class LeaseManager(LeaseStatements):
 
         Args:
             claim: the lease that is requested.
-            timeout: seconds; None is the configured default.
+            timeout: the seconds to wait; None means the configured default.
             make: creates the handle, whose finaliser is responsible for the lease from then on.
             lasts: whether to wait for the server from the first statement on, if it is unreachable.
 
@@ -117,7 +117,7 @@ class LeaseManager(LeaseStatements):
 
     async def _contend(self, call: LeaseAcquisition) -> Grant | None:
         """Try until the lease is granted; return None if it is held and the time to wait is over."""
-        # Before anything is granted: this raises in a process that cannot run a heartbeat.
+        # This comes before any grant, because it raises an error in a process that cannot run a heartbeat.
         heartbeat = self.heartbeat
         claim, polls = call.wanted, 0
         event: WakeEvent | None = None
@@ -147,7 +147,7 @@ class LeaseManager(LeaseStatements):
                         event = self.carrier.make_event()
                         stop_listening = heartbeat.listen(claim.place, claim.stored, wake)
                 await (event or self.carrier.make_event()).wait(pause, call.cancel)
-                # Reset the event before the attempt: a release announced while the attempt runs then ends the next sleep.
+                # The event is reset before the attempt, so that a release during the attempt ends the next sleep.
                 if event is not None:
                     event = self.carrier.make_event()
         finally:
@@ -160,7 +160,7 @@ class LeaseManager(LeaseStatements):
         await self.verify(claim.place, call.budget, claim.needed)
         for _ in range(RETRIES):
             lease_id = uuid.uuid4()
-            # Held for this round trip only: a waiter for a lease occupies no connection while it sleeps.
+            # The connection is used for this round trip only. A waiter for a lease occupies no connection while it sleeps.
             session = await self._checkout(call)
             call.entry.session = session
             started = clock()
@@ -206,7 +206,7 @@ class LeaseManager(LeaseStatements):
             row = await session.fetch_row(self.engine, text, args, limit=call.budget)
 
     def check_patience(self, call: LeaseAcquisition, busy: Busy) -> None:
-        """Raise that it did not become free in time; return normally if the caller did not want to wait.
+        """Raise the error for a lease that did not become free in time; return if the caller did not want to wait.
 
         Raises:
             LockTimeoutError: another process holds it.
@@ -229,7 +229,8 @@ class LeaseManager(LeaseStatements):
             self._forget(claim, lease_id)
             return None
         self._seen.forget(claim)
-        # Under one mutex, so that the deadlock check never sees a contender that both waits for the name and holds it.
+        # Both are done under one mutex, so that the deadlock check never finds a contender that waits for the name and also holds
+        # it.
         with MUTEX:
             entry.owner.waits = entry.away = None
             entry.owner.holds.append(grant)
@@ -285,7 +286,7 @@ class LeaseManager(LeaseStatements):
                 if isinstance(error, TextError):
                     raise
                 if clock() > until or not is_retryable(error):
-                    # The adoption may have been committed, and no handle exists for it: end it by its new id.
+                    # The adoption may have been committed, and no handle exists for it, so end it by its new id.
                     heartbeat.forget_later(claim.place, claim.stored, new, RELEASE_BUDGET)
                     raise
             await self.carrier.sleep(0.1)

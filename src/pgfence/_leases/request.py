@@ -53,7 +53,10 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """The name is held, or not free yet. `remaining` is the earliest time in seconds until it is, as the server knows now."""
+    """The name is held, or not free yet.
+
+    `remaining` is the number of seconds after which, as far as the server knows, it is free at the earliest.
+    """
 
     remaining: float
     holder: Holder | None = None
@@ -170,7 +173,7 @@ class LeaseRequest(AcquireRequest):
 
 
 def holder_of(claim: AcquireRequest, row: Row) -> Holder:
-    """Return the holder for a row of `look`."""
+    """Return the holder that a row of `look` describes."""
     return build_lease_holder(claim.names[0], row)
 
 
@@ -228,8 +231,8 @@ def encode_json(value: object, what: str) -> str | None:
     """Return a value as JSON that PostgreSQL accepts.
 
     Raises:
-        TypeError: it cannot be JSON.
-        ValueError: it contains NaN, infinity, NUL or a lone surrogate.
+        TypeError: the value cannot be JSON.
+        ValueError: the value contains NaN, infinity, NUL or a lone surrogate.
     """
     if value is None:
         return None

@@ -115,7 +115,7 @@ class LeaseStatements:
         """Run one statement that needs a version of the tables, and return its row.
 
         Raises:
-            SchemaError: the tables are older, or not open to this role.
+            SchemaError: the tables are older, or this role has no privileges on them.
             UnreachableError: the server did not respond; whether the statement took effect is unknown.
         """
         await self.verify(place, needed=needed)
@@ -159,7 +159,7 @@ class LeaseStatements:
         """Check once that the tables exist and have the expected columns.
 
         Raises:
-            SchemaError: they do not.
+            SchemaError: a table or a column does not exist.
         """
         needed = needed or self.needed
         if (place, needed) in self._checked:
@@ -193,7 +193,7 @@ class LeaseStatements:
         return self._heartbeat
 
     async def renew(self, grant: Grant, ttl: float | None) -> None:
-        """Renew now, in turn with the heartbeat's own renewals.
+        """Renew now, in the order of the heartbeat's own renewals.
 
         Raises:
             LockLostError: the lease is lost.
@@ -224,7 +224,7 @@ class LeaseStatements:
         except LockNotHeldError:
             raise
         except BaseException as error:
-            # The caller never got the reference, so no process can adopt the lease: release it.
+            # The caller never got the reference, so no process can adopt the lease. Release it.
             interrupt = error
             self.carrier.run_cleanup(lambda: self._finish_interrupted_release(grant, interrupt))
             raise
@@ -277,7 +277,7 @@ class LeaseStatements:
             raise grant.not_held_error()
         # Releasing after the deadline is a loss, even if the heartbeat's thread has not run since.
         grant.expire()
-        # Under the mutex, so that only one of several concurrent releases ends the grant.
+        # This is done under the mutex, so that only one of several concurrent releases ends the grant.
         with MUTEX:
             if not grant.begin_release():
                 raise grant.not_held_error()
@@ -300,7 +300,7 @@ class LeaseStatements:
         if grant.loss_reason is None:
             return False
         grant.done = False  # `LockLostError` is raised, so the late release below must not mark the slot as done
-        # Of several permits, one may have been evicted, and the others not.
+        # One of several permits may have been evicted, and the others not.
         if grant.loss_reason in _MAY_BE_OURS or len(grant.rows) > 1:
             self.heartbeat.release_later(grant)
         return True
@@ -337,7 +337,10 @@ class LeaseStatements:
         grant.entry.leave()
 
     async def give_up(self, grant: Grant) -> None:
-        """Release what a leader has held, also after a loss. If the server does not respond, that is repeated in the background."""
+        """Release what a leader has held, even after a loss.
+
+        If the server does not respond, the release is repeated in the background.
+        """
         try:
             self.let_lapse(grant)
         except LockNotHeldError:

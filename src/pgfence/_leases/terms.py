@@ -28,13 +28,26 @@ NOTABLE_STEP = 1.0
 
 def compute_interval(ttl: float) -> float:
     """Return the seconds between renewals."""
-    # A third of the TTL: two renewals in a row may fail before the third one decides.
+    # It is a third of the TTL, so two renewals in a row may fail, and the third one can still be in time.
     return ttl / 3
 
 
 def compute_margin(ttl: float) -> float:
     """Return how many seconds before the server's deadline a holder stops trusting its lease."""
     return min(MARGIN, ttl / 10)
+
+
+def compute_shortest_ttl(pause: float, renewal: float) -> float:
+    """Return the shortest TTL that survives a pause which begins when a renewal is due, followed by a slow renewal.
+
+    Args:
+        pause: the longest pause to survive, in seconds.
+        renewal: the time that the renewal takes after it, in seconds.
+    """
+    late = pause + renewal
+    # The longer TTL of the two: with the margin as a share of the TTL, and with the margin at its maximum.
+    ttl = late / (1 - 1 / 3 - 1 / 10)
+    return max(SHORTEST_TTL, ttl if ttl / 10 <= MARGIN else (late + MARGIN) / (1 - 1 / 3))
 
 
 def compute_deadline(started: float, remaining: float, ttl: float) -> float:
@@ -45,8 +58,8 @@ def compute_deadline(started: float, remaining: float, ttl: float) -> float:
         remaining: the seconds that the server granted, counted from some moment after `started`.
         ttl: the TTL, or max_hold if that is shorter; the margin is a share of it.
     """
-    # Counted from the moment of sending, not of the response: however long the response takes, the server's deadline is never
-    # earlier. The margin covers the drift between the two clocks, and lets a step that has just begun finish.
+    # The time counts from the moment of sending, not of the response. However long the response takes, the server's deadline is
+    # never earlier. The margin covers the drift between the two clocks, and lets a step that has just begun finish.
     return started + remaining - compute_margin(ttl)
 
 
@@ -58,7 +71,8 @@ def retry_after(failures: int, ttl: float) -> float:
 
 def compute_statement_budget(left: float) -> float:
     """Return the seconds that a renewal may take if `left` seconds remain until the deadline."""
-    # Half of them, so that a second try on a new connection is possible. With less than half a second each, it is not.
+    # A renewal gets half of them, so that a second try on a new connection is possible. With less than half a second each, it is
+    # not.
     return min(left if left < 2 * SHORTEST_PATIENCE else left / 2, LONGEST_STATEMENT)
 
 
@@ -81,8 +95,8 @@ def ttl_of(value: Seconds) -> float:
     """Return a TTL in seconds.
 
     Raises:
-        TypeError: it is neither a number nor a timedelta.
-        ValueError: it is shorter than three heartbeats; or above a day, and not a timedelta.
+        TypeError: the TTL is neither a number nor a timedelta.
+        ValueError: the TTL is shorter than three heartbeats, or longer than a day and not a timedelta.
     """
     ttl = seconds(value, "ttl")
     if ttl < SHORTEST_TTL:
@@ -110,8 +124,8 @@ def build_terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lo
     delay = _check_finite(seconds(lock_delay, "lock_delay"), "lock_delay")
     if least > length:
         raise ValueError(
-            f"min_hold={least:g} is longer than ttl={length:g}: after a crash the name would be free earlier than after a"
-            " release. Raise the ttl to at least min_hold"
+            f"min_hold={least:g} is longer than ttl={length:g}: after a crash the name would be free earlier than after a "
+            f"release. Increase the ttl to at least min_hold"
         )
     most = None if max_hold is None or seconds(max_hold, "max_hold") == math.inf else seconds(max_hold, "max_hold")
     if most is not None:

@@ -16,6 +16,7 @@ from pgfence.cli.parser import Command, Option
 from pgfence.cli.report import Console, choose_code, format_in_color, write_wrapped
 from pgfence.cli.running import pooler as pooler_option
 from pgfence.cli.server import open_engine
+from pgfence.cli.ttl import advise
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
@@ -38,10 +39,11 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
     examples={
         "pgfence doctor": "Examine the server of DATABASE_URL",
         "pgfence doctor --engine shop.db:engine --strict": "In CI, with the application's engine: fail on warnings, too",
+        "pgfence doctor --ttl close:2026-04": "Measure for some seconds, and advise a TTL for a lease",
     },
     codes=[
         ("0", "No finding is an error; with --strict, none is an error or a warning."),
-        ("1", "A finding is an error; with --strict, an error or a warning."),
+        ("1", "A finding is an error; with --strict, an error or a warning; with --ttl, the lease's TTL is too short."),
         ("64", "Misuse; also an alembic.ini or env.py that cannot be read."),
         ("69", "The server did not respond."),
         ("78", "The server is not PostgreSQL."),
@@ -49,6 +51,13 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
 )
 @click.option(
     "--strict", cls=Option, heading=options.OUTPUT, is_flag=True, help="Exit with 1 if there is a warning, too."
+)
+@click.option(
+    "--ttl",
+    "lease",
+    cls=Option,
+    metavar="NAME",
+    help="Measure renewals for at most 5 s, and advise a TTL for the lease NAME instead.",
 )
 @click.option(
     "--alembic-ini",
@@ -66,6 +75,7 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
 @options.as_json
 def doctor(
     strict: bool,
+    lease: str | None,
     alembic_ini: Path | None,
     dsn: str | None,
     engine: str | None,
@@ -84,6 +94,8 @@ def doctor(
     given = {"pooler": pooler, "namespace": namespace, "schema": schema, "prefix": prefix}
     try:
         with open_engine(dsn, engine, **given) as target:
+            if lease is not None:
+                advise(target, lease, as_json=as_json)
             diagnosis = examine(target, ini, lambda found: found)
     except PgfenceError as error:
         Console().warn(str(error))

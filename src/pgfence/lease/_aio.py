@@ -31,7 +31,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         Returns None if the lease is held, even by this same task: trying cannot deadlock.
 
         Raises:
-            PgfenceError: as for `acquire`.
+            PgfenceError: the same errors as `acquire`.
         """
         return await self._take(0.0)
 
@@ -39,7 +39,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         """Wait until the lease is held.
 
         Args:
-            timeout: seconds. None is the configured default, `math.inf` waits indefinitely, 0 does not wait. A wait continues
+            timeout: seconds. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A wait continues
                 through a server outage until its timeout; with None only if the server had already responded that the lease
                 is held.
 
@@ -66,7 +66,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         Raises:
             LockLostError: the lease has expired, was already adopted, or was evicted.
             TypeError, ValueError: `ref` is not a reference.
-            PgfenceError: as for `acquire`.
+            PgfenceError: the same errors as `acquire`.
         """
         return await adopt(ASYNC_ENGINES, engine, ref, AsyncHeldLease, "AsyncLease.adopt")
 

@@ -56,7 +56,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         Returns None if the lease is held, even by this same thread: trying cannot deadlock.
 
         Raises:
-            PgfenceError: as for `acquire`.
+            PgfenceError: the same errors as `acquire`.
         """
         return run_sync(self._take, 0.0)
 
@@ -64,7 +64,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         """Wait until the lease is held.
 
         Args:
-            timeout: seconds. None is the configured default, `math.inf` waits indefinitely, 0 does not wait. A wait continues
+            timeout: seconds. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A wait continues
                 through a server outage until its timeout; with None only if the server had already responded that the lease
                 is held.
 
@@ -93,7 +93,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         Raises:
             LockLostError: the lease has expired, was already adopted, or was evicted.
             TypeError, ValueError: `ref` is not a reference.
-            PgfenceError: as for `acquire`.
+            PgfenceError: the same errors as `acquire`.
         """
         return run_sync(adopt, SYNC_ENGINES, engine, ref, HeldLease, "Lease.adopt")
 

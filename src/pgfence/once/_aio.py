@@ -43,7 +43,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         Returns None if the slot is done, or if it is running, even in this same task.
 
         Raises:
-            PgfenceError: as for `acquire`.
+            PgfenceError: the same errors as `acquire`.
         """
         return await self._try()
 
@@ -51,7 +51,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         """Request the current slot, and wait while another process runs it, because that attempt may fail.
 
         Args:
-            timeout: seconds. None is the configured default, `math.inf` waits indefinitely, 0 does not wait. A wait continues
+            timeout: seconds. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A wait continues
                 through a server outage until its timeout; with None only if the server had already responded that the slot
                 is held.
 

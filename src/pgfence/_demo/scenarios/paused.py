@@ -1,7 +1,7 @@
 """Stop a worker until its lease has expired, and let it continue while its successor works.
 
-Each worker writes every step twice: to a table without a fence, and to a fenced one. The worker that wakes up late still writes
-to the first table; the second one rejects it.
+Each worker writes every step twice, to a table without a fence and to a fenced table. The worker that continues late still writes
+to the first table, but the second table rejects its writes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
     fenced_booking = text(f"INSERT INTO {SCHEMA}.fenced_steps (token) VALUES (:token)")
     for number in count():
         if stops and number == STEPS_BEFORE:
-            # Between two transactions: stopped inside of one, it would make its successor wait at the gate.
+            # It is stopped between two transactions. Inside a transaction, it would make its successor wait at the gate.
             say(stops=True)
             os.kill(os.getpid(), signal.SIGSTOP)
         with engine.begin() as connection:

@@ -1,4 +1,4 @@
-"""`TransactionLock` on both accounts: lock, then load; the commit releases."""
+"""`TransactionLock` on both accounts. A transfer locks first and then loads, and the commit releases the lock."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class HeartbeatConnection(ABC):
 
     @property
     def can_listen(self) -> bool:
-        """Whether LISTEN works. It does not through a pooler that may switch the server connection."""
+        """Whether LISTEN works. It does not work through a pooler that may switch the server connection."""
         return self.session is not None and (not self.session.driver.pooled or self.config.pooler == "session")
 
     def configure(self, session: LockConnection) -> None:
@@ -109,7 +109,7 @@ class SyncHeartbeatConnection(HeartbeatConnection):
             session = SyncLockConnection(opened, self._driver_kind(driver), facts)
             self.configure(session)
             session.driver.on_notify(self.on_notify)
-            if forks == PROCESS.forks:  # else a forked child has a copy of the socket
+            if forks == PROCESS.forks:  # otherwise a forked child has a copy of the socket
                 self.session = session
             else:
                 session.close()

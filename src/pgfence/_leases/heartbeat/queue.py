@@ -1,6 +1,6 @@
-"""Decide what one heartbeat has to do and when, and record the results. No threads, no I/O.
+"""Decide what one heartbeat has to do and when, and record the results, without threads and I/O.
 
-The caller holds the heartbeat's lock and passes the time. A grant is in the schedule until it is dropped, lost or over.
+The caller holds the heartbeat's lock and passes the time. A grant is in the schedule until it is dropped, lost or ended.
 While its renewal waits for the connection or has been sent, `renewal_pending` is set and only its deadline is checked.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 EARLY = 0.25
-"""The share of its interval by which a renewal may come early, to join a statement that is due: fewer statements."""
+"""The share of its interval by which a renewal may be sent early, in a statement that is due. This saves statements."""
 
 
 class RenewalSchedule:
@@ -58,14 +58,14 @@ class RenewalSchedule:
             self._grants.add(grant)
         # Earlier entries of this grant stay in the heap and stop counting, because removing one would cost a search.
         grant.schedule_entry += 1
-        self._entries += 1  # breaks ties, because grants have no order
-        # While a renewal waits for the connection or is on its way, only the deadline counts.
+        self._entries += 1  # a tie-breaker, because grants have no order
+        # While a renewal waits for the connection or has been sent, only the deadline counts.
         at = grant.deadline if grant.renewal_pending else min(grant.deadline, grant.next_renewal)
         heapq.heappush(self._heap, (at, self._entries, grant.schedule_entry, grant))
 
     def remove(self, grant: Grant) -> bool:
         """Remove a grant, and return whether it was known."""
-        # Its entries in the heap are dropped when they come up, or below when too many of them are stale.
+        # Its entries in the heap are dropped when they become due, or below when too many of them are stale.
         if grant not in self._grants:
             return False
         self._grants.discard(grant)
@@ -94,7 +94,7 @@ class RenewalSchedule:
         over: list[Grant] = []
         while self.next() < math.inf:
             grant = self._heap[0][3]
-            if grant.released:  # the thread that released it was interrupted before the drop
+            if grant.released:  # the thread that released the grant was interrupted before it dropped it
                 self.remove(grant)
             elif now >= grant.deadline:
                 over.append(grant)
@@ -121,7 +121,7 @@ def needs_renewal(grant: Grant) -> bool:
     """Return whether a grant that is due must be renewed; with heartbeat="progress", only if there was progress."""
     if grant.heartbeat != "progress":
         return True
-    # Set before `progressed` is read: a `progress()` call that comes later sees it and requests the renewal.
+    # This is set before `progressed` is read, so that a later call of `progress()` finds it set and requests the renewal.
     grant.idle = True
     if not grant.progressed:
         return False
@@ -170,7 +170,7 @@ class RenewalQueue:
         self.schedule.plan(grant)
 
     def needs_listening(self, now: float) -> bool:
-        """Return whether it is time to listen for evictions, because those of some leases would be missed."""
+        """Return whether to start listening for evictions, because evictions of some leases would be missed."""
         return (
             self.listens and now - self._held_since >= LISTEN_AFTER and self.listeners.is_missing(self.schedule.places)
         )
@@ -189,13 +189,13 @@ class RenewalQueue:
             and grant.place.evictions == channel
             and (name is None or any(row == name for row, _ in grant.rows))
         ]
-        # A renewal reports an eviction too, and takes no time from other leases: renew those that the heartbeat renews
-        # anyway, and check the others without renewing.
+        # A renewal also reports an eviction, and takes no time from other leases. So renew the leases that the heartbeat renews
+        # anyway, and check the others without renewing them.
         for grant in found:
             if grant.heartbeat == "auto" and not grant.renewal_pending:
                 self._enqueue(grant)
             elif grant not in self._due.get(_get_batch(grant), {}):
-                # Its renewal has been sent, maybe before the eviction: check it separately.
+                # Its renewal has been sent, possibly before the eviction, so check the lease separately.
                 self._suspects[grant] = None
         return bool(found)
 
@@ -243,18 +243,18 @@ class RenewalQueue:
         return bool(due), [(grant, self.drop(grant)) for grant in over]
 
     def pick(self, now: float) -> HeartbeatTask | None:
-        """Return the next task. It stays out of the queue until its result is recorded."""
+        """Return the next task, which is not in the queue again until its result is recorded."""
         while self._due:
             batch, waiting = next(iter(self._due.items()))
             grants = list(islice(waiting, BATCH))
             for grant in grants:
                 del waiting[grant]
             del self._due[batch]
-            if waiting:  # the rest of the batch goes to the end, so that other tables get their turn
+            if waiting:  # the rest of the batch is moved to the end, so that the leases of other tables are renewed too
                 self._due[batch] = waiting
             if grants:
                 return RenewTask(*batch, {grant: self._requests.pop(grant, None) for grant in grants})
-        # After the renewals: a client that floods the channel with notifications must not delay them.
+        # Checks come after the renewals, because a client that floods the channel with notifications must not delay renewals.
         if (check := self._check()) is not None:
             return check
         self.releases = [ending for ending in self.releases if now < ending.until]
@@ -279,13 +279,13 @@ class RenewalQueue:
 
     def note_listening(self, task: ListenTask) -> list[Wake]:
         """Record that a channel is listened to or not, and return the callbacks to call."""
-        # Evictions before the LISTEN were not announced to this connection: check the leases.
+        # This connection did not receive notifications of evictions before the LISTEN, so check the leases.
         if task.on:
             self.check_later(task.channel)
         return self.listeners.note_change(task)
 
     def _check(self) -> CheckTask | None:
-        # A check without a response is not repeated: when the next connection listens, all leases are checked.
+        # A check without a response is not repeated, because all leases are checked when the next connection listens.
         self._suspects = {grant: None for grant in self._suspects if grant in self.schedule}
         if not self._suspects:
             return None
@@ -334,7 +334,7 @@ class RenewalQueue:
                     self._due.setdefault(_get_batch(grant), {})[grant] = None
         elif isinstance(task, ReleaseTask) and task.plan_retry(now):
             self.releases.append(task)
-        # No response means unknown, not lost: each grant is retried until its own deadline, and only that ends it.
+        # Without a response the state is unknown, not lost, so the renewal of each grant is retried until its own deadline.
         due = [grant for waiting in self._due.values() for grant in waiting]
         for grant in due:
             grant.note_unanswered()

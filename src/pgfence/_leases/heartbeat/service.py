@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pgfence.errors import LossReason
 
 TICK = 1.0
-"""The longest sleep in seconds. Short, because a sleeping thread does not notice that the host was suspended."""
+"""The longest sleep in seconds. It is short, because a sleeping thread does not notice that the host was suspended."""
 
 
 class HeartbeatService:
@@ -106,7 +106,7 @@ class HeartbeatService:
             self.drop(grant)
 
     def renew(self, grant: Grant, ttl: float | None, done: tasks.Done) -> None:
-        """Renew a grant now, in turn with the heartbeat's own renewals. A new TTL applies from now on.
+        """Renew a grant now, in the order of the heartbeat's own renewals. A new TTL applies from now on.
 
         `done` is called once, on a heartbeat thread; it must be quick and must not take a heartbeat lock. It receives None if
         the lease was renewed, `LockLostError` if it is lost, `LockNotHeldError` if it was released in the meantime,
@@ -128,7 +128,7 @@ class HeartbeatService:
     def forget_later(
         self, place: TableNames, name: str, lease_id: UUID, seconds: float, family: LeaseKind = "lease"
     ) -> None:
-        """End a grant whose response was lost, by its id, in the background; for at most `seconds`, which is its TTL."""
+        """End a grant whose response was lost, by its id, in the background. Stop after `seconds`, which is its TTL."""
         args = name, name, str(lease_id)
         self.end_later(tasks.RevokeTask(place, lambda sql: sql.forget_late, args, clock() + seconds, family))
 
@@ -172,7 +172,7 @@ class HeartbeatService:
     def _wake_timer(self) -> None:
         """Start the timer thread, or wake it if something is due before it would wake up."""
         if self._timer is None:
-            # A thread without I/O: a blocked event loop, an exhausted pool or a hung server cannot keep it from marking a
+            # This thread does no I/O, so a blocked event loop, an exhausted pool or a hung server cannot keep it from marking a
             # lease as lost at its deadline.
             self._timer = threads.start("pgfence-heartbeat", self._run_timer)
         elif min(self._queue.schedule.next(), self._cut_at) < self._wakes_at:
@@ -190,7 +190,7 @@ class HeartbeatService:
         if self._ending:
             return
         if self._connection is None:
-            # Only when there is something to send: a lease that ends before its first renewal opens no connection.
+            # It starts only if there is something to send, so a lease that ends before its first renewal opens no connection.
             self._connection = choose_heartbeat_connection(self.engine, self.config, self._on_notify)
             self._thread = threads.start("pgfence-link", self._run_worker, self._connection)
         elif self._task is None:
@@ -215,13 +215,13 @@ class HeartbeatService:
                         return
                     self._sleep(now)
                     continue
-            # Without the lock: a loss calls the application's listeners, which may call the heartbeat.
+            # The lock is not held here, because a loss calls the application's listeners, which may call the heartbeat.
             for grant, request in over:
                 grant.expire()
                 if request is not None:
                     request.finish(ended_error(grant))
             if hung is not None:
-                # The worker cannot enforce its own time limit: it is blocked in the driver until the socket is shut down.
+                # The worker cannot enforce its own time limit, because it is blocked in the driver until the socket is shut down.
                 hung.abort()
             if stuck is not None:
                 self._note_failure(stuck, TimeoutError("no connection in time"))
@@ -234,8 +234,8 @@ class HeartbeatService:
         link, task = self._connection, self._task
         if link.session is not None:
             return link, None
-        # A connection that is being opened has no socket yet to shut down, so its thread is abandoned: the next task starts
-        # another one, and this thread ends when it finds that its connection was replaced.
+        # A connection that is being opened has no socket yet to shut down, so its thread is abandoned. The next task starts
+        # another thread, and this one ends when it finds that its connection was replaced.
         self._connection = self._task = None
         return link, task
 
@@ -263,7 +263,7 @@ class HeartbeatService:
     def _wait(self, link: HeartbeatConnection, seconds: float) -> None:
         try:
             link.wait(seconds)
-        except Exception:  # the connection is broken: the next task opens another
+        except Exception:  # the connection is broken, so the next task opens another one
             log.debug("the heartbeat's connection failed while idle", exc_info=True)
             link.close_connection()
 
@@ -271,7 +271,7 @@ class HeartbeatService:
         try:
             if not link.live:
                 link.open()
-            if self._connection is not link:  # abandoned while it opened: another thread has the task now
+            if self._connection is not link:  # abandoned while opening; another thread has the task now
                 return
             task.run(
                 link,
@@ -318,7 +318,7 @@ class HeartbeatService:
                 self._needed = now
                 return min([TICK * 60, *(max(0.0, ending.at - now) for ending in self._queue.releases)])
             if self._disposed or now - self._needed > LINGER:
-                # Decide and reset under one lock: a task that is queued after this starts a new worker.
+                # This is decided and reset under one lock, so that a task that is queued later starts a new worker.
                 self._connection = None
                 self._changed.notify()
                 return None
@@ -369,7 +369,7 @@ class HeartbeatService:
     def _on_notify(self, channel: str, payload: str) -> None:
         with self._lock:
             wakes = self._queue.listeners.waiters_of(channel, payload)
-            # Only a hint, so check the server: other schemas share the channel, and any role can send a notification.
+            # This is only a hint, so query the server. Other schemas share the channel, and any role can send a notification.
             if self._queue.check_later(channel, payload):
                 self._ensure_worker()
         for wake in wakes:

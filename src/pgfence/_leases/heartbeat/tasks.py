@@ -100,7 +100,7 @@ class RenewTask(HeartbeatTask):
 
     def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
         grants = list(self.requests)
-        # Reset before the statement is sent: progress that is reported while it runs counts for the next renewal.
+        # This is reset before the statement is sent, so that progress during the statement counts for the next renewal.
         for grant in grants:
             grant.progressed = False
         lists = (*_list_rows(grants), [self.get_ttl(grant) for grant in grants for _ in grant.rows])
@@ -218,7 +218,10 @@ def leave_queue(place: TableNames, name: str, waiter: str, seconds: float) -> Re
 
 
 def report_failure(engine: Engine, events: EventHub, task: HeartbeatTask, error: Exception, *, first: bool) -> None:
-    """Log the first of several failures in a row, and emit an event for each lease that was not renewed. Not under a lock."""
+    """Log the first of several failures in a row, and emit an event for each lease that was not renewed.
+
+    The caller must not hold a lock.
+    """
     if first:
         where, fields = describe_server(engine), build_log_fields("renewal_failed")
         log.warning("no response from %s, retrying until the deadlines of the leases: %s", where, error, extra=fields)
@@ -266,7 +269,7 @@ class NotifyListeners:
         self._waiters: dict[str, dict[str, list[Wake]]] = {}
         self._places: dict[str, TableNames] = {}
         self._on: dict[str, float] = {}
-        """When each channel's last user left; 0 while it has one."""
+        """When the last user of each channel left; 0 while it has a user."""
         self.deaf = False
         """Whether the connection, which may go through a pooler, receives no notifications."""
 
@@ -343,7 +346,8 @@ class NotifyListeners:
 
     def note_change(self, listening: ListenTask) -> list[Wake]:
         """Record that a channel is listened to or not, and return the callbacks to call."""
-        # A notification sent before LISTEN was never delivered, so every waiter of the channel must look again.
+        # A notification that was sent before LISTEN was not delivered, so every waiter of the channel must query the server
+        # again.
         if not listening.on:
             self._on.pop(listening.channel, None)
             return []
