@@ -70,7 +70,8 @@ def test_upgrading_lists_each_version_of_the_tables() -> None:
     assert listed == [str(version) for version in range(1, storage.VERSION + 1)]
 
 
-def test_upgrading_lists_each_sqlstate() -> None:
+@pytest.mark.parametrize("page", ["upgrading", "it-is-stuck"])
+def test_a_page_lists_each_sqlstate(page: str) -> None:
     """The page names the SQLSTATEs that reach a client, and no other."""
     used = {
         state
@@ -78,7 +79,7 @@ def test_upgrading_lists_each_sqlstate() -> None:
         if file.suffix in {".py", ".sql"}
         for state in re.findall(r"PF\d{3}", file.read_text(encoding="utf-8"))
     }
-    assert set(re.findall(r"PF\d{3}", read_page("upgrading"))) == used - INTERNAL
+    assert set(re.findall(r"PF\d{3}", read_page(page))) == used - INTERNAL
 
 
 def test_logging_lists_each_logger() -> None:

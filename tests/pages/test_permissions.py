@@ -124,9 +124,9 @@ USES: dict[str, Callable[[Engine], object]] = {
     "`IdempotentEffect`, the middlewares": run_effect,
     "[`pgfence ps`](who-holds-what.md), for all that it can list": list_holds,
     "[`pgfence purge`](purge-keys.md)": monitoring.purge,
-    "[`pgfence keys`](stuck-keys.md)": monitoring.stuck_keys,
-    "[`pgfence keys free`](stuck-keys.md)": free_key,
-    "[`pgfence evict`](evict-a-holder.md)": evict,
+    "[`pgfence keys`](it-is-stuck.md#free-a-stuck-idempotency-key)": monitoring.stuck_keys,
+    "[`pgfence keys free`](it-is-stuck.md#free-a-stuck-idempotency-key)": free_key,
+    "[`pgfence evict`](it-is-stuck.md#evict-a-holder)": evict,
     "[`pgfence audit`](../reference/cli.md#pgfence-audit)": monitoring.audit,
     "reading the state of a lease (`holders()`, `is_held()`)": lambda engine: Lease(engine, "held", ttl=5).holders(),
 }

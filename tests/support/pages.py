@@ -4,6 +4,9 @@ Blocks marked `python` run in order, in one namespace, `await` at the top includ
 in `# worker.py`, is saved under that name instead. Blocks marked `console` run in a shell,
 `$` before each command, and print what stands under it (`...` for anything). A comment that starts with `<!-- run` holds
 Python that a reader need not see.
+
+On a page with `<!-- generated output -->`, the output is what the commands have printed, written by `python pages.py --write PAGE`;
+it may differ from that of another run in its numbers only.
 """
 
 from __future__ import annotations
@@ -23,10 +26,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import psycopg
 from sqlalchemy import make_url
 
-from pgfence import schema
+from pgfence import embedded, schema
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _TESTS = Path(__file__).parents[1]
 PROGRAMS = [str(_TESTS.parent / "docs" / "examples"), str(_TESTS / "typing" / "uses")]
@@ -34,6 +37,7 @@ PROGRAMS = [str(_TESTS.parent / "docs" / "examples"), str(_TESTS / "typing" / "u
 
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$|^<!-- run\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# (\w+\.py)\n")
+_GENERATED = "<!-- generated output -->"
 _LOOSE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -81,13 +85,14 @@ def install(dsn: str) -> None:
         connection.execute(schema.sql().encode())
 
 
-def run(page: Path) -> None:
+def run(page: Path, check: Callable[[Path, Block, str], None] | None = None) -> None:
     """Run the blocks of a page; a failure shows the page's own file and line."""
+    check = check or _check_output
     module = sys.modules["page"] = ModuleType("page")
     with asyncio.Runner() as runner:
         for block in blocks(page):
             if block.kind == "console":
-                _run_console(page, block)
+                check(page, block, _run_console(block))
                 continue
             if named := _FILE.match(block.code):
                 Path(named[1]).write_text(block.code, encoding="utf-8")
@@ -99,15 +104,49 @@ def run(page: Path) -> None:
                 runner.run(outcome)
 
 
-def _run_console(page: Path, block: Block) -> None:
-    lines = block.code.splitlines(keepends=True)
-    script = "".join(line[2:] for line in lines if line.startswith("$ "))
-    wanted = "".join(line for line in lines if not line.startswith("$ "))
+def write(page: Path) -> None:
+    """Write what its commands print to a page, from a new server."""
+    with embedded.server(fsync=False) as url:
+        os.environ.update(environment(url.replace("+psycopg", "")))
+        run(page, _write_output)
+
+
+def _run_console(block: Block) -> str:
+    script = "".join(line[2:] for line in block.code.splitlines(keepends=True) if line.startswith("$ "))
     shell = ["bash", "-c", script]
     done = subprocess.run(shell, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
-    if not doctest.OutputChecker().check_output(wanted, done.stdout, _LOOSE):
-        raise AssertionError(f"{page}:{block.line}: wanted\n{wanted}\ngot\n{done.stdout}")
+    return done.stdout
+
+
+def _check_output(page: Path, block: Block, output: str) -> None:
+    wanted = "".join(line for line in block.code.splitlines(keepends=True) if not line.startswith("$ "))
+    if _GENERATED in page.read_text(encoding="utf-8"):
+        same = _shape(wanted) == _shape(_hide_machine(output))
+    else:
+        same = doctest.OutputChecker().check_output(wanted, output, _LOOSE)
+    if not same:
+        raise AssertionError(f"{page}:{block.line}: wanted\n{wanted}\ngot\n{output}")
+
+
+def _write_output(page: Path, block: Block, output: str) -> None:
+    commands = "".join(line for line in block.code.splitlines(keepends=True) if line.startswith("$ "))
+    content = page.read_text(encoding="utf-8")
+    assert content.count(block.code) == 1, block.code
+    page.write_text(content.replace(block.code, commands + _hide_machine(output)), encoding="utf-8")
+
+
+def _hide_machine(output: str) -> str:
+    """Replace the role and the address of the tests by others."""
+    shown = re.sub(rf"\b{re.escape(os.environ['PGUSER'])}@[\w.:-]+", "shop@10.0.0.7", output)
+    return shown.replace("127.0.0.1", "10.0.0.7")
+
+
+def _shape(output: str) -> list[str]:
+    return re.sub(r"-?\d[\d.]*(m\d+)?", "0", output).split()
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    if sys.argv[1] == "--write":
+        write(Path(sys.argv[2]))
+    else:
+        run(Path(sys.argv[1]))
