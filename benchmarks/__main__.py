@@ -32,6 +32,7 @@ SCENARIOS = (
     "fence_growth",
     "versions",
     "idempotency",
+    "ps",
     "purge",
     "middleware",
     "lock_or_version",

@@ -218,14 +218,13 @@ def _check_choices(given: str | Sequence[str] | None, what: str, choices: tuple[
 
 
 def look(connection: Connection, query: HoldQuery) -> Listing:
-    """Return the list. Two round trips: what the role may read, and the list."""
-    return build_listing(query, *look_with(connection, query, statements.probe(connection, query.place)))
-
-
-def look_with(connection: Connection, query: HoldQuery, access: Access) -> tuple[Access, list[HoldRow], list[WaitRow]]:
-    """Return what the role may read, the holds and the waits. One round trip."""
-    known = replace(query, known=list_known_keys(access.database))
-    return access, *statements.look(connection, known, access)
+    """Return the list. Two round trips in one transaction: what the role may read, and the list."""
+    # Committed, because psycopg drops its prepared statements at a rollback, and planning takes as long as executing.
+    with connection.begin():
+        access = statements.probe(connection, query.place)
+        known = replace(query, known=list_known_keys(access.database))
+        holds, waits = statements.look(connection, known, access)
+    return build_listing(query, access, holds, waits)
 
 
 def build_listing(query: HoldQuery, access: Access, holds: list[HoldRow], waits: list[WaitRow]) -> Listing:

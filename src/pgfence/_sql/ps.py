@@ -30,8 +30,11 @@ MANY_KEYS = 200_000
 _TABLES = {"lease": "kind", "gate": "resource", "idempotency_key": "locked_until", "lock_name": "key"}
 """The tables that are read if they exist and may be read, each with a column that its needed version has."""
 MISSING, DENIED = -2, -1
+# Until the transaction ends. The planner knows nothing about the size of pg_locks: nested loops over it would take minutes, and
+# their estimated costs would make it compile the statement.
+_SETTINGS = "pg_catalog.set_config('enable_nestloop', 'off', true), pg_catalog.set_config('jit', 'off', true)"
 _PROBE = (
-    "SELECT pg_catalog.pg_has_role('pg_read_all_stats', 'MEMBER'), pg_catalog.current_database(), pg_catalog.json_object_agg(w.name, CASE"
+    f"SELECT {_SETTINGS}, pg_catalog.pg_has_role('pg_read_all_stats', 'MEMBER'), pg_catalog.current_database(), pg_catalog.json_object_agg(w.name, CASE"
     f" WHEN c.oid IS NULL THEN {MISSING} WHEN NOT pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE')"
     f" OR NOT pg_catalog.has_table_privilege(c.oid, 'SELECT') THEN {DENIED} ELSE GREATEST(c.reltuples, 0) END)::text"
     " FROM (VALUES {values}) AS w(name, relation, field) LEFT JOIN pg_catalog.pg_class AS c ON c.oid = (SELECT t.oid"
@@ -69,39 +72,48 @@ _HELD = (
     f" ELSE COALESCE(known.kind, CASE WHEN {_OUTSIDE} THEN 'session' ELSE 'transaction' END) END AS kind,"
     " COALESCE(n.name, s.name, g.name, known.name) AS name, NULL::text AS scope, h.value, h.space, c.pair,"
     " CASE h.mode WHEN 'ShareLock' THEN 'shared' ELSE 'exclusive' END AS mode,"
-    " CASE WHEN p.gid IS NOT NULL THEN pg_catalog.concat('prepared transaction ', p.gid) END AS owner,"
-    f" COALESCE(CASE WHEN {_MINE} THEN s.host END, a.host) AS host, CASE WHEN {_MINE} THEN s.pid END AS pid,"
-    " h.pid AS backend_pid, a.application_name, a.usename::text AS usename, NULL::text AS purpose,"
+    " CASE WHEN h.gid IS NOT NULL THEN pg_catalog.concat('prepared transaction ', h.gid) END AS owner,"
+    f" COALESCE(CASE WHEN {_MINE} THEN s.host END, h.host) AS host, CASE WHEN {_MINE} THEN s.pid END AS pid,"
+    " h.pid AS backend_pid, h.application_name, h.usename::text AS usename, NULL::text AS purpose,"
     f" CASE WHEN {_MINE} THEN s.token END AS token,"
-    f" COALESCE(CASE WHEN {_MINE} THEN s.acquired_at END, a.xact_start, a.state_change, p.prepared) AS since,"
+    f" COALESCE(CASE WHEN {_MINE} THEN s.acquired_at END, h.since) AS since,"
     " NULL::timestamptz AS expires_at, CASE WHEN h.pid IS NULL THEN 'prepared' WHEN b.pid IS NOT NULL THEN 'waiting'"
-    f" ELSE COALESCE(a.state, CASE WHEN {_OUTSIDE} THEN 'idle' ELSE 'in transaction' END) END AS state,"
-    " w.value IS NOT NULL AS waited"
-    " FROM locks AS h"
+    f" ELSE COALESCE(h.state, CASE WHEN {_OUTSIDE} THEN 'idle' ELSE 'in transaction' END) END AS state,"
+    " h.waited FROM (SELECT h.*, a.application_name, a.host, a.usename, a.state, p.gid,"
+    " COALESCE(a.xact_start, a.state_change, p.prepared) AS since, w.value IS NOT NULL AS waited FROM locks AS h"
     " LEFT JOIN activity AS a ON a.pid = h.pid"
     " LEFT JOIN prepared AS p ON h.pid IS NULL AND p.vx = h.vx"
+    " LEFT JOIN wanted AS w ON w.value = h.value AND w.space = h.space"
+    " WHERE h.ours AND h.granted"
+    " AND NOT EXISTS (SELECT FROM parts AS x WHERE x.vx = h.vx AND x.space = h.space AND x.value = h.value){first}) AS h"
     " LEFT JOIN claims AS c ON c.vx = h.vx AND c.value = h.value AND h.space = 1"
     " LEFT JOIN (SELECT DISTINCT k.pid FROM locks AS k WHERE NOT k.granted) AS b ON b.pid = h.pid"
-    " LEFT JOIN wanted AS w ON w.value = h.value AND w.space = h.space"
     " LEFT JOIN known ON known.value = h.value AND known.space = h.space"
     " LEFT JOIN {lock_name} AS n ON n.key = h.value AND h.space = 1"
     " LEFT JOIN {session_locks} AS s ON s.lock_key = h.value AND h.space = 1"
     " LEFT JOIN {gates} AS g ON g.value = h.value AND h.space = 1 AND n.name IS NULL"
-    " WHERE h.ours AND h.granted"
-    " AND NOT EXISTS (SELECT FROM parts AS x WHERE x.vx = h.vx AND x.space = h.space AND x.value = h.value)"
+)
+# Without filters, the first rows are enough: the other joins only add to them.
+_FIRST = " ORDER BY waited DESC, since NULLS LAST, h.value LIMIT (SELECT q.rows FROM q)"
+_AT = "(SELECT q.at FROM q)"
+# The oldest of each branch are enough for the limit, and no more are passed on.
+_OLDEST = ' ORDER BY {since}, {name} COLLATE "C" LIMIT (SELECT q.rows FROM q)) AS {table}'
+_LEASE_KIND = "COALESCE(NULLIF(l.kind, 'session lock'), 'lease')"
+_LEASE_STATE = (
+    f"CASE WHEN l.released_at IS NOT NULL THEN 'min_hold' WHEN l.expires_at > {_AT} THEN 'held' ELSE 'lock_delay' END"
 )
 _LEASES = (
-    "SELECT COALESCE(NULLIF(l.kind, 'session lock'), 'lease'), l.name, NULL, NULL, NULL, NULL, 'exclusive', l.owner, l.host,"
+    f"SELECT {_LEASE_KIND}, l.name, NULL, NULL, NULL, NULL, 'exclusive', l.owner, l.host,"
     " l.pid, l.backend_pid, NULL, NULL, l.purpose, l.token, l.acquired_at,"
-    " CASE WHEN l.released_at IS NULL AND l.expires_at > q.at THEN LEAST(l.expires_at,"
-    " q.at + pg_catalog.make_interval(secs => l.ttl)) ELSE l.free_at END,"
-    " CASE WHEN l.released_at IS NOT NULL THEN 'min_hold' WHEN l.expires_at > q.at THEN 'held' ELSE 'lock_delay' END, false"
-    " FROM q, {lease} AS l WHERE l.free_at > q.at OR l.released_at IS NULL AND l.expires_at > q.at"
+    f" CASE WHEN l.released_at IS NULL AND l.expires_at > {_AT} THEN LEAST(l.expires_at,"
+    f" {_AT} + pg_catalog.make_interval(secs => l.ttl)) ELSE l.free_at END, {_LEASE_STATE}, false"
+    f" FROM (SELECT * FROM {{lease}} AS l WHERE (l.free_at > {_AT} OR l.released_at IS NULL AND l.expires_at > {_AT})"
 )
+_ATTEMPT_STATE = f"CASE WHEN k.locked_until > {_AT} THEN 'running' ELSE 'lost' END"
 _ATTEMPTS = (
     "SELECT 'idempotency', k.key, k.scope, NULL, NULL, NULL, 'exclusive', k.owner, k.host, k.pid, NULL, NULL, NULL, NULL,"
-    " k.attempt, k.created_at, k.locked_until, CASE WHEN k.locked_until > q.at THEN 'running' ELSE 'lost' END, false"
-    " FROM q, {idempotency_key} AS k WHERE k.status = 'in_progress' AND k.locked_until IS NOT NULL"
+    f" k.attempt, k.created_at, k.locked_until, {_ATTEMPT_STATE}, false"
+    " FROM (SELECT * FROM {idempotency_key} AS k WHERE k.status = 'in_progress' AND k.locked_until IS NOT NULL"
 )
 _SESSION_LOCKS = (
     "(SELECT l.lock_key, l.name, l.kind, l.backend_pid, l.host, l.pid, l.token, l.acquired_at"
@@ -124,15 +136,8 @@ _QUERY = (
     " known AS (SELECT * FROM ROWS FROM (pg_catalog.unnest(CAST({6} AS bigint[])), pg_catalog.unnest(CAST({7} AS integer[])),"
     " pg_catalog.unnest(CAST({8} AS text[])), pg_catalog.unnest(CAST({9} AS text[]))) AS k(value, space, name, kind)), "
     + _LOCKS
-    + ", holds AS ({parts}), shown AS (SELECT h.*, pg_catalog.replace(CASE WHEN pg_catalog.starts_with(h.name, q.namespace)"
-    " AND h.scope IS NULL THEN pg_catalog.substr(h.name, pg_catalog.length(q.namespace) + 1) ELSE h.name END,"
-    " pg_catalog.chr(31), ':') AS label, pg_catalog.replace(CASE WHEN pg_catalog.starts_with(h.scope, q.namespace)"
-    " THEN pg_catalog.substr(h.scope, pg_catalog.length(q.namespace) + 1) ELSE h.scope END, pg_catalog.chr(31), ':') AS label_scope"
-    " FROM holds AS h, q),"
-    " top AS MATERIALIZED (SELECT t.* FROM shown AS t, q WHERE (q.kinds IS NULL OR t.kind = ANY (q.kinds))"
-    " AND (q.states IS NULL OR t.state = ANY (q.states)) AND (q.prefix = ''"
-    " OR pg_catalog.starts_with(pg_catalog.concat(t.label_scope || ':', t.label), q.prefix))"
-    " ORDER BY t.waited DESC, t.since NULLS LAST, t.label_scope, t.label, t.value, t.backend_pid LIMIT (SELECT q.rows FROM q)),"
+    + ", holds AS ({parts}), top AS MATERIALIZED (SELECT t.*, {label} AS label, {label_scope} AS label_scope FROM holds AS t{where}"
+    ' ORDER BY t.waited DESC, t.since NULLS LAST, t.scope COLLATE "C", t.name COLLATE "C", t.value, t.backend_pid LIMIT (SELECT q.rows FROM q)),'
     " chain(root, pid, depth) AS (SELECT r.backend_pid, b.pid, 1 FROM (SELECT DISTINCT t.backend_pid FROM top AS t"
     " WHERE t.state = 'waiting') AS r, pg_catalog.unnest(pg_catalog.pg_blocking_pids(r.backend_pid)) AS b(pid)"
     " UNION SELECT c.root, b.pid, c.depth + 1 FROM chain AS c, pg_catalog.unnest(pg_catalog.pg_blocking_pids(c.pid)) AS b(pid)"
@@ -142,7 +147,7 @@ _QUERY = (
     f" {microseconds_sql('t.expires_at')}, t.state, (SELECT pg_catalog.json_agg(c.pid ORDER BY c.depth, c.pid) FROM"
     " (SELECT c.pid, pg_catalog.min(c.depth) AS depth FROM chain AS c WHERE c.root = t.backend_pid AND c.pid <> c.root"
     " GROUP BY c.pid) AS c))"
-    " ORDER BY t.waited DESC, t.since NULLS LAST, t.label_scope, t.label, t.value, t.backend_pid) FROM top AS t)::text,"
+    ' ORDER BY t.waited DESC, t.since NULLS LAST, t.scope COLLATE "C", t.name COLLATE "C", t.value, t.backend_pid) FROM top AS t)::text,'
     " (SELECT pg_catalog.json_agg(pg_catalog.json_build_array(COALESCE(k.pid, t.pid), k.value, k.space, t.ticket,"
     f" CASE WHEN t.ticket IS NULL THEN {microseconds_sql('(q.at - k.waitstart)')} ELSE t.waited * 1e6 END, k.mode,"
     " a.application_name, a.host, a.usename)) FROM (SELECT * FROM locks AS w WHERE w.ours AND NOT w.granted) AS k"
@@ -246,7 +251,9 @@ def probe(connection: Connection, place: TableNames) -> Access:
         f" {quote_literal(place.schema)})"
     )
     text = _PROBE.format(values=values, schema=there)
-    all_stats, database, tables = connection.exec_driver_sql(text, execution_options={"no_parameters": True}).one()
+    _, _, all_stats, database, tables = connection.exec_driver_sql(
+        text, execution_options={"no_parameters": True}
+    ).one()
     return Access(all_stats, database, json.loads(tables))
 
 
@@ -259,15 +266,29 @@ def look(connection: Connection, query: HoldQuery, access: Access) -> tuple[list
         _HELD.format(
             lock_name=names["lock_name"] if access.is_readable("lock_name") else _NO_NAMES,
             session_locks=(_SESSION_LOCKS if access.is_readable("lease") else _NO_SESSION_LOCKS).format(**names),
+            first="" if query.kinds or query.states or query.prefix else _FIRST,
             gates=(_GATES if access.is_readable("gate") else _NO_GATES).format(**names),
         )
     ]
     if access.is_readable("lease"):
-        parts.append(_LEASES.format(**names))
+        filters = _build_filters(query, _LEASE_KIND, _LEASE_STATE, _label("l.name"))
+        parts.append(
+            f"{_LEASES.format(**names)}{filters}{_OLDEST.format(since='l.acquired_at', name='l.name', table='l')}"
+        )
     if should_list_attempts(query, access):
-        parts.append(_ATTEMPTS.format(**names))
-    marks = [mark(style, n) for n in range(10)]
-    text = _QUERY.format(*marks, parts=" UNION ALL ".join(parts))
+        scoped = f"pg_catalog.concat({_label('k.scope')}, ':', k.key)"
+        filters = _build_filters(query, "'idempotency'", _ATTEMPT_STATE, scoped)
+        parts.append(
+            f"{_ATTEMPTS.format(**names)}{filters}{_OLDEST.format(since='k.created_at', name='k.key', table='k')}"
+        )
+    shown = f"pg_catalog.concat({_label('t.scope')} || ':', {_label('t.name')})"
+    text = _QUERY.format(
+        *[mark(style, n) for n in range(10)],
+        parts=" UNION ALL ".join(parts),
+        label=f"CASE WHEN t.scope IS NULL THEN {_label('t.name')} ELSE t.name END",
+        label_scope=_label("t.scope"),
+        where=_build_filters(query, "t.kind", "t.state", shown).replace(" AND ", " WHERE ", 1),
+    )
     args = _build_arguments(query)
     with translate_text_errors(connection, args):
         holds, waits = connection.exec_driver_sql(text, args).one()
@@ -275,6 +296,27 @@ def look(connection: Connection, query: HoldQuery, access: Access) -> tuple[list
         [HoldRow(*row) for row in json.loads(holds or "[]")],
         [WaitRow(*row) for row in json.loads(waits or "[]")],
     )
+
+
+def _label(name: str) -> str:
+    """Return the SQL expression for a stored name as the list shows it: without the configured namespace."""
+    bare = (
+        f"CASE WHEN pg_catalog.starts_with({name}, (SELECT q.namespace FROM q))"
+        f" THEN pg_catalog.substr({name}, (SELECT pg_catalog.length(q.namespace) + 1 FROM q)) ELSE {name} END"
+    )
+    return f"pg_catalog.replace({bare}, pg_catalog.chr(31), ':')"
+
+
+def _build_filters(query: HoldQuery, kind: str, state: str, label: str) -> str:
+    """Return the conditions that choose rows, each with AND before it; only those that are needed."""
+    conditions = []
+    if query.kinds is not None:
+        conditions.append(f"{kind} = ANY (CAST((SELECT q.kinds FROM q) AS text[]))")
+    if query.states is not None:
+        conditions.append(f"{state} = ANY (CAST((SELECT q.states FROM q) AS text[]))")
+    if query.prefix:
+        conditions.append(f"pg_catalog.starts_with({label}, (SELECT q.prefix FROM q))")
+    return "".join(f" AND {condition}" for condition in conditions)
 
 
 def should_list_attempts(query: HoldQuery, access: Access) -> bool:
