@@ -271,22 +271,22 @@ def look(connection: Connection, query: HoldQuery, access: Access) -> tuple[list
         )
     ]
     if access.is_readable("lease"):
-        filters = _build_filters(query, _LEASE_KIND, _LEASE_STATE, _label("l.name"))
+        filters = _build_filters(query, _LEASE_KIND, _LEASE_STATE, _label_sql("l.name"))
         parts.append(
             f"{_LEASES.format(**names)}{filters}{_OLDEST.format(since='l.acquired_at', name='l.name', table='l')}"
         )
     if should_list_attempts(query, access):
-        scoped = f"pg_catalog.concat({_label('k.scope')}, ':', k.key)"
+        scoped = f"pg_catalog.concat({_label_sql('k.scope')}, ':', k.key)"
         filters = _build_filters(query, "'idempotency'", _ATTEMPT_STATE, scoped)
         parts.append(
             f"{_ATTEMPTS.format(**names)}{filters}{_OLDEST.format(since='k.created_at', name='k.key', table='k')}"
         )
-    shown = f"pg_catalog.concat({_label('t.scope')} || ':', {_label('t.name')})"
+    shown = f"pg_catalog.concat({_label_sql('t.scope')} || ':', {_label_sql('t.name')})"
     text = _QUERY.format(
         *[mark(style, n) for n in range(10)],
         parts=" UNION ALL ".join(parts),
-        label=f"CASE WHEN t.scope IS NULL THEN {_label('t.name')} ELSE t.name END",
-        label_scope=_label("t.scope"),
+        label=f"CASE WHEN t.scope IS NULL THEN {_label_sql('t.name')} ELSE t.name END",
+        label_scope=_label_sql("t.scope"),
         where=_build_filters(query, "t.kind", "t.state", shown).replace(" AND ", " WHERE ", 1),
     )
     args = _build_arguments(query)
@@ -298,7 +298,7 @@ def look(connection: Connection, query: HoldQuery, access: Access) -> tuple[list
     )
 
 
-def _label(name: str) -> str:
+def _label_sql(name: str) -> str:
     """Return the SQL expression for a stored name as the list shows it: without the configured namespace."""
     bare = (
         f"CASE WHEN pg_catalog.starts_with({name}, (SELECT q.namespace FROM q))"
