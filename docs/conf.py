@@ -110,7 +110,7 @@ signature_aliases = {
     "OnFailure": "Literal['free', 'lapse']",
     "OnMismatch": "Literal['raise', 'stored']",
     "PoolerSetting": "Literal['auto', 'direct', 'session', 'transaction']",
-    "Process": "int | Any",
+    "Process": "int | subprocess.Popen | multiprocessing.Process",
     "SameCall": "Callable",
     "Scope": "MutableMapping[str, Any]",
     "SyncSession": "Session | scoped_session",

@@ -48,7 +48,8 @@ def pgfence_server(pytestconfig: pytest.Config) -> Iterator[str]:
 @pytest.fixture
 def pgfence_namespace(request: pytest.FixtureRequest) -> str:
     """A namespace that no other test has, for `configure(engine, namespace=...)`. A LockKey keeps its own namespace."""
-    return f"{request.node.originalname[:40]}_{secrets.token_hex(4)}"
+    name = getattr(request.node, "originalname", request.node.name)
+    return f"{name[:40]}_{secrets.token_hex(4)}"
 
 
 @pytest.fixture
@@ -88,11 +89,13 @@ def pgfence_faults(request: pytest.FixtureRequest, _pgfence_engines: Engines) ->
 
 
 @pytest.fixture
-def pgfence_history(pgfence_server: str, _pgfence_engines: Engines) -> PgfenceHistory:
+def pgfence_history(pgfence_server: str, _pgfence_engines: Engines) -> Iterator[PgfenceHistory]:
     """An empty history of critical sections in the test database; see `pgfence.testing.PgfenceHistory`."""
     from pgfence.testing._history import PgfenceHistory
 
-    return PgfenceHistory(_pgfence_engines.get(pgfence_server))
+    history = PgfenceHistory(_pgfence_engines.get(pgfence_server))
+    yield history
+    history._drop()
 
 
 @pytest.fixture(scope="session")

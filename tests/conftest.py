@@ -136,9 +136,10 @@ def tables(dsn: str) -> None:
 
 @pytest.fixture(scope="session")
 def _monitor(pgfence_server: str) -> Iterator[Connection]:
-    engine = open_engine(pgfence_server, "monitor").execution_options(isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
+    engine = open_engine(pgfence_server, "monitor")
+    with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
         yield connection
+    engine.dispose()
 
 
 @pytest.fixture(autouse=True)

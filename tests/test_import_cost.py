@@ -16,6 +16,7 @@ OPTIONAL = (
     "greenlet",
     "psycopg",
     "psycopg2",
+    "pytest",
     "rich",
     "sqlalchemy.ext.asyncio",
 )
@@ -26,7 +27,7 @@ def python(program: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("module", ["pgfence", "pgfence.compat", "pgfence.embedded"])
+@pytest.mark.parametrize("module", ["pgfence", "pgfence.compat", "pgfence.embedded", "pgfence.testing"])
 def test_importing_pgfence_imports_no_optional_library(module: str) -> None:
     """Drivers, greenlet, Alembic and the command line's libraries load when they are used, not before."""
     program = f"import sys, sqlalchemy; before = {{*sys.modules}}; import {module}; print(*({{*sys.modules}} - before))"

@@ -15,7 +15,7 @@ def main() -> None:
     found = {each.name.lower().replace("_", "-") for each in distributions()} - INSTALLERS
     assert "pgfence" in found
     assert found <= ALLOWED, f"pip install pgfence also installs {sorted(found - ALLOWED)}"
-    program = "import pgfence; from pgfence import *; print(pgfence.LockKey.of('a').value)"
+    program = "import pgfence, pgfence.testing; from pgfence import *; print(pgfence.LockKey.of('a').value)"
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, stdout=subprocess.DEVNULL)
     command = Path(sys.executable).with_name("pgfence")
     done = subprocess.run([command, "run", "x", "--", "true"], capture_output=True, text=True, check=False)

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 HISTORY = "pgfence_test_history"
 
 CREATE_HISTORY = text(
-    f"CREATE TABLE IF NOT EXISTS {HISTORY} (id bigserial PRIMARY KEY, resource text NOT NULL, holder text NOT NULL,"
+    f"CREATE TABLE {HISTORY} (id bigserial PRIMARY KEY, resource text NOT NULL, holder text NOT NULL,"
     " what text NOT NULL, token bigint)"
 )
-CLEAR_HISTORY = text(f"DELETE FROM {HISTORY}")
+# A worker that still writes would keep the table locked.
+LIMIT_WAIT = text("SET LOCAL lock_timeout = '10s'")
+DROP_HISTORY = text(f"DROP TABLE IF EXISTS {HISTORY}")
 RECORD = text(
     f"INSERT INTO {HISTORY} (resource, holder, what, token) VALUES (:resource, :holder, :what, CAST(:token AS bigint))"
 )

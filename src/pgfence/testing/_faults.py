@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
+from sqlalchemy import make_url
 from sqlalchemy.exc import DBAPIError
 
 from pgfence._api.contexts import SafeContext
@@ -154,7 +155,12 @@ class PgfenceFaults:
     def url(self) -> str:
         """The URL of `pgfence_server` through a proxy. `cut` breaks the connections that use this URL."""
         if self._proxy is None:
-            self._proxy = Proxy(self._url())
+            url = self._url()
+            if make_url(url).host is None:
+                raise FaultUnavailableError(
+                    "only TCP connections can be cut, and the URL of pgfence_server has no host"
+                )
+            self._proxy = Proxy(url)
         return self._proxy.dsn
 
     def cut(self, *, silent: bool = False) -> AbstractContextManager[None, None]:

@@ -36,14 +36,14 @@ class PgfenceHistory:
             PgfenceHistory.leave(connection, "worker-1")
             connection.commit()
 
-    The fixture `pgfence_history` creates the table, deletes earlier rows, and returns an object of this class.
+    The fixture `pgfence_history` creates the table for one test and drops it afterwards.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._drop()
         with engine.begin() as connection:
             connection.execute(statements.CREATE_HISTORY)
-            connection.execute(statements.CLEAR_HISTORY)
 
     @overload
     @staticmethod
@@ -104,6 +104,11 @@ class PgfenceHistory:
         if wrong:
             raise AssertionError("the history is not that of an exclusive lock:\n" + "\n".join(wrong))
         return unfinished
+
+    def _drop(self) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(statements.LIMIT_WAIT)
+            connection.execute(statements.DROP_HISTORY)
 
     def _read(self) -> list[Entry]:
         with self._engine.connect() as connection:

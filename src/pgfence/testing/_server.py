@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from sqlalchemy import create_engine, make_url
-from sqlalchemy.pool import NullPool
 
 from pgfence._sql import testing as statements
 from pgfence.embedded._server import Server
@@ -31,8 +30,15 @@ def build_sync_url(url: str | URL) -> URL:
 
 
 def open_engine(url: str | URL, label: str = "pgfence_testing") -> Engine:
-    """Return an engine without a pool for the helpers of a test run, whose sessions have their own application_name."""
-    return create_engine(build_sync_url(url), poolclass=NullPool, connect_args={"application_name": label})
+    """Return an engine for the helpers of a test run, whose sessions have their own application_name."""
+    try:
+        return create_engine(
+            build_sync_url(url), pool_pre_ping=True, pool_size=2, connect_args={"application_name": label}
+        )
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"the fixtures of pgfence connect with {error.name}, which is not installed: pip install 'pgfence[psycopg]'"
+        ) from error
 
 
 @contextmanager
@@ -62,11 +68,15 @@ def create_database(dsn: str, label: str) -> Iterator[str]:
     """Create a database with a new name on a server, yield its URL for psycopg, and drop it."""
     name = f"pgfence_test_{secrets.token_hex(4)}_{label}"
     # CREATE DATABASE is not allowed in a transaction.
-    engine = open_engine(dsn).execution_options(isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        connection.exec_driver_sql(statements.build_create_database(name))
+    engine = open_engine(dsn)
+    autocommit = engine.execution_options(isolation_level="AUTOCOMMIT")
     try:
-        yield build_sync_url(dsn).set(database=name).render_as_string(hide_password=False)
+        with autocommit.connect() as connection:
+            connection.exec_driver_sql(statements.build_create_database(name))
+        try:
+            yield build_sync_url(dsn).set(database=name).render_as_string(hide_password=False)
+        finally:
+            with autocommit.connect() as connection:
+                connection.exec_driver_sql(statements.build_drop_database(name))
     finally:
-        with engine.connect() as connection:
-            connection.exec_driver_sql(statements.build_drop_database(name))
+        engine.dispose()
