@@ -76,7 +76,8 @@ def evict(
 
     Args:
         engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
-        name: the name, in the configured namespace; of a permit of the semaphore `NAME` it is `NAME#i`, as `holders()` shows.
+        name: the name, in the configured namespace; of a permit of the semaphore `NAME` it is `NAME#i`, as `holders()` shows; of a
+            partition it is `NAME/i`.
         reason: the reason, for the audit table; not empty.
         actor: the person or program that acts, for the audit table; None is this process's user and host.
         dry_run: whether to return only who would be evicted.
@@ -85,7 +86,7 @@ def evict(
         The holders that were evicted, or would be.
 
     Raises:
-        ValueError: the name, the reason or the actor cannot be used.
+        ValueError: the name, the reason or the actor cannot be used; or it is the name of a semaphore or of partitions.
         TypeError: one of these arguments is not a str, or the engine is not an engine.
         LockTimeoutError: a transaction that writes with the old token is still open; `holders` has the candidates. Nothing was
             done.

@@ -242,6 +242,16 @@ def test_an_application_that_configured_something_else_is_a_misuse(
     sys.modules.pop("evict_app")
 
 
+def test_the_name_of_a_semaphore_is_a_misuse(
+    name: str, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its permits have names of their own, which the message gives."""
+    lease(admin, f"{name}#1")
+    admin.execute("UPDATE pgfence_lease SET kind = 'permit' WHERE name = %s", [f"{name}#1"])
+    assert main(["evict", name, *WHY, "--yes"]) == 64
+    assert f"'{name}#1'" in capfd.readouterr().err
+
+
 @every_row(
     "words",
     [

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from sqlalchemy import create_engine
 
-from pgfence import monitoring, schema
+from pgfence import AsyncSemaphore, Semaphore, monitoring, schema
 from pgfence.config import configure
 from pgfence.errors import LockLostError, LockTimeoutError, SchemaError, StandbyError, UnreachableError
 from pgfence.keys import LockKey, qualify_name
@@ -500,3 +500,19 @@ async def test_a_session_of_another_database_is_left_alone(
     with elsewhere(server.dsn.rsplit("/", 1)[0] + "/neighbour", name) as session:
         assert list(await world.call(monitoring.evict, engine, name, reason="hung")) == []
         assert session.execute("SELECT 1").fetchone() == (1,)
+
+
+async def test_a_semaphore_is_evicted_by_its_permits(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """The name of a semaphore, or of partitions, has no holder of its own: the error gives a name that has one."""
+    engine = world.engine()
+    permit = await world.call(
+        world.pick(Semaphore, AsyncSemaphore)(engine, name, permits=2, ttl=30, heartbeat="manual").acquire
+    )
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match=f"is a semaphore, and each permit .* such as '{name}#1'"):
+            await world.call(monitoring.evict, engine, name, reason="hung", dry_run=dry_run)
+    (holder,) = await world.call(monitoring.evict, engine, f"{name}#1", reason="hung")
+    assert (holder.kind, holder.token) == ("permit", permit.token)
+    admin.execute("UPDATE pgfence_lease SET name = %s, kind = 'partition' WHERE name = %s", [f"{name}/0", f"{name}#1"])
+    with pytest.raises(ValueError, match="is a name of partitions"):
+        await world.call(monitoring.evict, engine, name, reason="hung")

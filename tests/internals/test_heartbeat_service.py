@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
@@ -18,6 +19,10 @@ from pgfence._process.clock import clock
 from pgfence._sql.storage import TableNames
 from pgfence.config import Config
 from pgfence.errors import LockLostError, LockNotHeldError, UnreachableError
+from support.leases import lease, rival
+from support.limits import set_limit
+from support.locking import background
+from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -530,3 +535,28 @@ async def test_the_connection_lasts_from_the_first_renewal_to_dispose(
     here.heartbeat._on_engine_disposed(here.heartbeat.engine)
     await eventually(lambda: here.heartbeat._connection is None)
     await eventually(lambda: here.heartbeat._timer is None)
+
+
+@pytest.mark.twins
+async def test_a_release_before_the_wait_listens_is_seen(
+    world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease that is released between the first attempt and the begin of listening is acquired without a notification."""
+    set_limit(monkeypatch, "LONGEST_SLEEP", 3600)
+    engine = world.engine()
+    assert rival(admin, name, 120)
+    assert rival(admin, f"{name}!", 120)
+    listen = HeartbeatService.listen
+
+    def release_and_listen(self: HeartbeatService, place: TableNames, stored: str, wake: Any) -> Any:
+        if stored == name:
+            admin.execute("UPDATE pgfence_lease SET released_at = now(), free_at = 'epoch' WHERE name = %s", [name])
+        return listen(self, place, stored, wake)
+
+    monkeypatch.setattr(HeartbeatService, "listen", release_and_listen)
+    async with background(world.other().call(lease(world, engine, f"{name}!", ttl=120).acquire, timeout=1000)):
+        await eventually(lambda: heartbeat_of(getattr(engine, "sync_engine", engine), Config()).is_listening(PLACE))
+        held = await asyncio.wait_for(
+            world.other().call(lease(world, engine, name, ttl=120).acquire, timeout=1000), FAR
+        )
+        await world.call(held.release)

@@ -38,6 +38,8 @@ _ROW = (
     f" NULLIF({microseconds_sql('l.acquired_at')}, 0), NULLIF({microseconds_sql('l.expires_at')}, 0)"
     " FROM {lease} AS l WHERE l.name = {0}"
 )
+# The first permit of a semaphore, or the first partition, with this name.
+_PART = "SELECT l.name, l.kind FROM {lease} AS l WHERE l.name IN ({0}, {1}) AND l.kind IN ('permit', 'partition')"
 _EVICT = "SELECT r.evicted, r.newest FROM {evict_lease_v2}({0}, {1}, {2}, {3}) AS r"
 _NOTIFY = "SELECT pg_catalog.pg_notify({0}, {1})"
 _AUDIT = (
@@ -113,13 +115,29 @@ class Found:
 
 
 def look(connection: Connection, order: EvictionRequest) -> Found:
-    """Return the holders of the name: the lease's last holder unless it was released, and sessions that hold its key."""
+    """Return the holders of the name: the lease's last holder unless it was released, and sessions that hold its key.
+
+    Raises:
+        ValueError: it is the name of a semaphore or of partitions, which are held by their rows' names.
+    """
     row = _run(connection, order.place, _ROW, order.name).one_or_none()
     held = [] if row is None else [_build_lease_holder(order, row)]
     # Without prepared transactions, which have no session that could be ended.
     sessions = [one for one in activity.find_holders(connection, (order.key,)) if one.backend_pid is not None]
+    if row is None and not sessions:
+        _reject_name_of_parts(connection, order)
     leases = held if row is not None and row[0] else []
     return Found((*leases, *activity.with_token(sessions, held)), None if row is None else row.token)
+
+
+def _reject_name_of_parts(connection: Connection, order: EvictionRequest) -> None:
+    for part, kind in _run(connection, order.place, _PART, f"{order.name}#1", f"{order.name}/0"):
+        name, one = unqualify_name(order.name), unqualify_name(part)
+        what, source = ("semaphore", "holders()") if kind == "permit" else ("name of partitions", "owner_of()")
+        raise ValueError(
+            f"{name!r} is a {what}, and each {kind} is held under its own name, such as {one!r}: evict that one. `pgfence ps` and"
+            f" {source} show who holds which"
+        )
 
 
 def _build_lease_holder(order: EvictionRequest, row: Row) -> Holder:

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
         ("0", "Evicted; asked, with --ask; or shown, with --dry-run."),
         (
             "64",
-            "Misuse; also without a terminal and without --yes; with --ask, the holder is not the leader of an election.",
+            (
+                "Misuse; also without a terminal and without --yes; NAME is a semaphore or partitions, evict one of them; with"
+                " --ask, the holder is not the leader of an election."
+            ),
         ),
         ("67", "No lease and no session has that name; with --ask, there is no leader. Nothing was done."),
         ("69", "The server did not respond."),
@@ -106,7 +109,10 @@ class _Eviction:
         return run_reported(lambda: self._run(dry_run=dry_run, yes=yes))
 
     def _run(self, *, dry_run: bool, yes: bool) -> AdminReport[Found]:
-        seen = requests.perform(self._engine, statements.look, self._order)
+        try:
+            seen = requests.perform(self._engine, statements.look, self._order)
+        except ValueError as error:
+            raise MisuseError(str(error)) from None
         if (nobody := self._describe_absence(seen)) is not None:
             return AdminReport("nobody", Code.NOBODY, [nobody], seen)
         if dry_run:
