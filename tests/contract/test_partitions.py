@@ -122,23 +122,23 @@ async def test_workers_share_the_partitions_and_only_as_many_move_as_must(world:
     async with AsyncExitStack() as stack:
         workers = []
         for each in served:
-            one = partitions(world, world.engine(), name, 8)
+            one = partitions(world, world.engine(), name, 10)
             workers.append(await stack.enter_async_context(world.enter(one.join(each.serve))))
-            share = 8 // len(workers)
+            share = 10 // len(workers)
             await eventually(
                 lambda share=share: (
                     all(share <= len(worker.owned) <= share + 1 for worker in workers)
-                    and sum(len(worker.owned) for worker in workers) == 8
+                    and sum(len(worker.owned) for worker in workers) == 10
                 )
             )
-        await eventually(lambda: count_calls(served) >= 8 + 4 + 2)
-        assert count_calls(served) == 8 + 4 + 2
+        await eventually(lambda: count_calls(served) >= 10 + 5 + 3)
+        assert count_calls(served) == 10 + 5 + 3
         kept = set(workers[2].owned)
         await world.call(workers[0].leave)
-        await eventually(lambda: [len(worker.owned) for worker in workers[1:]] == [4, 4])
+        await eventually(lambda: [len(worker.owned) for worker in workers[1:]] == [5, 5])
         assert kept <= set(workers[2].owned)
-        await eventually(lambda: count_calls(served) >= 8 + 4 + 2 + 3)
-        assert count_calls(served) == 8 + 4 + 2 + 3
+        await eventually(lambda: count_calls(served) >= 10 + 5 + 3 + 4)
+        assert count_calls(served) == 10 + 5 + 3 + 4
 
 
 async def test_a_partition_is_drained_before_another_worker_starts_it(
