@@ -1,4 +1,4 @@
-"""What `fence` and `versions` both need to know of SQLAlchemy's ORM: which rows a flush writes, and what a statement assigns."""
+"""Find out which rows a flush of SQLAlchemy's ORM writes, and what a statement assigns, for `fence` and `versions`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _moves(state: State, prop: RelationshipProperty[object]) -> bool:
 
 def _get_value(state: State, column: ColumnElement[object]) -> object:
     key = state.mapper.get_property_by_column(column).key
-    # An unloaded value differs from every other one: one lock too many is better than one too late.
+    # An unloaded value counts as different from every other value, because an unnecessary lock is better than a late one.
     return state.dict.get(key, object())
 
 

@@ -51,44 +51,47 @@ class IdempotencyMiddleware:
         )
 
     The key is claimed, in a separate transaction, before the application is called. The response is stored when it is complete,
-    and sent after that. While the application runs, a thread renews the claim, and no connection is held.
+    and then sent. While the application runs, a thread renews the claim, and no connection is held.
 
     Guarantees: of all requests with the same key, principal, method and path, one runs at a time, and at most one response below
-    `record_below` is stored. Later requests get that response: status, body and headers, without those of the connection,
-    `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`. Requests that arrive while the first one runs get 409
-    with `Retry-After`; requests with another query, content type or body get 422. If the client disconnects before the response
-    is sent, the request still runs to its end.
+    `record_below` is stored. Later requests get the status, body and headers of that response, without headers of the connection,
+    `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`. Requests that arrive while the first one runs get a
+    409 with `Retry-After`. Requests with another query, content type or body get a 422. If the client disconnects before the
+    response is sent, the request still runs to its end.
 
     Limitations: a handler that failed or died may have done part of its work, and runs again on the next request. Do its database
     work in one transaction, and other work in an `IdempotentEffect`, whose steps are stored.
 
     A response larger than `max_body`, or of type `text/event-stream`, is sent as it is produced and not stored. The key then
-    records that the request was processed, even if the client disconnects partway, and later requests get 409 without
+    records that the request was processed, even if the client disconnects partway, and later requests get a 409 without
     `Retry-After`. Scopes other than `http`, and requests that need no key, pass through unchanged.
 
-    Inside another IdempotencyMiddleware that has claimed the key already, this one claims and stores nothing: it returns 400 if it
-    finds no principal, 413 if the announced body is too long for it, and otherwise passes the request on. The settings of the
-    outer one apply, `on_failure` for example.
+    Inside another IdempotencyMiddleware that has already claimed the key, this middleware claims and stores nothing. It returns
+    400 if it finds no principal, 413 if the announced body is too long for it, and otherwise passes the request on. The settings
+    of the outer middleware apply, for example `on_failure`.
 
     Args:
         app: the application.
         engine: an AsyncEngine, or a function that returns one. The tables must exist: run `pgfence install`.
-        principal: a function of the ASGI scope that returns who sent the request, once that is authenticated: never a constant,
-            nor a value that the client can choose. It must be unique among all applications and tenants that share the tables. If
-            it returns None, the request gets 400. Without the function, the principal is a digest of `Authorization` and
-            `Cookie`: use this only if these headers authenticate the client. A retry with other values runs again.
+        principal: a function of the ASGI scope that returns who sent the request, after authentication. It must never return a
+            constant, or a value that the client can choose. The principal must be unique among all applications and tenants that
+            share the tables. If the function returns None, the request gets a 400. Without the function, the principal is a
+            digest of `Authorization` and `Cookie`: use this only if these headers authenticate the client. A retry with other
+            values runs again.
         methods: the methods to which this applies.
-        routes: paths below the application's root path; on these a request without a key gets 400. `/payments`,
-            `/orders/{id}/payments`, `/v1/*`; `{name:path}` matches any number of segments; a trailing slash makes no difference.
-            None: all paths, and a request without a key is passed on.
-        record_below: responses with this status or above are failures: they are sent and not stored. The same applies to 401,
+        routes: paths below the application's root path, such as `/payments`, `/orders/{id}/payments` or `/v1/*`. On these, a
+            request without a key gets a 400. `{name:path}` matches any number of segments, and a trailing slash makes no
+            difference. None means all paths, and a request without a key is passed on.
+        record_below: responses with this status or above are failures, which are sent and not stored. The same applies to 401,
             408, 425 and 429, and from 400 on to responses with `Retry-After`, because the same request may succeed later.
-        max_body: bytes that the body of a request may have, 413 otherwise, and the bytes of a response that are stored.
-        ttl: seconds until the claim of a dead process expires, 0.3 to a day. This does not limit how long a request may take.
+        max_body: the largest number of bytes in the body of a request, which otherwise gets a 413, and in a response that is
+            stored.
+        ttl: seconds until the claim of a dead process expires, from 0.3 to a day. This does not limit how long a request may
+            take.
         keep: seconds for which a response is kept, at least the ttl.
-        on_failure: what happens to the key after a failure: an error, no response, or a response that is not stored. "free": the
-            next request runs immediately. "lapse": the next request runs when the ttl has expired; use this for handlers that leave
-            work running. After a cancellation the key always lapses.
+        on_failure: what happens to the key after a failure, that is, an error, no response, or a response that is not stored.
+            With "free", the next request runs immediately. With "lapse", the next request runs when the ttl has expired; use this
+            for handlers that leave work running. After a cancellation the key always lapses.
 
     Raises:
         TypeError, ValueError: an argument is unusable.
@@ -298,7 +301,7 @@ async def _read_body(receive: Receive, rules: Rules) -> bytes:
     """Return the body of a request.
 
     Raises:
-        ProblemResponse: it is too long, or the client has disconnected before its end.
+        ProblemResponse: the body is too long, or the client has disconnected before its end.
     """
     chunks, size, more = [], 0, True
     while more:

@@ -1,14 +1,14 @@
 """Keys of other libraries, so that old and new code exclude each other during a migration.
 
-Each function returns the key that the other library would lock for the same name, as a `LockKey` that is used alone or together
-with a name: `AdvisoryLock(engine, pals_key("myapp", "billing"), "billing")`. Use them only during the migration, and
-use plain names in new code: these keys are shorter, have no namespace or depend on the kind of machine.
+Each function returns the key that the other library would lock for the same name, as a `LockKey`. Use it alone or together with
+a name, as in `AdvisoryLock(engine, pals_key("myapp", "billing"), "billing")`. Use these keys only during the migration, and
+plain names in new code, because the keys are shorter, have no namespace or depend on the kind of machine.
 
-pals and sqlalchemy-dlock use the byte order of the host. The keys here are those of little-endian machines, such as x86 and
-ARM; on a big-endian machine, such as s390x, the old code locks other keys.
+pals and sqlalchemy-dlock use the byte order of the host. This module computes the keys of little-endian machines, such as x86 and
+ARM. On a big-endian machine, such as s390x, the old code locks other keys.
 
-A name is used exactly as the other library uses it, and not checked if that library does not check it: NUL or an empty name may
-be in use there.
+A name is used exactly as the other library uses it. It is not checked if that library does not check it, because NUL or an empty
+name may be in use.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pals_key(app_name: str, name: str) -> LockKey:
 
 
 def dlock_key(name: str | bytes | int) -> LockKey:
-    """Return the key of `sqlalchemy_dlock.create_sadlock(connection, name)`. An int is itself the key.
+    """Return the key of `sqlalchemy_dlock.create_sadlock(connection, name)`. If the name is an int, it is the key.
 
     Raises:
         TypeError: `name` is neither a str, bytes nor an int, or is a bool.
@@ -55,7 +55,7 @@ def dlock_key(name: str | bytes | int) -> LockKey:
 def pglock_key(name: str) -> LockKey:
     """Return the key of `pglock.advisory(name)`. Its integer ids are `LockKey.raw(id)`.
 
-    A function decorated without a name has the name `module.function` in that library.
+    In that library, a function that is decorated without a name has the name `module.function`.
 
     Raises:
         TypeError: `name` is not a str.
@@ -68,14 +68,14 @@ def pglock_key(name: str) -> LockKey:
 
 
 def with_advisory_lock_key(name: str) -> LockKey:
-    """Return the key of `Model.with_advisory_lock(name)` in Rails: a pair, (31 bits of CRC-32, 0).
+    """Return the key of `Model.with_advisory_lock(name)` in Rails, which is the pair (31 bits of CRC-32, 0).
 
-    It is the key without `WITH_ADVISORY_LOCK_PREFIX`. Only the leading digits of that setting matter, as the second half of the
-    pair; in that case use `LockKey.pair(with_advisory_lock_key(name).value >> 32, digits)`. Because 31 bits are few, unrelated
-    names are likely to share a key from about 50,000 names on.
+    It is the key without `WITH_ADVISORY_LOCK_PREFIX`. If that setting is used, its leading digits are the second half of the
+    pair, so use `LockKey.pair(with_advisory_lock_key(name).value >> 32, digits)`. With about 50,000 names or more, unrelated
+    names are likely to share a key, because 31 bits are few.
 
     Raises:
-        TypeError: `name` is not a str. A number used as a name is used as it is in that library: `LockKey.pair(number, 0)`.
+        TypeError: `name` is not a str. That library uses a number unchanged, so the key of a number is `LockKey.pair(number, 0)`.
         ValueError: `name` contains a lone surrogate.
     """
     return LockKey.pair(zlib.crc32(_encode_utf8(name)) & 0x7FFFFFFF, 0)
@@ -96,12 +96,12 @@ async def hashtext_key(connection: AsyncConnection, name: str) -> LockKey: ...
 @overload
 def hashtext_key(connection: Connection, name: str) -> LockKey: ...
 def hashtext_key(connection: Connection | AsyncConnection, name: str) -> object:
-    """Return the key of `pg_advisory_lock(hashtext(name))`, as computed by this server: one round trip.
+    """Return the key of `pg_advisory_lock(hashtext(name))`, which this server computes in one round trip.
 
     Only the server can compute it, because PostgreSQL does not guarantee that `hashtext` is the same in every release. Use the
-    server on which the lock is held, and do not store the result. A connection outside a transaction is left outside one; an
-    open transaction continues. The key is that of the form with one argument; `hashtext(a), hashtext(b)` is a `LockKey.pair` of
-    both values.
+    server on which the lock is held, and do not store the result. A connection outside a transaction stays outside a transaction,
+    and an open transaction continues. The key is that of the function with one argument. For `pg_advisory_lock(hashtext(a),
+    hashtext(b))`, use a `LockKey.pair` of both values.
 
     Raises:
         TypeError: `connection` is neither a Connection nor an AsyncConnection, or `name` is not a str.

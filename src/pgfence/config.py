@@ -1,4 +1,4 @@
-"""Settings that an application makes once for each engine. They are optional."""
+"""Optional settings that an application makes once for each engine."""
 
 from __future__ import annotations
 
@@ -61,24 +61,25 @@ def configure(
 ) -> None:
     """Configure how pgfence uses an engine. Call it once for each engine, before the first use.
 
-    A second call with the same values does nothing, so every part of an application may repeat it. The settings apply to this
-    engine and its `execution_options()` copies, in this process; every other process configures its own.
+    A second call with the same values does nothing, so every part of an application may repeat the call. The settings apply to
+    this engine and its `execution_options()` copies in this process. Other processes must configure their own engines.
 
     Args:
         engine: the engine on which locks are requested.
-        namespace: included in every key computed from a name, so that two applications in one database do not share locks. Does
-            not apply to `LockKey` objects, which carry their own namespace.
-        schema: the schema of pgfence's tables, for the primitives that need them. None uses the search path.
+        namespace: included in every key computed from a name, so that two applications in one database do not share locks. It
+            does not apply to `LockKey` objects, which contain their own namespace.
+        schema: the schema of pgfence's tables, for the primitives that need them. None means the search path.
         prefix: the prefix of the tables' names.
-        default_timeout: seconds that a call with `timeout=None` waits; `math.inf` waits indefinitely.
+        default_timeout: seconds that a call with `timeout=None` waits; `math.inf` means to wait indefinitely.
         lock_engine: the engine on which session locks are acquired instead, for example with a direct URL if `engine` uses a
             pooler; or a function that returns it.
         max_lock_connections: the maximum number of connections that session locks of this process use at a time. Further
             requests wait for one within their timeout.
-        pooler: what is between client and server. "auto" rejects session locks if a pooler is detected; "session" asserts that
-            the pooler gives each client a dedicated server session; "transaction" rejects session locks, unless there is a
+        pooler: the pooler between client and server. "auto" rejects session locks if a pooler is detected. "session" asserts that
+            the pooler gives each client a dedicated server session. "transaction" rejects session locks, unless there is a
             `lock_engine`, whose own `pooler` setting then applies.
-        on_event: called with every `Event`, on the thread or task where it happens. It must be quick. Its exceptions are logged.
+        on_event: called with every `Event`, in the thread or task in which it happens. It must be quick. Its exceptions are
+            logged.
 
     Raises:
         ValueError: a value is out of range, or the engine was already configured with other values or is already in use.
@@ -115,7 +116,7 @@ def configure(
 
 
 def expect_place(schema: str | None, prefix: str) -> None:
-    """Raise if pgfence's tables could not be found by this schema and prefix.
+    """Raise an error if pgfence's tables could not be found by this schema and prefix.
 
     Raises:
         ValueError: the schema is empty, the prefix is too long, or one of them contains NUL.
@@ -149,8 +150,8 @@ def config_of(thing: HasDialect, *, pin: bool = False) -> Config:
         thing: one of these.
         pin: whether to fix the settings, because something depends on them from now on and later changes would be ignored.
     """
-    # Stored on the dialect, which an engine shares with its execution_options() copies, Connections and Sessions. The settings
-    # are garbage-collected with the engine.
+    # The settings are stored on the dialect, which an engine shares with its execution_options() copies, Connections and
+    # Sessions. The settings are garbage-collected with the engine.
     home = vars(_get_dialect(thing))
     if (found := home.get(_ATTRIBUTE)) is not None:
         known: Config = found

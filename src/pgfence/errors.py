@@ -1,7 +1,7 @@
 """All exceptions of pgfence; `PgfenceError` is their base class.
 
-Each exception can be pickled and has its data as attributes; its message says what to do. Handle exceptions by class or
-attribute, never by their text:
+Each exception can be pickled and has its data as attributes, and its message says what to do. Handle exceptions by class or
+attribute, never by their text. All of them have these attributes:
 
 - `retryable`: whether the same call may succeed later without a change by the caller;
 - `retry_after`: seconds to wait before a retry, or None if the caller's own backoff is as good;
@@ -50,13 +50,13 @@ class PgfenceError(DontWrapMixin, Exception):
 
 
 class LockTimeoutError(PgfenceError, TimeoutError):
-    """The lock did not become free within the timeout. Nothing is held, and the caller's transaction is usable.
+    """The lock did not become free within the timeout. No lock is held, and the caller's transaction is usable.
 
     If it comes from a fence, another transaction is still inside the gate, and PostgreSQL has aborted the transaction that
     tried to enter.
 
-    `holders` lists the holders that were last seen, and may be empty; `held_here` are the names of the session locks
-    that the same task or thread already held while it waited.
+    `holders` lists the holders that were last seen, and may be empty. `held_here` lists the names of the session locks that the
+    same task or thread already held while it waited.
     """
 
     http_status = 423
@@ -82,9 +82,9 @@ class LockTimeoutError(PgfenceError, TimeoutError):
 
 
 class WaitCancelledError(PgfenceError):
-    """The event of `cancel_waits()` ended a wait. Nothing is held.
+    """The event of `cancel_waits()` ended a wait. No lock is held.
 
-    `names` are the names that were waited for.
+    `names` are the names for which the call waited.
     """
 
     http_status = 503
@@ -110,7 +110,7 @@ class LockLostError(PgfenceError):
 
 
 class LockNotHeldError(PgfenceError):
-    """Nothing is held: it was already released, `current()` was called outside a hold, or this is a forked child."""
+    """No lock is held, because it was already released, `current()` was called outside a hold, or this is a forked child."""
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -126,7 +126,7 @@ class SelfDeadlockError(PgfenceError):
 
 
 class DeadlockError(PgfenceError):
-    """PostgreSQL detected a deadlock (SQLSTATE 40P01) and has aborted the transaction: roll back and retry."""
+    """PostgreSQL detected a deadlock (SQLSTATE 40P01) and has aborted the transaction. Roll back and retry."""
 
     http_status = 409
     retryable = True
@@ -141,9 +141,10 @@ class PoolerError(PgfenceError):
 
 
 class StandbyError(PgfenceError):
-    """The server is a standby, or accepts no writes: a lock acquired there excludes no other process.
+    """The server is a standby, or accepts no writes. A lock on it would exclude no other process.
 
-    It is `retryable`, because a cluster that fails over has a primary again soon. If the URL leads to a standby, correct it.
+    It is `retryable`, because a cluster that fails over will soon have a primary again. If the URL leads to a standby, correct
+    it.
     """
 
     http_status = 503
@@ -151,14 +152,14 @@ class StandbyError(PgfenceError):
 
 
 class UnsupportedServerError(PgfenceError):
-    """The server is not one that pgfence supports: another dialect or driver, too old, or not PostgreSQL."""
+    """pgfence does not support the server, because it has another dialect or driver, is too old, or is not PostgreSQL."""
 
 
 class UnreachableError(PgfenceError):
-    """The server cannot be reached. This error never means that a lock is free, nor that it is held.
+    """The server cannot be reached. This error means neither that a lock is free nor that it is held.
 
-    Not `retryable`, and 500 instead of 503, if the server rejected the password, the user or the database, or if the host does
-    not exist. A wait then ends immediately, and `unreachable=` does not apply: correct the configuration.
+    It is not `retryable`, and `http_status` is 500 instead of 503, if the server rejected the password, the user or the database,
+    or if the host does not exist. A wait then ends immediately, and `unreachable=` does not apply. Correct the configuration.
     """
 
     http_status = 503
@@ -177,7 +178,7 @@ class TransactionStateError(PgfenceError):
 
 
 class CapacityError(PgfenceError):
-    """The server's lock table is nearly full; if it fills up, no client can log in any more."""
+    """The server's lock table is nearly full. If it were full, no client could log in any more."""
 
     http_status = 503
     retryable = True
@@ -191,7 +192,7 @@ class CapacityError(PgfenceError):
 class SchemaError(PgfenceError):
     """pgfence's tables or functions are missing, too old or altered, or this role may not use them.
 
-    `command` fixes it: a `pgfence install`, an ALTER TABLE or a GRANT. It is empty if another role has to do it.
+    `command` is what fixes it: a `pgfence install`, an ALTER TABLE or a GRANT. It is empty if another role has to do that.
     """
 
     def __init__(
@@ -204,10 +205,10 @@ class SchemaError(PgfenceError):
 
 
 class StaleFencingTokenError(PgfenceError):
-    """PostgreSQL rejected a write (SQLSTATE PF001) because another token is valid for the resource. Nothing of it is committed.
+    """PostgreSQL rejected a write (SQLSTATE PF001), because another token is valid for the resource. Nothing is committed.
 
     If `token` is below `newest`, a newer holder has taken over. If it is above, this connection leads to a server that does not
-    have the newest tokens, such as a former primary or a restored one, or the token was never issued for this resource.
+    have the newest tokens, such as a former primary or a restored server, or the token was never issued for this resource.
     """
 
     http_status = 409
@@ -220,7 +221,7 @@ class StaleFencingTokenError(PgfenceError):
 
 
 class FenceRequiredError(PgfenceError):
-    """A fenced table or class was written to by a transaction that entered no gate (SQLSTATE PF002 if PostgreSQL rejected it)."""
+    """A transaction that entered no gate wrote to a fenced table or class (SQLSTATE PF002 if PostgreSQL rejected the write)."""
 
     def __init__(self, message: str, *, resource: str | None = None, sqlstate: str | None = None) -> None:
         super().__init__(message, sqlstate=sqlstate)
@@ -228,7 +229,7 @@ class FenceRequiredError(PgfenceError):
 
 
 class VersionConflict(NamedTuple):
-    """One row that is not at the version at which it was read.
+    """One row whose version has changed since it was read.
 
     Attributes:
         model: the mapped class.
@@ -246,8 +247,9 @@ class VersionConflict(NamedTuple):
 class VersionConflictError(PgfenceError):
     """Another transaction has written the rows since they were read. Nothing of this flush is committed.
 
-    After a flush the unit of work can be repeated from its first read, as `run_transaction` does: `retryable`, 409. If the
-    version came from a client (`load_for_version`), the client must look at the row again: not `retryable`, 412.
+    After a flush, the error is `retryable` and its status is 409, because the unit of work can be repeated from its first read,
+    as `run_transaction` does. If the version came from a client (`load_for_version`), the error is not `retryable` and its status
+    is 412, because the client must read the row again.
     """
 
     def __init__(
@@ -279,7 +281,7 @@ class CommitOutcomeUnknownError(PgfenceError):
 
 
 class IdempotencyKeyReusedError(PgfenceError):
-    """The key belongs to a request with another payload, finished or in progress. The transaction is usable."""
+    """The key belongs to a request with another payload, which is finished or in progress. The transaction is usable."""
 
     http_status = 422
 
@@ -292,13 +294,13 @@ class IdempotencyKeyReusedError(PgfenceError):
 class IdempotencyInProgressError(PgfenceError):
     """Another caller has the key and did not finish within the timeout. The caller's transaction is usable.
 
-    `retry_after` is the time until the key is free, if that is known: the attempt that has it ended with an error, or no longer
-    renews its claim. While it runs, it is 1 second.
+    `retry_after` is the time until the key is free, if the attempt that has it ended with an error or no longer renews its claim.
+    While the attempt runs, `retry_after` is 1 second.
 
     `ended_with` is the name of the error with which the attempt ended, such as "TimeoutError"; it is None while the attempt runs.
 
-    With SQLSTATE 40001 the other transaction has committed, but this one's snapshot is older than that commit: only a new
-    transaction can see the result.
+    With SQLSTATE 40001, the other transaction has committed, but the snapshot of this one is older than that commit, so only a
+    new transaction can read the result.
     """
 
     http_status = 409
@@ -327,13 +329,13 @@ class AttemptLostError(PgfenceError):
     """This attempt has been superseded; its result was not stored.
 
     Its claim has expired and `newest` has taken over, or an operator has freed the key. What it has done outside the database
-    remains; the derived keys let the provider recognize it. `retry_after` is set then: the same call returns the result of the
-    newest attempt, or runs another one.
+    remains, and the provider can recognize it by the derived keys. `retry_after` is set, because the same call returns the result
+    of the newest attempt, or runs another one.
 
     For a claim of a row, `scope` is the table, `key` the primary key, `attempt` the token of the claim and `newest` that of the row.
 
-    With `takeover=False` it is also raised by calls after an attempt whose outcome is unknown, until the key is freed.
-    `retry_after` is None then, because waiting does not help.
+    With `takeover=False`, calls after an attempt with an unknown outcome also raise this error, until the key is freed. In that
+    case `retry_after` is None, because waiting does not help.
     """
 
     http_status = 409
@@ -352,5 +354,6 @@ class AttemptLostError(PgfenceError):
 class IdempotencyMisuseError(PgfenceError):
     """A block did not do what its key requires, or a result cannot be stored or read. Roll the transaction back.
 
-    From COMMIT, with SQLSTATE PF004: work under a key was begun and not finished, and nothing of the transaction is committed.
+    If COMMIT raises it, with SQLSTATE PF004, work under a key was begun and not finished, and nothing of the transaction is
+    committed.
     """

@@ -1,7 +1,8 @@
 """FastAPI dependencies that belong to the endpoint's transaction, and responses for pgfence errors.
 
-`session=` is the application's own dependency. Every part of a request must depend on it with `scope="function"`: otherwise a
-dependency with `yield` commits after the client has the response. With it, FastAPI creates one session for all parts.
+`session=` is the application's own dependency. Every part of a request must depend on it with `scope="function"`. Otherwise a
+dependency with `yield` commits after the client has received the response. With `scope="function"`, FastAPI creates one session
+for all parts.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ log = logging.getLogger("pgfence.fastapi")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Turn each pgfence error into a problem response (RFC 9457), and describe these in the OpenAPI document.
+    """Turn each pgfence error into a problem response (RFC 9457), and describe these responses in the OpenAPI document.
 
     The response is `application/problem+json`, with the `http_status` of the error, a `code` for programs and a `detail` for
-    people; the reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is
-    `retryable`. Such a response is not stored by an `IdempotencyMiddleware`. The message of the error, which may name keys and
-    holders, is only logged, to `pgfence.fastapi`: from status 500 on as an error, with its traceback. In a WebSocket the error
-    propagates. An application that is mounted in this one needs its own handlers.
+    people. The reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is `retryable`.
+    Such a response is not stored by an `IdempotencyMiddleware`. The message of the error, which may name keys and holders, is not
+    sent but logged to `pgfence.fastapi`, from status 500 on as an error with its traceback. In a WebSocket, the error propagates.
+    An application that is mounted in this one needs its own handlers.
 
     The OpenAPI document lists these problems for the operations that use `idempotency_key`, `Idempotent` or `Locked`, that an
     `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also contains the header of the
@@ -81,7 +82,7 @@ def _problems_of(dependency: object) -> tuple[Problem, ...]:
 
 
 class _Refused(HTTPException):
-    """A request that does not reach its endpoint. Without `install_error_handlers` FastAPI responds to it, without a code."""
+    """A request that does not reach its endpoint. Without `install_error_handlers`, FastAPI's response to it has no code."""
 
     def __init__(self, problem: Problem, detail: str | None = None) -> None:
         super().__init__(problem.status, detail or problem.detail, {"content-type": MEDIA_TYPE})
@@ -117,7 +118,7 @@ async def _check_key(request: Request) -> str:
 
 
 async def idempotency_key(request: Request, **_: object) -> str:
-    """Return the key of a request, as a dependency: `Depends(idempotency_key)`. Quotes around the key make no difference.
+    """Return the key of a request. Use it as a dependency, `Depends(idempotency_key)`. Quotes around the key make no difference.
 
     In the OpenAPI document the header is required.
 
@@ -135,29 +136,30 @@ async def _as_documented(
     raise NotImplementedError
 
 
-# FastAPI reads this signature. The header is required in its document, and checked first: FastAPI would respond with 422 to a missing one.
+# FastAPI reads this signature. The header is required in its document. pgfence checks it first, because FastAPI would respond
+# with 422 to a missing header.
 idempotency_key.__signature__ = inspect.signature(_as_documented)  # type: ignore[attr-defined]
 
 
 class Locked:
-    """Acquire a transaction lock before the endpoint begins; it is held until the endpoint's transaction ends. A dependency.
+    """A dependency that acquires a transaction lock before the endpoint begins. The endpoint's transaction holds it to its end.
 
-    `Depends(Locked("account:{account_id}", session=get_session), scope="function")`, in the decorator or as a parameter. Those in
-    the decorator run first, in their order, so put authentication before them. A timeout results in 423, an unusable value in
-    422. It cannot be used for a WebSocket. See `TransactionLock` for its guarantees.
+    Write `Depends(Locked("account:{account_id}", session=get_session), scope="function")` in the decorator or as a parameter.
+    Dependencies in the decorator run first, in the order of the list, so put authentication before this one. A timeout results in
+    423, and an unusable value in 422. It cannot be used for a WebSocket. See `TransactionLock` for its guarantees.
 
     Args:
-        names: names in which a field in braces is a path parameter, converted as declared: with `int`, 007 locks `account:7`. A
-            `float` or `Decimal` can be written in several ways, which are several locks.
+        names: names in which a field in braces is a path parameter, converted as declared. If it is declared as `int`, 007 locks
+            `account:7`. A `float` or `Decimal` can be written in several ways, which are different locks.
         session: the dependency that provides the endpoint's Session or AsyncSession.
-        timeout: seconds to wait; None is the configured default.
+        timeout: seconds to wait; None means the configured default.
 
     Raises:
         ValueError: no name was given, or a field is not just the name of a parameter.
-        TypeError: for a request, if no parameter declares a field; the endpoint is a generator; or a dependency requests the
-            session without `scope="function"`, with `use_cache=False`, or under other scopes of `Security`, so that there would
-            be two sessions.
-        PgfenceError: for a request, as for `TransactionLock.acquire`.
+        TypeError: for a request, if no parameter declares a field, if the endpoint is a generator, or if a dependency requests
+            the session without `scope="function"`, with `use_cache=False`, or under other scopes of `Security`, so that there
+            would be two sessions.
+        PgfenceError: for a request, the same errors as `TransactionLock.acquire`.
     """
 
     def __init__(self, *names: str, session: Callable[..., Any], timeout: Seconds | None = None) -> None:
@@ -198,16 +200,18 @@ class IdempotentCall(Generic[T]):
     @overload
     def run(self, fn: Callable[[], T], /) -> T: ...
     def run(self, fn: Callable[[], Any], /) -> Any:
-        """Do the work, or return its first result and set the header `Idempotent-Replayed: true`.
+        """Do the work, or return its stored result and set the header `Idempotent-Replayed: true`.
 
-        Status and headers are not stored; set them outside `fn`. If the endpoint returns its own Response, copy the header from
-        FastAPI's `response` parameter: `JSONResponse(value, headers=dict(response.headers))`.
+        The status and the headers are not stored, so set them outside `fn`. If the endpoint returns its own Response, copy the
+        header from FastAPI's `response` parameter: `JSONResponse(value, headers=dict(response.headers))`.
 
         Args:
-            fn: does the work in the session's transaction. With an AsyncSession it is a coroutine function; await the result.
+            fn: the function that does the work in the session's transaction. With an AsyncSession, pass a coroutine function and
+                await the result.
 
         Raises:
-            TypeError: called on an event loop with a Session, where waiting would block the commit of the request that has the key.
+            TypeError: it was called on an event loop with a Session, where waiting would block the commit of the request that has
+                the key.
             PgfenceError: the same errors as `idempotent`.
         """
         if isinstance(self._once, AsyncIdem):
@@ -226,20 +230,22 @@ class IdempotentCall(Generic[T]):
 
 
 class Idempotent(Generic[T]):
-    """Handle the `Idempotency-Key` of a request whose effect is in its transaction; see `idempotent`. A dependency.
+    """A dependency that handles the `Idempotency-Key` of a request whose effect is in its transaction; see `idempotent`.
 
     `Depends(Idempotent(session=get_session, principal=user_id, result=PayOut), scope="function")` provides an
     `IdempotentCall[PayOut]`.
 
-    Guarantees: a request without exactly one usable key, or without a principal, gets 400. A key belongs to one principal, method
-    and path. With another query or body it gets 422: JSON and forms are compared by content, other bodies byte for byte.
+    Guarantees: a request without exactly one usable key, or without a principal, gets a 400. A key belongs to one principal,
+    method and path. A request with the same key and another query or body gets a 422. JSON and forms are compared by content, and
+    other bodies byte for byte.
 
     Limitations: nothing happens unless the endpoint calls `run`.
 
     Args:
         session: the dependency that provides the endpoint's Session or AsyncSession.
-        principal: a dependency that returns who sent the request: unique among all that share the tables, and never a constant.
-        result: the type of the result. Raises TypeError if it cannot be stored.
+        principal: a dependency that returns who sent the request. The principal must be unique among all applications that share
+            the tables, and must never be a constant.
+        result: the type of the result. A type that cannot be stored raises TypeError.
     """
 
     def __init__(self, *, session: Callable[..., Any], principal: Callable[..., str], result: type[T]) -> None:

@@ -1,10 +1,10 @@
 """Lock names and their 64-bit keys, which are the same in every process, on every platform and in every release.
 
 The key is the first 8 bytes, big-endian and signed, of SHA-256 over UTF-8(namespace + U+001F + name). There is no salt, and the
-byte order of the host does not matter, so every release, language and machine computes the same key. The text is used as it is:
-it is not normalized, stripped or case-folded, so "é" composed and decomposed are two names.
+byte order of the host does not matter, so every release, language and machine computes the same key. The text is used unchanged.
+It is not normalized, stripped or case-folded, so a composed and a decomposed "é" are two names.
 
-PostgreSQL has two separate spaces of advisory lock keys: one bigint, and pairs of int4. Names use the first.
+PostgreSQL has two separate spaces of advisory lock keys, single bigint numbers and pairs of int4. Names use the first space.
 `LockKey.raw` and `LockKey.pair` return the keys of other programs.
 """
 
@@ -57,7 +57,7 @@ def _check_integer(value: object, bits: int, what: str) -> int:
 
 
 class KeyFamily(Protocol):
-    """A function that returns the keys of one family: call it with the part that varies."""
+    """A function that returns the keys of one family. Call it with the id, which is the part that varies."""
 
     def __call__(self, ident: str | int, /) -> LockKey:
         """Return the key of one id."""
@@ -66,7 +66,7 @@ class KeyFamily(Protocol):
 
 @total_ordering
 class LockKey:
-    """A key of PostgreSQL's advisory locks. Frozen, hashable, ordered by space and value.
+    """A key of PostgreSQL's advisory locks. It is frozen and hashable, and ordered by space and value.
 
     Two keys are equal if PostgreSQL considers them the same lock, whatever their names.
     Create one with `of`, `raw`, `pair` or a `family`.
@@ -85,7 +85,7 @@ class LockKey:
     @classmethod
     def _make(cls, value: int, space: Literal["bigint", "pair"], name: str | None, hashed: str | None) -> LockKey:
         key = object.__new__(cls)
-        # Written out for speed: a lock of a thousand names creates a thousand keys.
+        # This is written out for speed, because a lock of a thousand names creates a thousand keys.
         fill = object.__setattr__
         fill(key, "_value", value)
         fill(key, "_space", space)
@@ -97,7 +97,7 @@ class LockKey:
     def of(cls, name: str, *, namespace: str = "") -> LockKey:
         """Return the key of a name.
 
-        The configured namespace is not added: a LockKey is used as it is everywhere.
+        The configured namespace is not added, because a LockKey is always used unchanged.
 
         Raises:
             TypeError: the name or the namespace is not a str.
@@ -130,10 +130,11 @@ class LockKey:
     def family(cls, name: str, *, namespace: str = "") -> KeyFamily:
         """Return a function that maps an id to the key `LockKey.of(f"{name}:{id}", namespace=namespace)`.
 
-        The ids 42 and "42" have the same key. A colon in an id has no special meaning, so choose names that keep families apart.
+        The ids 42 and "42" have the same key. A colon in an id has no special meaning, so choose names with which two families
+        cannot have the same key.
 
         Raises:
-            TypeError, ValueError: as for `of`, here for the name; the function raises them for the id.
+            TypeError, ValueError: the name is not usable; see `of`. The returned function raises the same errors for an id.
         """
         cls.of(name, namespace=namespace)
         stem = _check_text(name, "a lock name") + ":"
@@ -155,7 +156,7 @@ class LockKey:
 
     @property
     def space(self) -> Literal["bigint", "pair"]:
-        """The one of PostgreSQL's two key spaces that it belongs to."""
+        """The key space of PostgreSQL to which it belongs."""
         return self._space
 
     @property
@@ -246,7 +247,7 @@ _FEW = 100
 
 
 def check_names(names: Sequence[Name], namespace: str = "") -> None:
-    """Raise what `resolve` would raise for these names, without hashing them: the namespace may not be known yet.
+    """Raise the errors that `resolve` would raise, without hashing the names. The namespace may not be known yet.
 
     Raises:
         ValueError: no name was given, or a name is not usable.
@@ -282,14 +283,17 @@ def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
         keys = [name if isinstance(name, LockKey) else LockKey.of(name, namespace=namespace) for name in names]
     if len(keys) == 1:
         return (keys[0],)
-    # Sorted as numbers, because comparing two keys takes longer than hashing a name.
+    # The keys are sorted as numbers, because comparing two keys takes longer than hashing a name.
     bigints = {key._value: key for key in reversed(keys) if key._space == "bigint"}
     pairs = {key._value: key for key in reversed(keys) if key._space == "pair"}
     return tuple([one[value] for one in (bigints, pairs) for value in sorted(one)])
 
 
 def _find_plain(names: Sequence[Name]) -> list[str]:
-    """Return the names if all are str that `LockKey.of` accepts, checked at once by their concatenation; else an empty list."""
+    """Return the names if all are str that `LockKey.of` accepts, and an empty list otherwise.
+
+    Their concatenation is checked at once.
+    """
     texts = [name for name in names if type(name) is str]
     whole = SEPARATOR.join(texts)
     if len(texts) < len(names) or not all(texts) or whole.count(SEPARATOR) >= len(texts) or "\x00" in whole:
@@ -305,7 +309,7 @@ LONGEST_STORED = 255
 
 
 def qualify_name(name: object, namespace: str, what: str = "a name") -> str:
-    """Return the text under which a name is stored in a table: the name itself, or namespace + U+001F + name.
+    """Return the text under which a name is stored in a table, which is the name itself, or namespace + U+001F + name.
 
     Raises:
         TypeError: the name is not a str (a LockKey has no text).

@@ -190,7 +190,7 @@ def test_the_term_is_released_after_the_command_has_ended(cli: Cli, name: str, d
 
 
 def test_a_lost_term_stops_the_command(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
-    """After a loss the command is stopped, and the host stands again: it runs in a later term."""
+    """After a loss the command is stopped, and the host is a candidate again: it runs in a later term."""
     with host(cli, "--ttl", "1", name, "--", *WORK) as one:
         (child,) = one.children()
         lapse(admin, name)
@@ -205,7 +205,7 @@ def test_a_lost_term_stops_the_command(cli: Cli, name: str, admin: psycopg.Conne
 
 
 def test_a_term_ends_at_its_maximum(cli: Cli, name: str) -> None:
-    """With --max-hold a command that hangs is stopped, and the host stands again."""
+    """With --max-hold a command that hangs is stopped, and the host is a candidate again."""
     with host(cli, "--ttl", "1", "--max-hold", "1.5", name, "--", *WORK) as one:
         first, second = one.children(2)[:2]
         assert not alive(first)
@@ -222,12 +222,12 @@ def test_a_paused_leader_stops_its_command_on_waking(cli: Cli, name: str) -> Non
         finally:
             leader.process.send_signal(signal.SIGCONT)
         eventually(lambda: not alive(child))
-        leader.wait_for("standing again in 1 s")
+        leader.wait_for("candidate again in 1 s")
         assert alive(second)
 
 
 def test_an_asked_leader_stops_its_command_first(cli: Cli, name: str, dsn: str) -> None:
-    """ask_to_resign() stops the command, the follower takes over, and the former leader stands again."""
+    """ask_to_resign() stops the command, the follower takes over, and the former leader is a candidate again."""
     with leader_and_follower(cli, name, "--ttl", "60", "--owner", "pod-1", name, "--", *WORK) as (
         leader,
         follower,
@@ -236,7 +236,7 @@ def test_an_asked_leader_stops_its_command_first(cli: Cli, name: str, dsn: str) 
         assert ask(dsn, name) == "pod-1"
         (second,) = follower.children()
         assert not alive(child)
-        leader.wait_for("standing again in 1 s")
+        leader.wait_for("candidate again in 1 s")
         assert follower.end() == 128 + signal.SIGTERM
         assert not alive(second)
         assert len(leader.children(2)) == 2
@@ -254,12 +254,12 @@ def test_an_asked_leader_stops_its_command_first(cli: Cli, name: str, dsn: str) 
     ],
 )
 def test_restart_decides_what_follows_the_command(cli: Cli, name: str, restart: str, code: int, again: bool) -> None:
-    """The host stands again after a pause that grows, or ends with the exit code of the command."""
+    """The host is a candidate again after a pause that grows, or ends with the exit code of the command."""
     words = ("--ttl", "60", "--restart", restart, name, "--", "sh", "-c", f"echo $$; exit {code}")
     with host(cli, *words) as one:
         if again:
             assert len(set(one.children(3))) == 3
-            pauses = re.findall(r"the command ended with (\d+); standing again in (\d+) s", one.read("err"))
+            pauses = re.findall(r"the command ended with (\d+); candidate again in (\d+) s", one.read("err"))
             assert pauses[:2] == [(str(code), "1"), (str(code), "2")]
             assert one.end() in {128 + signal.SIGTERM, code}
         else:
@@ -271,7 +271,7 @@ def test_restart_decides_what_follows_the_command(cli: Cli, name: str, restart: 
 def test_the_term_is_free_while_the_host_pauses(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
     """While a host pauses after a failure another one may lead; the first one then follows."""
     with host(cli, "--ttl", "60", name, "--", "sh", "-c", "echo $$; exit 3") as one:
-        one.wait_for("standing again in 2 s")
+        one.wait_for("candidate again in 2 s")
         assert rival(admin, name) == 3
         assert one.end() == 128 + signal.SIGTERM
         assert len(one.children()) == 2
@@ -345,6 +345,6 @@ def test_what_can_never_work_ends_the_program(cli: Cli, name: str, words: list[s
 def test_a_host_without_a_server_waits_for_it(cli: Cli, name: str, tmp_path: Path) -> None:
     """An unreachable server is a warning, not an end: SIGTERM ends the host with 143."""
     with host(cli, "--dsn", f"postgresql:///x?host={tmp_path}", name, "--", *WORK) as one:
-        one.wait_for("cannot stand now, and tries again")
+        one.wait_for("cannot be a candidate now, and tries again")
         assert one.read() == ""
         assert one.end() == 128 + signal.SIGTERM

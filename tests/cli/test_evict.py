@@ -349,5 +349,5 @@ def test_asking_without_a_leader(
     assert main(["evict", name, "--ask", *WHY, how]) == 64
     err = capfd.readouterr().err
     assert err.count("\n") == 1
-    assert f"{name!r} is held by a lease, not by the leader of an election: leave out --ask" in err
+    assert f"{name!r} is held by a lease, not by the leader of an election: omit --ask" in err
     assert (audited(admin, name), newest(admin, name)) == ([], token)

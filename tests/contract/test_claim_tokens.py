@@ -172,7 +172,7 @@ async def test_a_claim_ends_once(jobs: Jobs) -> None:
         task = await claim_one(jobs, session)
         await finish(jobs, session, task)
         for call in (finish_claim, extend_claim):
-            with pytest.raises(AttemptLostError, match="finished already"):
+            with pytest.raises(AttemptLostError, match="already been finished"):
                 async with jobs.world.enter(session.begin_nested()):
                     await jobs.world.call(call, session, task)
         with jobs.own() as other:

@@ -140,7 +140,7 @@ async def test_a_token_above_the_leases_row_was_never_issued(world: World, name:
     )
     async with session(world, world.engine()) as work:
         with pytest.raises(
-            StaleFencingTokenError, match=r"(?s)never issued by this server.*former primary.*engine\.dispose\(\)"
+            StaleFencingTokenError, match=r"(?s)this server never issued it.*former primary.*engine\.dispose\(\)"
         ) as caught:
             await world.call(fence, work, name, 9)
     assert (caught.value.token, caught.value.newest) == (9, 1)

@@ -92,7 +92,7 @@ class LockBase(Guided, ABC, Generic[H]):
 
         Raises:
             PgfenceError: on entering, as for `acquire`.
-            LockLostError: on leaving after a loss, unless the block itself raised.
+            LockLostError: on leaving after a loss, unless the block itself raised an exception.
         """
         if on_loss != "cancel":
             check_choice("on_loss", on_loss, ("cancel", "flag"))
@@ -244,7 +244,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
 
         Raises:
             PgfenceError: on entering, as for `acquire`.
-            LockLostError: on leaving after a loss, unless the block itself raised something else.
+            LockLostError: on leaving after a loss, unless the block itself raised another exception.
         """
         if on_loss != "cancel":
             check_choice("on_loss", on_loss, ("cancel", "flag"))

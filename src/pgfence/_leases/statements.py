@@ -364,7 +364,7 @@ class LeaseStatements:
         self.heartbeat.release_later(grant)
 
     def abandon(self, grant: Grant) -> None:
-        """Release a lease whose handle was dropped. A finaliser calls this, so the work is done on another thread."""
+        """Release a lease whose handle was dropped. A finaliser calls this, so another thread does the work."""
         self.carrier.run_later(lambda: self.give_back_later(grant))
 
 

@@ -4,8 +4,8 @@
                     │                           └─ busy: wait in slices ─┘
                     └─ handed over by the previous holder: hold at once
 
-Every step runs on the contender's own thread or task. Whatever ends the call (a timeout, a cancellation, Ctrl-C, an error)
-returns the connection and leaves the queue; a lost connection does the same from the monitor's thread.
+Every step runs in the contender's own thread or task. When the call ends (by a timeout, a cancellation, Ctrl-C or an error), it
+returns the connection and leaves the queue. If the connection is lost, the monitor's thread does the same.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Wanted(Protocol):
 W = TypeVar("W", bound=Wanted)
 
 _CANDIDATES = ("term", "partition")
-"""Kinds whose contenders try again and again in the background, so that a try that finds it held is no event."""
+"""Kinds whose contenders retry in the background, so that no event is emitted for a try that finds the lock held."""
 
 
 class Acquisition(Generic[W]):
@@ -111,7 +111,7 @@ class Acquisition(Generic[W]):
             names: the names for messages.
             wanted: the requested resource.
             owner: the calling thread or task.
-            timeout: in seconds; 0 does not wait.
+            timeout: the seconds to wait; with 0 the call does not wait.
             lasts: whether to wait for the server from the first statement on, if it is unreachable.
             no_handoff: whether the lock must not be handed over, because each grant has its own token.
             cancel: the event that ends the wait of a thread.
@@ -152,7 +152,7 @@ class Acquisition(Generic[W]):
     @property
     def budget(self) -> float:
         """The seconds that one statement of this call may take."""
-        # A little more than the time left: a server that hangs must not make the call exceed its timeout by much.
+        # This is a little more than the time left, so that a server that hangs cannot make the call exceed its timeout by much.
         if self._budget is not None:
             return self._budget
         left = self.ends_at - clock()
@@ -163,9 +163,9 @@ class Acquisition(Generic[W]):
     # ------------------------------------------------------------ in the queue of this process
 
     def enqueue(self) -> bool | None:
-        """Enter the queue, under the mutex, and return whether this call is first in line for all that it wants.
+        """Enter the queue, under the mutex, and return whether this call is the first for all that it requests.
 
-        Return None if another contender is ahead or the owner holds it already, and the call does not wait.
+        Return None if the call does not wait, and another contender is ahead or the owner already holds it.
 
         Raises:
             SelfDeadlockError: waiting would deadlock inside this process.
@@ -197,7 +197,7 @@ class Acquisition(Generic[W]):
         return is_held_by(self.owner, self.queue, self.wanted)
 
     async def wait_for_turn(self, carrier: Carrier) -> bool:
-        """Wait until this call is first in line, or was handed the lock. Return False if its time ended before."""
+        """Wait until this call is the first, or the lock was handed over to it. Return False if its time ended before."""
         event, entry = carrier.make_event(), self.entry
         self.contended = True
         with MUTEX:
@@ -213,8 +213,8 @@ class Acquisition(Generic[W]):
             return self.queue.is_first(entry)
 
     def _note_holder_ahead(self) -> None:
-        """Record, under the mutex, whether a contender ahead holds it or has found that another process does."""
-        # A loop, not a generator: an interrupt raised while a half-consumed generator is closed would be swallowed.
+        """Record, under the mutex, whether a contender ahead holds the lock or has found that another process holds it."""
+        # This is a loop and not a generator, because an interrupt during the closing of a generator would be swallowed.
         for place in self.entry.places:
             front = next(iter(self.queue.get_line(place)), self.entry)
             if front.hold is not None or front.found_held:
@@ -274,13 +274,13 @@ class Acquisition(Generic[W]):
         return self.patience.build_outage_error(self.names, error, self.timeout)
 
     def build_late_error(self, holders: Sequence[Holder]) -> Exception:
-        """Return the error for a call that was not first in line in time: the lock is held, or the server unreachable."""
+        """Return the error for a call that was not the first in time. The lock is held, or the server is unreachable."""
         with MUTEX:
             fronts = [next(iter(self.queue.get_line(place)), self.entry) for place in self.entry.places]
         away = [front.away for front in fronts if front.away is not None]
         if not away:
             return self.build_timeout_error(holders)
-        self.patience.failures += 1  # so that a new error is built: exceptions must not be shared between contenders
+        self.patience.failures += 1  # so that a new error is built, because contenders must not share exceptions
         return self.build_outage_error(away[0])
 
     def build_timeout_error(self, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
@@ -302,7 +302,7 @@ class Acquisition(Generic[W]):
         )
 
     def refuse(self) -> None:
-        """Emit the event of a call that ends because another holder has it. Not under the mutex."""
+        """Emit the event of a call that ends because another holder has it. The caller must not hold the mutex."""
         self.contended = True
         if self.wanted.kind not in _CANDIDATES:
             self._emit_end("timeout" if self.waits else "refused")
@@ -330,7 +330,7 @@ def _list_held_names(owner: Contender) -> tuple[str, ...]:
 
 
 def timeout_of(config: Config, timeout: Seconds | None, owner: Contender) -> float:
-    """Return how long a call may wait. The default is shorter for a caller that holds another lock already."""
+    """Return how long a call may wait. The default is shorter if the caller already holds another lock."""
     if timeout is not None:
         return seconds(timeout)
     return min(config.default_timeout, NESTED_LIMIT) if owner.holds else config.default_timeout

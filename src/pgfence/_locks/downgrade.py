@@ -1,4 +1,4 @@
-"""Turn a writer's lock into a reader's, without a moment in which neither is held."""
+"""Turn a writer's lock into a reader's lock. At every moment, one of the two is held."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ async def downgrade(
         with MUTEX:
             hold.owner.holds.append(reader)
             session.hold = entry.hold = reader
-        # The next writer of this process may wait in the server now, and the next reader is let in.
+        # The next writer of this process may wait in the server now, and the next reader is admitted.
         hold.entry.leave()
-        if session.dead is not None:  # died after the statement, before the reader's hold was attached
+        if session.dead is not None:  # the connection died after the statement, before the reader's hold was attached
             session.on_connection_lost(session.dead)
         hold.emit(manager.config.events, "released")
         reader.emit(manager.config.events, "acquired", waited=0.0)
@@ -62,7 +62,7 @@ async def _replace_lock(manager: LockManager, hold: SessionHold) -> None:
     if not session.turn.acquire(False):
         await session.wait_for_probe()
     try:
-        hold.check()  # again: another thread may have released it, and its connection may serve another holder
+        hold.check()  # checked again, because another thread may have released it, and its connection may serve another holder
         kept = await session.fetch_value(manager.engine, text, args, limit=RELEASE_BUDGET)
     except Exception as error:
         if not (session.dead or is_connection_lost(error)):

@@ -21,7 +21,7 @@ async def look(pool: LockPool, sql: LockSql) -> list[Holder]:
 
     Raises:
         UnreachableError: the server cannot be reached.
-        PoolerError, StandbyError, UnsupportedServerError: as for acquiring.
+        PoolerError, StandbyError, UnsupportedServerError: a session lock would not be safe on this server.
     """
     session = await pool.checkout_for_query()
     try:
@@ -46,7 +46,7 @@ async def look_on(pool: LockPool, session: LockConnection, sql: LockSql) -> list
 
 
 async def look_quietly(pool: LockPool, sql: LockSql) -> list[Holder]:
-    """Query the holders if a connection is idle, for a message. Never waits; errors are logged and ignored."""
+    """Query the holders for a message, if a connection is idle. It never waits, and logs and ignores errors."""
     with MUTEX:
         idle = pool.state.idle.pop() if pool.state.idle else None
     if idle is None:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 HandleT = TypeVar("HandleT")
 
 RETRY_AFTER = 1.0
-"""A connection lost sooner than this after a wait began counts as a failure; only the first one is replaced immediately."""
+"""A connection that is lost sooner than this after a wait began counts as a failure. Only the first is replaced immediately."""
 
 
 class LockManager:
@@ -112,7 +112,7 @@ class LockManager:
         Args:
             names: the names for messages.
             sql: the statements for the requested keys.
-            timeout: seconds; None is the default timeout, with which the call does not wait for an unreachable server.
+            timeout: seconds; None means the default timeout, with which the call does not wait for an unreachable server.
             make: creates the handle, whose finaliser is responsible for the lock from then on.
             on: the caller's own connection; None checks one out of the pool.
             budget: the seconds that one statement may take, for a caller that polls; None to derive them from the timeout.
@@ -128,7 +128,7 @@ class LockManager:
                 expect_uncancelled(call.cancel)
             with MUTEX:
                 front = call.enqueue()
-                if front and on is None:  # under the same mutex: the uncontended path takes it only once
+                if front and on is None:  # under the same mutex, which the uncontended path takes only once
                     self.pool.state.pop_idle(entry)
             if front is False:
                 await self._wait_for_turn(call, on)
@@ -136,7 +136,7 @@ class LockManager:
                 # Until the handle exists, the clean-up below is responsible for the grant; then the handle's finaliser is.
                 return make(self, self._record(call, entry.handed_over or entry.session))
             entry.leave()
-        except BaseException as error:  # it may come from a signal, and a second one may follow
+        except BaseException as error:  # the exception may come from a signal, and a second one may follow
             self.carrier.run_cleanup(lambda: self._abort_acquire(call))
             if isinstance(error, Cancelled):
                 raise build_cancelled_error(names) from None
@@ -145,7 +145,7 @@ class LockManager:
         return None
 
     async def _wait_for_turn(self, call: LockAcquisition, on: Connection | None) -> None:
-        """Wait to be first in the queue. The previous holder may hand over its connection, and the lock with it."""
+        """Wait until the call is the first in the queue. The previous holder may hand over its connection and lock."""
         if not await call.wait_for_turn(self.carrier):
             raise call.build_late_error(call.find_local_holders() or await look_quietly(self.pool, call.wanted))
         entry = call.entry
@@ -158,7 +158,7 @@ class LockManager:
         """Clean up after an acquire that ends with an exception, wherever it was raised."""
         self._discard(call)
         call.entry.discard_partial()
-        self._discard(call)  # again: until it left the queue, another thread could hand its lock over to it
+        self._discard(call)  # again, because another thread could hand over its lock before
 
     def _discard(self, call: LockAcquisition) -> None:
         for session in (call.entry.session, call.entry.handed_over):
@@ -180,7 +180,7 @@ class LockManager:
                     await self.carrier.sleep(call.plan_retry(error), call.cancel)
                     continue
             session: LockConnection = entry.session
-            began = time.monotonic() if failures else 0.0  # the first failure counts once, however late it came
+            began = time.monotonic() if failures else 0.0  # the first failure counts once, however late it happened
             try:
                 try:
                     if many:
@@ -231,7 +231,7 @@ class LockManager:
 
     async def _wait(self, session: LockConnection, call: LockAcquisition) -> bool:
         sql = call.wanted
-        # The caller may hold the key through another engine, which this queue cannot see: compare with the server's holders.
+        # The caller may hold the key through another engine, which this queue does not know, so query the server.
         if own := find_holds_on(call.owner, sql.keys):
             found = await look_on(self.pool, session, sql)
             if error := find_self_deadlock(call.owner, call.names, own, found, session.facts.started):
@@ -265,8 +265,8 @@ class LockManager:
             entry.owner.holds.append(hold)
             session.hold = entry.hold = hold
         if sql.shared:
-            entry.leave()  # the next reader of this process may be let in too
-        # The connection may have died after the grant and before the hold was attached: then `hold` missed the loss.
+            entry.leave()  # the next reader of this process may be admitted too
+        # The connection may have died before the hold was attached, in which case `hold` missed the loss.
         if session.dead is not None:
             session.on_connection_lost(session.dead)
         if (events := self.config.events).listeners:
@@ -344,8 +344,7 @@ class LockManager:
             session.hold = None
             if hold.reason is not None or session.dead or session.in_user_hands or not session.ours:
                 return True, False
-            # At most 16 times in a row and for at most 20 ms. Another process waits in the server and gets the lock only
-            # when it is unlocked there, so many waiters here could starve it.
+            # At most 16 times in a row and for at most 20 ms, because a process that waits in the server would starve otherwise.
             successor = self.queue.find_successor(hold.entry) if hold.sql.hands_over else None
             if successor is None or session.handoffs >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
                 return True, False
@@ -358,7 +357,7 @@ class LockManager:
         """Close the connection after an interrupted release, unless it already serves another holder."""
         session = hold.session
         if session.hold in (None, hold):
-            if session.statement_started:  # by another thread: only the socket may be shut down from here
+            if session.statement_started:  # another thread runs it, so this thread may only shut down the socket
                 MONITOR.shut_down(session)
             else:
                 self.pool.discard(session)
@@ -374,7 +373,7 @@ class LockManager:
         self.pool.checkin(session)
 
     def abandon(self, hold: SessionHold) -> None:
-        """Release a lock whose handle was dropped. A finaliser calls this, so the work is done on another thread."""
+        """Release a lock whose handle was dropped. A finaliser calls this, so another thread does the work."""
 
         def close() -> None:
             mine, handed_over = self._begin_release(hold)
@@ -386,7 +385,7 @@ class LockManager:
 
     def _on_connection_lost(self, hold: SessionHold | None) -> None:
         """Leave the queue and emit the event for a lock whose connection was lost."""
-        # The server has released the lock: waiters in this process need not wait until the former holder leaves its block.
+        # The server has released the lock, so waiters in this process need not wait until the former holder leaves its block.
         if hold is not None:
             hold.entry.leave()
             hold.emit(self.config.events, "lost", reason=hold.reason)

@@ -28,13 +28,13 @@ class Patience:
     """Whether one call waits through an outage, and the last response of the server."""
 
     lasts: bool
-    """Whether the call waits through an outage: it has a timeout, or the server has responded that the lock is held."""
+    """Whether the call waits through an outage, because it has a timeout or the server has responded that the lock is held."""
     failures: int = 0
     """The number of attempts in a row without a response."""
     heard_at: float | None = None
     """When the server last responded that the lock is held, on this process's clock."""
     holders: Sequence[Holder] = ()
-    """The holders that the server then named, if any."""
+    """The holders that the server returned at that time, if any."""
 
     def note_held(self, holders: Sequence[Holder] = ()) -> None:
         """Record the response that the lock is held. From now on the call waits until its timeout."""
@@ -56,7 +56,7 @@ class Patience:
         return min(left, longest * between(0.5, 1.0))
 
     def build_outage_error(self, names: tuple[str, ...], error: Away, timeout: float) -> Away:
-        """Return the error that ends a wait: the server is unreachable. It includes the server's last response."""
+        """Return the error that ends a wait for an unreachable server. It includes the server's last response."""
         if self.heard_at is None and not self.failures:
             return error
         reason = str(error).removesuffix(LOCK_OUTCOME_UNKNOWN).rstrip(" .")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Contended(Protocol):
-    """A request: the queues it waits in, and the row of the lease table, if it uses one."""
+    """A request, with the queues in which it waits, and the row of the lease table, if it uses one."""
 
     @property
     def places(self) -> Sequence[Hashable]: ...
@@ -70,7 +70,7 @@ def find_self_deadlock(
         names: the names that it would wait for.
         holds: its own session locks on those keys.
         found: the holders of those keys in the database where it would wait.
-        started: when that server was started. A backend pid alone proves nothing: another server may use the same one.
+        started: when that server was started. A backend pid alone proves nothing, because another server may use the same one.
     """
     there = {(holder.key, holder.backend_pid) for holder in found}
     own = tuple(
@@ -93,7 +93,7 @@ def find_hold_elsewhere(
 ) -> SelfDeadlockError | None:
     """Return the error if the contender would wait on this connection for a lock that it holds on another one.
 
-    Makes no round trip, or two if the contender holds a session lock on one of the keys.
+    This costs two round trips if the contender holds a session lock on one of the keys, and none otherwise.
     """
     here = connection.connection.dbapi_connection
     holds = [hold for hold in find_holds_on(owner, keys) if hold.session.dbapi_connection is not here]

@@ -1,4 +1,4 @@
-"""Wait for a lock in the server: first one slice in the server's own queue, then slices in the order of the tickets."""
+"""Wait for a lock in the server. The first slice waits in the server's own queue, and the others in the order of the tickets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 LOOK_EVERY = 4
-"""A waiter checks every so many slices whether the owner of the ticket ahead has stopped making progress."""
+"""The number of slices after which a waiter checks whether the owner of the ticket ahead still makes progress."""
 
 
 class ServerWait:
@@ -49,7 +49,7 @@ class ServerWait:
         """Wait for one slice and return whether the lock was granted; None if the waiter needs a ticket now."""
         if isinstance(self.sql, WriteSql):
             return await self._wait_as_writer(self.sql, step.seconds, call)
-        # None is returned immediately, before the server is queried for holders: other waiters would take tickets in that time.
+        # None is returned immediately, before a query for the holders, during which other waiters would take tickets.
         if not step.queued:
             return await self.wait_without_ticket(step.seconds)
         if not self.has_turn and not await self.wait_for_turn(step.seconds):
@@ -142,5 +142,5 @@ class ServerWait:
         if not self.has_ticket:
             return
         if await self.session.fetch_value(self.engine, LEAVE, (), limit=RELEASE_BUDGET) is False:
-            # The ticket was no longer there. Whatever released it may have released the lock too.
+            # The ticket was no longer held. What released it may have released the lock too.
             self.session.close_after_use = True

@@ -1,4 +1,4 @@
-"""The monotonic clock, deadlines and jitter. Nothing here sleeps."""
+"""The monotonic clock, deadlines and jitter. No function in this module sleeps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Seconds: TypeAlias = float | timedelta
-"""Seconds. As a timeout: None = the configured default, math.inf = indefinitely, 0 = do not wait."""
+"""A number of seconds. As a timeout, None means the configured default, math.inf to wait indefinitely, and 0 not to wait."""
 
 # On macOS, unlike Linux, CLOCK_MONOTONIC includes the time asleep, and `time.monotonic()` does not.
 _CLOCK: int | None = getattr(time, "CLOCK_MONOTONIC" if sys.platform == "darwin" else "CLOCK_BOOTTIME", None)
 
 
-# A partial of a C function, not a Python function: an acquire reads the clock ten times.
+# This is a partial of a C function and not a Python function, because an acquire reads the clock ten times.
 clock: Callable[[], float] = time.monotonic if _CLOCK is None else partial(time.clock_gettime, _CLOCK)
 """Return the seconds of a monotonic clock that cannot be set and that, where available, includes suspended time.
 
-A clock that stops during a suspend would let a laptop, on waking up, still trust the leases it held when it was suspended.
+With a clock that stops during a suspend, a laptop that wakes up would still trust the leases that it held before the suspend.
 """
 
-# Not the module's generator: a program that seeds it would keep the pauses of all its processes in step, and our threads would
-# change the sequence that the program sees.
+# The generator of the module `random` is not used. If a program seeds it, the pauses of all its processes would be equal, and
+# pgfence's threads would change the sequence that the program gets.
 between = random.SystemRandom().uniform
 
 
@@ -36,8 +36,8 @@ def seconds(value: Seconds, what: str = "timeout") -> float:
     """Return `value` as a number of seconds.
 
     Raises:
-        TypeError: it is neither a number nor a timedelta.
-        ValueError: it is negative or not a number.
+        TypeError: the value is neither a number nor a timedelta.
+        ValueError: the value is negative or not a number.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()

@@ -1,4 +1,4 @@
-"""Run coroutines on a thread: a coroutine that never suspends is an ordinary function call."""
+"""Run coroutines in a thread. A coroutine that never suspends is an ordinary function call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ Coro: TypeAlias = Coroutine[Any, Any, R]
 
 
 def run_sync(function: Callable[P, Coro[R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run a coroutine function to completion on this thread. Everything that it awaits must block instead of suspending.
+    """Run a coroutine function to completion in this thread. Everything that it awaits must block instead of suspending.
 
     Raises:
-        RuntimeError: it suspended, which only coroutines on an event loop may do.
+        RuntimeError: the coroutine suspended, which only coroutines on an event loop may do.
     """
-    # Called here, not by the caller: an interrupt between the two calls would leave a coroutine that was never awaited.
+    # It is called here and not by the caller, because an interrupt between two calls would leave a coroutine that was never
+    # awaited.
     steps = function(*args, **kwargs)
     try:
         steps.send(None)

@@ -64,7 +64,7 @@ def finish_fork() -> None:
     """
     if sys.platform != "linux" or len(sys._current_frames()) == 1:
         return
-    # Not pathlib, which is not imported yet: a forked child should import as little as possible.
+    # pathlib is not used, because it is not imported yet, and a forked child should import as little as possible.
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         return
     import ctypes
@@ -84,7 +84,7 @@ class Process:
 
     def __init__(self) -> None:
         self.forks = 0
-        """Incremented around each fork that ran our hooks: a child may have copied a socket that was just being opened."""
+        """Incremented around each fork that ran pgfence's hooks, because a child may have copied a socket that was opening."""
         self.ending = False
         """Whether the interpreter is exiting, while daemon threads may still run."""
         self.mark = read_kernel_mark()
@@ -94,13 +94,13 @@ class Process:
         self._renewals: list[Callable[[], None]] = []
         self._renewing = 0
         self._turns: dict[int, threading.RLock] = {}
-        """One mutex per process id: a fork may copy one that was held by a thread that the child does not have."""
+        """One mutex per process id. A fork may copy a mutex that was held by a thread that the child does not have."""
 
     @property
     def pid(self) -> int:
         """The id of this process. In a forked child, the first access renews what must not be shared with the parent."""
-        # Checked on every access, because fork hooks are not enough: a C server that calls fork(2) directly runs none of them
-        # (uWSGI does so by default), and hooks registered before ours run in the child first.
+        # This is checked on every access, because fork hooks are not enough. A C server that calls fork(2) directly runs none of
+        # them (uWSGI does so by default), and hooks that were registered before pgfence's run first in the child.
         if not self.mark[0]:
             self._renew()
         return self.known_pid
@@ -108,7 +108,7 @@ class Process:
     def renew_in_child(self, renewal: Callable[[], None]) -> None:
         """Register a function to be called once in a forked child, before other code of pgfence, in order of registration.
 
-        It must not wait for a mutex, which may be held by a thread that the child does not have.
+        The function must not wait for a mutex, which may be held by a thread that the child does not have.
         """
         self._renewals.append(renewal)
 
@@ -132,7 +132,7 @@ class Process:
                 for renewal in self._renewals:
                     renewal()
                 finish_fork()
-                self.mark[0] = 1  # last, so that other threads of the child wait for the whole renewal
+                self.mark[0] = 1  # this comes last, so that other threads of the child wait for the whole renewal
             finally:
                 self._renewing = 0
 

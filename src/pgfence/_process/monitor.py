@@ -1,4 +1,4 @@
-"""Run the daemon threads: one detects closed sockets, one runs background jobs, one runs the application's callbacks."""
+"""Run the daemon threads. One detects closed sockets, one runs background jobs, and one runs the application's callbacks."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class ConnectionMonitor:
             session.dup = os.dup(fd)
             self._sessions[session.dup] = weakref.ref(session)
             if self._epoll is not None:
-                # Only the hang-up event: responses and notifications do not wake the monitor, TLS does not matter, and the
-                # thread of the caller may be inside a statement.
+                # Only the hang-up event is watched. Responses and notifications do not wake the monitor, TLS does not matter, and
+                # the caller's thread may be inside a statement.
                 self._epoll.register(session.dup, select.EPOLLRDHUP)
 
     def unwatch(self, session: Monitored) -> None:
@@ -106,7 +106,7 @@ class ConnectionMonitor:
                 ours.shutdown(socket.SHUT_RDWR)
 
     def post(self, job: Callable[[], object]) -> None:
-        """Run an internal job on the job thread. Takes no lock, so that a finaliser may call it anywhere."""
+        """Run an internal job in the job thread. This takes no lock, so that a finaliser may call it anywhere."""
         self._jobs.put(job)
 
     def expect_callbacks(self) -> None:
@@ -114,19 +114,20 @@ class ConnectionMonitor:
         PROCESS.notice_fork()
         with self._lock:
             if self._calls is None:
-                # A separate thread: a callback that blocks must delay neither the monitor nor the jobs.
+                # This is a separate thread, because a callback that blocks must delay neither the monitor nor the jobs.
                 self._calls = SimpleQueue()
                 _start_thread("pgfence-callbacks", _serve, self._calls)
 
     def call(self, callback: Callable[[], object]) -> None:
-        """Run a callback of the application on the callback thread."""
+        """Run a callback of the application in the callback thread."""
         if self._calls is not None:
             self._calls.put(callback)
 
     def _start(self) -> None:
         if HAS_HANGUP and self._epoll is None:
             self._open_epoll()
-        # Set the flag first: an interrupt while a thread starts must neither start it twice nor skip the next one.
+        # The flag is set first, because an interrupt during the start of a thread must neither start it twice nor skip the next
+        # one.
         if not self._watches:
             self._watches = True
             _start_thread("pgfence-watcher", self._watch)
@@ -143,9 +144,9 @@ class ConnectionMonitor:
                 time.sleep(TICK)
             else:
                 events = epoll.poll(TICK)
-            now = clock()  # includes a suspend, which must be noticed as a pause
+            now = clock()  # this includes a suspend, which must be noticed as a pause
             paused = now - before > TICK + PAUSE
-            # After a pause, hang-ups that happened during it are more reliable than asking each server.
+            # After a pause, hang-ups that happened during the pause are more reliable than a query to each server.
             if paused and epoll is not None:
                 events += epoll.poll(0)
             for dup, _ in events:
@@ -187,7 +188,7 @@ class ConnectionMonitor:
         with self._lock:
             sessions = [session for reference in self._sessions.values() if (session := reference()) is not None]
             keepers = list(self._keepers)
-        # What a socket does not show: a statement that hangs, a connection that was idle too long, a pause of this process.
+        # These are not visible on a socket: a statement that hangs, a connection that was idle too long, a pause of this process.
         for session in sessions:
             call_logged(lambda session=session: session.tick(now, paused))  # type: ignore[misc]
         for keeper in keepers:
@@ -220,7 +221,7 @@ def identify_socket(fd: int) -> SocketId:
 
 def is_hung_up(dup: int) -> bool:
     """Return whether the socket is hung up."""
-    # Asked again after the event, which may concern a closed connection whose descriptor number was reused.
+    # This is checked again after the event, which may concern a closed connection whose descriptor number was reused.
     now = select.poll()
     now.register(dup, select.POLLRDHUP)
     return bool(now.poll(0))

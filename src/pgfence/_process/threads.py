@@ -48,14 +48,15 @@ def end_all() -> None:
 
 def block_during_shutdown() -> None:
     """Keep a daemon thread from entering a driver while the interpreter exits."""
-    # Inside a driver it would run C code while exit() tears OpenSSL down. If the interpreter does not exit, because an atexit hook
-    # waits for this very thread, the thread continues after the pause.
+    # Inside a driver, the thread would run C code while exit() shuts OpenSSL down. If the interpreter does not exit, because an
+    # atexit hook waits for this thread, the thread continues after the pause.
     if PROCESS.ending and threading.current_thread().daemon:
         time.sleep(LAST_PAUSE)
 
 
 def _forget_threads_in_child() -> None:
-    # Not collected: finalising an event loop here would remove the parent's sockets from the epoll object that both share.
+    # It is not garbage-collected, because finalising an event loop here would remove the parent's sockets from the epoll object
+    # that both share.
     _LEAKED_AFTER_FORK.extend(_ALL)
     _ALL.clear()
 
@@ -73,11 +74,11 @@ def start(name: str, target: Callable[..., object], *args: object) -> threading.
 
 _GEVENT = ("threading", "select", "queue")
 _EVENTLET = ("thread", "select", "socket")
-"""The modules that our threads need unpatched: as greenlets of a hub they would end, hang, or never run."""
+"""The modules that pgfence's threads need unpatched. As greenlets of a hub, the threads would end, hang, or never run."""
 
 
 def require_native_threads() -> None:
-    """Raise if native threads cannot run here: losses would not be noticed, and leases not renewed.
+    """Raise an error if native threads cannot run here, because losses would not be noticed and leases not renewed.
 
     Raises:
         PgfenceError: gevent or eventlet has patched modules that the threads need, or uWSGI runs without --enable-threads.

@@ -138,21 +138,21 @@ def find_holders(connection: Connection, keys: Sequence[LockKey]) -> list[Holder
 
 
 def is_held(connection: Connection, keys: Sequence[LockKey]) -> bool:
-    """Return whether any session holds one of these keys in the connection's database. One round trip."""
+    """Return whether any session holds one of these keys in the connection's database, in one round trip."""
     text = TEXTS[style_of(connection.dialect)].held
     answer: bool = connection.exec_driver_sql(text, build_arguments(keys)).scalar_one()
     return answer
 
 
 def is_mine(connection: Connection, keys: Sequence[LockKey]) -> bool:
-    """Return whether this connection's session holds one of these keys. One round trip."""
+    """Return whether this connection's session holds one of these keys, in one round trip."""
     text = TEXTS[style_of(connection.dialect)].mine
     answer: bool = connection.exec_driver_sql(text, build_arguments(keys)).scalar_one()
     return answer
 
 
 def read_lock_table_use(connection: Connection) -> tuple[int, int]:
-    """Return how many locks the server's lock table holds, and its capacity. One round trip.
+    """Return how many locks the server's lock table contains, and its capacity, in one round trip.
 
     The capacity is a minimum, because PostgreSQL lets the table use spare memory.
     """

@@ -29,7 +29,7 @@ _WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
 
 def describe_server(engine: Engine) -> str:
-    """Return the hosts, ports and database of an engine, for messages. Never includes the user or the password."""
+    """Return the hosts, ports and database of an engine, for messages. The result never includes the user or the password."""
     given = _read_parameters(engine)
     database = engine.url.database or given.get("dbname") or given.get("database")
     return ",".join(_list_hosts(given)) + (f"/{database}" if database else "")

@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from pgfence.types import Holder
 
 
-# Locks nothing if another server process executes it: behind a pooler in transaction mode the lock would be left there.
+# The statement locks nothing if another server process executes it, because behind a pooler in transaction mode that process
+# would keep the lock.
 _TRY_ONE = (
     "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) {1}::integer"
     " THEN pg_catalog.pg_try_advisory_lock(CAST({2} AS bigint)) END"
 )
-# It waits for the transaction-level lock, limited by lock_timeout. The session-level lock comes after it and cannot wait any more,
-# so SQLSTATE 55P03 proves that nothing is held, which pg_advisory_lock alone under a lock_timeout does not. Its timeout is an ERROR
-# line in the server's log, so only the first slice of a wait uses this statement, and only while no waiter has a ticket.
+# The statement waits for the transaction-level lock, limited by lock_timeout. The session-level lock comes after it and cannot
+# wait any more, so SQLSTATE 55P03 proves that nothing is held, which pg_advisory_lock alone under a lock_timeout does not. Its
+# timeout is an ERROR line in the server's log, so only the first slice of a wait uses this statement, and only while no waiter
+# has a ticket.
 _WAIT_ONE = (
     "SELECT pg_catalog.set_config('lock_timeout', {1}, true),"
     " pg_catalog.pg_advisory_xact_lock(CAST({2} AS bigint)), pg_catalog.pg_advisory_lock(CAST({3} AS bigint))"
@@ -46,15 +48,15 @@ _TRY_MANY = (
     " SELECT CASE WHEN d.asked > 0 THEN d.got END,"
     f" (SELECT pg_catalog.count({call_on_nth('pg_advisory_unlock', 't.i')}) FROM t WHERE NOT d.got AND t.got AND t.i > 0) FROM d"
 )
-# All transaction-level locks come before the first session-level one: taken key by key, a timeout would leave some of them held.
-# The counts make each phase depend on the one before, because PostgreSQL never runs a CTE that is not referenced.
+# All transaction-level locks come before the first session-level one. If they were taken key by key, a timeout would leave some
+# of them held. The counts make each phase depend on the one before, because PostgreSQL never runs a CTE that is not referenced.
 _WAIT_MANY = (
     "WITH s AS MATERIALIZED (SELECT pg_catalog.set_config('lock_timeout', {1}, true) AS set"
     f" WHERE NOT {HAS_TICKETS.format('{2}')}),"
     " k AS MATERIALIZED (" + KEYS.format("{3}", "{4}") + " ORDER BY i),"
     f" x AS MATERIALIZED (SELECT {call_on_row('pg_advisory_xact_lock')} FROM s, k WHERE s.set IS NOT NULL),"
     " n AS MATERIALIZED (SELECT pg_catalog.count(*) AS taken FROM x)"
-    # One row: a driver that fetches only the first of several would not take the other locks.
+    # The result is one row, because a driver that fetches only the first of several rows would not take the other locks.
     f" SELECT pg_catalog.count({call_on_row('pg_advisory_lock')}) FROM n, k WHERE n.taken > 0"
 )
 _UNLOCK_MANY = (
@@ -109,7 +111,7 @@ class LockSql:
     hands_over = True
     """Whether a holder may hand the lock over to the next waiter of its process."""
     shared = False
-    """Whether several may hold it at once."""
+    """Whether several contenders may hold it at once."""
 
     def __init__(self, keys: tuple[LockKey, ...], style: ParamStyle) -> None:
         self.keys = keys
@@ -142,9 +144,9 @@ class LockSql:
 
     @property
     def wait_text(self) -> str:
-        """The statement that waits in the server's own queue until all keys are held, or fails with 55P03 and holds none.
+        """The statement that waits in the server's own queue until it holds all keys, or fails with 55P03 and holds none.
 
-        It returns no row, or 0, if waiters of other processes have tickets; nothing is locked then.
+        If waiters of other processes have tickets, it returns no row, or 0, and locks nothing.
         """
         return self._texts.wait_one if self._one else self._texts.wait_many
 

@@ -236,7 +236,7 @@ def _define_rate_take() -> tuple[SchemaItem, ...]:
 
 
 def _define_resign_request() -> tuple[SchemaItem, ...]:
-    # A table of its own: a new column of the lease would make the upgrade wait for every transaction that is inside a gate.
+    # This is a separate table, because a new column of the lease would make the upgrade wait for every transaction inside a gate.
     return (
         Column("name", Text, primary_key=True),
         Column("token", BigInteger, nullable=False),

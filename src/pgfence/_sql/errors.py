@@ -66,11 +66,11 @@ class ErrorContext:
     Attributes:
         version: the version of the tables that the statement needs.
         key_rights: the privileges on idempotency keys that it needs, if it needs the version of the tables that has them.
-        on_primary: advice if the server is read-only; if empty, such an error is not translated.
+        on_primary: the advice for a read-only server; if it is empty, such an error is not translated.
         read_only: the exception class for a read-only server.
-        owner: whether it creates or drops objects, for which a GRANT is not enough.
+        owner: whether the statement creates or drops objects, for which a GRANT is not enough.
         deadlock: the message for a deadlock; if empty, a deadlock is not translated.
-        fewer_locks: advice if the server's lock table is full; if empty, that error is not translated.
+        fewer_locks: the advice if the server's lock table is full; if it is empty, that error is not translated.
         lock_table: the used entries and the capacity of the lock table.
         audit_rights: the privileges on the audit table, if it is the only one that the statement uses.
     """
@@ -87,7 +87,7 @@ class ErrorContext:
 
 
 FENCE = ErrorContext(
-    on_primary="A gate is entered where rows are written. Begin on the primary, not read-only",
+    on_primary="A gate is entered where rows are written. Begin on the primary, in a read-write transaction",
     fewer_locks="Enter fewer gates in one transaction",
 )
 
@@ -110,14 +110,15 @@ def translate_error(
     if state == READ_ONLY and context.on_primary:
         where = "this server" if engine is None else describe_server(engine)
         return context.read_only(
-            f"{where} is read-only ({message_of(error)}): it is a standby, or configured to be. {context.on_primary}. {SWITCHING}",
+            f"{where} is read-only ({message_of(error)}): it is a standby, or configured to be. {context.on_primary}. "
+            f"{SWITCHING}",
             sqlstate=state,
         )
     if state == DEADLOCK_DETECTED and context.deadlock:
         return DeadlockError(context.deadlock, sqlstate=state)
     if state == OUT_OF_MEMORY and context.fewer_locks:
         used, limit = context.lock_table
-        advice = f"{context.fewer_locks}, or raise max_locks_per_transaction"
+        advice = f"{context.fewer_locks}, or increase max_locks_per_transaction"
         return CapacityError(f"the server's lock table is full: {advice}", used=used, limit=limit, sqlstate=state)
     if state in (STALE_TOKEN, NO_TOKEN, GATE_TIMEOUT):
         return _translate_rejection(error, state)
@@ -208,7 +209,7 @@ def _translate_rejection(error: BaseException, state: str) -> PgfenceError | Non
         why = (
             "a newer holder has taken over"
             if token < newest
-            else "it was never issued by this server, or the lease's row was set back (a restore, a fail-over). If this"
+            else "this server never issued it, or the lease's row was set back (by a restore or a failover). If this"
             " connection leads to a former primary, close it (engine.dispose()) and try again on a new one"
         )
         return StaleFencingTokenError(
@@ -361,7 +362,7 @@ _NO_SUCH_HOST = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") 
 def is_login_rejected(state: str | None, reason: str) -> bool:
     """Return whether the server rejected the login, the encryption or the database, so that retrying is useless.
 
-    libpq does not pass the SQLSTATE on, so the text decides. Messages in other languages than English are not recognized.
+    libpq does not pass on the SQLSTATE, so the text decides. Messages in languages other than English are not recognized.
     """
     if state in (None, "08P01"):  # older releases of PgBouncer send only 08P01
         return _REJECTED.search(reason) is not None
@@ -369,7 +370,7 @@ def is_login_rejected(state: str | None, reason: str) -> bool:
 
 
 def is_host_unknown(error: BaseException, reason: str) -> bool:
-    """Return whether the host does not exist. A name server that does not respond does not prove that."""
+    """Return whether the host does not exist. This is not proved by a name server that does not respond."""
     if isinstance(error, socket.gaierror):
         return error.errno in _NO_SUCH_HOST
     return _UNRESOLVED.search(reason) is not None
@@ -378,8 +379,8 @@ def is_host_unknown(error: BaseException, reason: str) -> bool:
 def find_connect_error(engine: Engine, error: Exception, otherwise: str) -> UnreachableError | None:
     """Return the error for an exception raised while connecting, by SQLAlchemy or the caller's code; None for any other.
 
-    While connecting, drivers raise OSError, TimeoutError and their own classes, and which of them SQLAlchemy wraps depends on its
-    version. The caller's own code may raise the same classes, so the traceback decides where an exception comes from.
+    While connecting, drivers raise OSError, TimeoutError and their own classes. The version of SQLAlchemy determines which of
+    them it wraps. The caller's own code may raise the same classes, so the traceback shows where an exception comes from.
     """
     pool = engine.pool
     for each in (error, getattr(error, "orig", None)):

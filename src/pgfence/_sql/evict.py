@@ -46,7 +46,7 @@ _AUDIT = (
     "INSERT INTO {audit} (action, resource, actor, reason, at, detail)"
     " VALUES ('evict', {0}, {1}, {2}, pg_catalog.clock_timestamp(), CAST({3} AS jsonb))"
 )
-# Queries the holder of the lock again, because the process id may have been reused.
+# This queries the holder of the lock again, because the process id may have been reused.
 _END = (
     "SELECT pg_catalog.count(pg_catalog.pg_terminate_backend(s.pid, 5000)) FROM (SELECT DISTINCT l.pid FROM pg_catalog.pg_locks AS l"
     " WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 AND l.pid <> pg_catalog.pg_backend_pid()"
@@ -79,7 +79,7 @@ class EvictionRequest:
         place: the table names.
         reason: the reason, for the audit table.
         actor: the person or program that evicts, for the audit table.
-        only: evict only if the holder is still this one; None evicts any holder.
+        only: the holder to evict; if the holder has changed, nothing is done. None evicts any holder.
     """
 
     name: str
@@ -122,7 +122,7 @@ def look(connection: Connection, order: EvictionRequest) -> Found:
     """
     row = _run(connection, order.place, _ROW, order.name).one_or_none()
     held = [] if row is None else [_build_lease_holder(order, row)]
-    # Without prepared transactions, which have no session that could be ended.
+    # Prepared transactions are omitted, because they have no session that could be ended.
     sessions = [one for one in activity.find_holders(connection, (order.key,)) if one.backend_pid is not None]
     if row is None and not sessions:
         _reject_name_of_parts(connection, order)
@@ -149,10 +149,11 @@ def _build_lease_holder(order: EvictionRequest, row: Row) -> Holder:
 def evict(connection: Connection, order: EvictionRequest) -> Found:
     """Evict the holders of the name, in a separate transaction on a connection at READ COMMITTED.
 
-    Does nothing if no row and no session has the name.
+    The function does nothing if no row and no session has the name.
 
     Returns:
-        The evicted holders. If `only` was given and the holder is another one: that one, without `newest`; nothing was done.
+        The evicted holders. If `only` was given and the holder has changed, nothing was done, and the result is the new holder
+        without `newest`.
 
     Raises:
         LockTimeoutError: a writer stayed inside the gate; nothing was done.
@@ -181,7 +182,7 @@ def evict(connection: Connection, order: EvictionRequest) -> Found:
 
 
 class _Changed(Exception):
-    """Another grant was made between query and eviction. Never leaves this module."""
+    """Another grant was made between query and eviction. This exception never leaves the module."""
 
 
 def _try_evict(connection: Connection, order: EvictionRequest) -> Found:
@@ -202,8 +203,8 @@ def _try_evict(connection: Connection, order: EvictionRequest) -> Found:
         _run(connection, order.place, _AUDIT, *words)
     else:
         return found
-    # After the token and the audit, before COMMIT: no session is ended that is not fenced off and recorded, and an error up to here
-    # leaves everything unchanged.
+    # This comes after the token and the audit, and before COMMIT. So no session is ended that is not fenced off and recorded, and
+    # an error up to here leaves everything unchanged.
     if pids:
         _end_sessions(connection, order, pids)
     return Found(found.holders, found.token, newest)

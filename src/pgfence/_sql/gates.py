@@ -129,8 +129,8 @@ def block_commit(connection: Connection, error: StaleFencingTokenError) -> None:
 def _refuse(connection: Connection, *_: object) -> None:
     root, error = getattr(connection, _STALE)
     if connection.get_transaction() is root():
-        # SQLAlchemy drops its transaction when this listener raises, and its rollback() then sends nothing: the server's
-        # transaction would stay open, and the next commit would commit the rejected writes too.
+        # When this listener raises, SQLAlchemy discards its transaction, and its rollback() then sends nothing. The server's
+        # transaction would stay open, and the next commit would also commit the rejected writes.
         begin_anew(connection)
         raise StaleFencingTokenError(
             f"this transaction was rejected before and cannot commit: {error}",

@@ -1,6 +1,6 @@
 """The statements of an idempotency key in the caller's transaction: claim it and finish it.
 
-Each takes one round trip, which the claim can share with BEGIN, and the end with COMMIT.
+Each statement takes one round trip. The claim can share it with BEGIN, and the end with COMMIT.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class EffectAttempt(NamedTuple):
     Attributes:
         number: the number of the attempt.
         remaining: the seconds until its claim ends.
-        kept: the seconds until a transaction can claim the key anyway.
+        kept: the seconds until a transaction can claim the key in any case.
         ended: the error that it ended with, if any.
     """
 
@@ -100,7 +100,7 @@ class EffectAttempt(NamedTuple):
 
 
 def find_attempt(connection: Connection, place: TableNames, row: KeyRow) -> EffectAttempt | None:
-    """Return the attempt of an effect that has a key; None if a transaction has it."""
+    """Return the attempt of an effect that has a key; None if a transaction has the key."""
     style = style_of(connection.dialect)
     found = send(connection, _select_attempt(place, style), (row.scope, row.key)).one_or_none()
     return None if found is None else EffectAttempt._make(found)
@@ -134,7 +134,7 @@ def finish_at_commit(
     # Listeners must see each statement separately.
     if is_observed(connection):
         return False
-    # From now on, statements are observed: the postponed one is sent before any that must come after it.
+    # From now on, statements are observed, and the postponed statement is sent before any statement that must come after it.
     read_along(connection)
     finish_or_fail = _finish_or_fail(place, style_of(connection.dialect))
     return postpone(connection, finish_or_fail, (row.scope, row.key, status, text), build_error)
@@ -189,7 +189,7 @@ def _finish(place: TableNames, style: ParamStyle) -> str:
 
 @cache
 def _finish_or_fail(place: TableNames, style: ParamStyle) -> str:
-    # Divides by zero if the key is no longer claimed: only an error keeps the COMMIT from being executed.
+    # The statement divides by zero if the key is no longer claimed, because only an error keeps the COMMIT from being executed.
     return f"SELECT 1 / CAST({call(place, style, 'finish_key_v1', 'text, text, text, text')} AS integer)"
 
 

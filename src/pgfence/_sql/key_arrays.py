@@ -46,5 +46,6 @@ def encode_keys(keys: Sequence[LockKey], style: ParamStyle) -> tuple[int, object
     bigints = sum([key.space == "bigint" for key in keys]) if keys[-1].space == "pair" else len(keys)
     if style == "numeric":
         return bigints, values
-    # As text: psycopg would format a list again for each statement, but a lock object can keep the text.
+    # The array is passed as text, because psycopg would format a list again for each statement, while a lock object can keep the
+    # text.
     return bigints, f"{{{','.join(map(str, values))}}}"

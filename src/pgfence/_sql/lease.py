@@ -50,7 +50,7 @@ class LeaseSql:
             set back.
         renew: lists of names, lease ids, tokens, ttls. One value: JSON, for `decode_renewals`.
         release: name, lease id, token. One value: "released", or why not.
-        finish: as release, for a slot: name, lease id, token, slot, whether it is done.
+        finish: the release of a slot: name, lease id, token, slot, whether it is done.
         forget: name, lease id. One value: whether it ended a grant.
         adopt: name, lease id, token, new lease id, owner or None, host, pid. One row: outcome, expires_at, remaining,
             hold_remaining, ttl, checkpoint as JSON, purpose, set_back.
@@ -132,7 +132,7 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
 
 def read_unreleased(place: TableNames, style: ParamStyle) -> str:
     """Return the expression for the token of a lease that was not released before the statement began. Parameter: its name."""
-    # It sees the row as it was before the function of the same statement changes it.
+    # The expression reads the row as it was before the function of the same statement changes it.
     return (
         f"(SELECT l.token FROM {name_of(place, 'lease', style)} AS l WHERE l.name = CAST({mark(style, 1)} AS text)"
         " AND l.released_at IS NULL AND l.lock_key IS NULL)"
@@ -163,7 +163,10 @@ def decode_renewals(text: str) -> list[LeaseResult]:
 
 
 def combine_results(results: Sequence[LeaseResult]) -> LeaseResult:
-    """Return the result of a grant with several rows: it is lost with any of them, and renewed only with all of them."""
+    """Return the result of a grant with several rows.
+
+    The grant is lost if any row is lost, and renewed only if all rows are renewed.
+    """
     lost = next((each for each in results if each.verdict == "lost"), None)
     busy = next((each for each in results if each.verdict == "busy"), None)
     return lost or busy or min(results, key=lambda each: each.remaining)

@@ -69,7 +69,7 @@ class Doing(NamedTuple):
 
 
 def describe_sessions(connection: Connection, pids: Sequence[int]) -> dict[int, Doing]:
-    """Return the activity of sessions by process id. Sessions that the role may not see are left out."""
+    """Return the activity of sessions by process id. Sessions that the role may not see are omitted."""
     text = _DOING.format(_MARKS[style_of(connection.dialect)])
     rows = connection.exec_driver_sql(text, (list(pids),)).all()
     return {row[0]: Doing(row[0], row[1], row[2], " ".join((row[3] or "").split())[:_LONGEST_QUERY]) for row in rows}
@@ -100,7 +100,10 @@ def set_up(connection: Connection, backend_pid: int) -> dict[str, str]:
 
 
 def has_written(connection: Connection) -> bool:
-    """Return whether the connection's transaction has written anything. A failed one counts as not: it cannot commit."""
+    """Return whether the connection's transaction has written anything.
+
+    The result is False for a failed transaction, which cannot commit.
+    """
     try:
         written: bool = connection.exec_driver_sql(_HAS_WRITTEN).scalar_one()
     except DBAPIError as error:

@@ -23,7 +23,7 @@ Row: TypeAlias = "Sequence[Any]"
 """A row as the driver returns it."""
 
 RawConnection: TypeAlias = Any
-"""A driver's own connection: psycopg's, psycopg2's or asyncpg's. It is Any, because no driver is certain to be installed."""
+"""The connection of psycopg, psycopg2 or asyncpg. It is Any, because no driver is certain to be installed."""
 
 ParamStyle: TypeAlias = Literal["format", "numeric"]
 """How a driver marks parameters: %s, or $1, $2, ..."""

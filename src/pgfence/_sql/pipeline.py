@@ -1,10 +1,10 @@
 """Send a statement in one round trip with the BEGIN before it or the COMMIT after it, with the pipeline mode of psycopg.
 
-psycopg sends BEGIN before the first statement of a transaction, and waits for the response. Its public `pipeline()` saves nothing
-here: it also waits after that BEGIN, and again when it is left. So the driver's own steps are taken in another order, with one
-wait for all responses at the end. The statement uses a cursor of the driver, which prepares it as usual. An error leaves the
-connection as it would be without a pipeline: aborted after an error of the statement, in no transaction after an error of BEGIN.
-COMMIT is not executed after an error of the statement.
+psycopg sends BEGIN before the first statement of a transaction, and waits for the response. Its public `pipeline()` saves no
+round trip here, because it also waits after that BEGIN, and again at its end. Therefore this module runs the driver's own steps
+in another order, with one wait for all responses at the end. The statement uses a cursor of the driver, which prepares it as
+usual. An error leaves the connection in the same state as without a pipeline. After an error of the statement, the transaction is
+aborted and COMMIT is not executed. After an error of BEGIN, there is no transaction.
 
 asyncpg and psycopg2 have no pipeline mode.
 """
@@ -70,19 +70,19 @@ def _load(is_async: bool) -> _Library | None:
 
 
 def may_begin(connection: Connection) -> bool:
-    """Return whether BEGIN can be sent with the next statement: the server is in no transaction."""
+    """Return whether BEGIN can be sent with the next statement, because the server is in no transaction."""
     return _may_pipeline(connection, _IDLE)
 
 
 def may_commit(connection: Connection) -> bool:
-    """Return whether a statement can be sent with COMMIT: the server is in a transaction that is not aborted."""
+    """Return whether a statement can be sent with COMMIT, because the server is in a transaction that is not aborted."""
     return _may_pipeline(connection, _IN_TRANSACTION)
 
 
 def _may_pipeline(connection: Connection, status: int) -> bool:
     """Return whether the driver's classes are the original ones and it has that transaction status."""
-    # Instrumentation replaces the class of connections or cursors, or one of their methods, and must see each statement start and
-    # end.
+    # Instrumentation replaces the class of connections or cursors, or one of their methods, and must observe the start and end of
+    # each statement.
     if connection.dialect.driver != "psycopg":
         return False
     driver = find_driver(connection.dialect, connection.connection)
@@ -96,7 +96,7 @@ def _may_pipeline(connection: Connection, status: int) -> bool:
 
 
 def find_driver(dialect: Dialect, pooled: PoolProxiedConnection) -> RawConnection:
-    """Return the driver's connection. Works for a connection that was detached from its pool, too."""
+    """Return the driver's connection, even if the Connection was detached from its pool."""
     assert pooled.dbapi_connection is not None
     return dialect.get_driver_connection(pooled.dbapi_connection)
 
@@ -167,7 +167,8 @@ def _execute_together(
     try:
         if begins:
             pipeline.result_queue.append(None)
-            # Passed to libpq immediately, which makes the connection busy, so that the cursor does not send BEGIN itself.
+            # BEGIN is passed to libpq immediately, which makes the connection busy, so that the cursor does not send BEGIN
+            # itself.
             wire.send_query_params(driver._get_tx_start_command(), None)
         try:
             yield from cursor._execute_gen(text, values)
@@ -176,7 +177,7 @@ def _execute_together(
                 wire.send_query_params(b"COMMIT", None)
         except Exception as error:
             failure = error
-        # Also after an error: a server that has rejected a statement skips all messages up to the sync.
+        # The sync is also sent after an error, because a server that has rejected a statement skips all messages up to it.
         pipeline.result_queue.append(None)
         wire.pipeline_sync()
         yield from library.send(wire)

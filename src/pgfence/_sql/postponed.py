@@ -1,10 +1,10 @@
 """Postpone a statement until the COMMIT of its transaction, so that both take one round trip.
 
-The statement is sent earlier if one is about to be sent that must come after it: a savepoint or its end, a setting, a COMMIT in
-plain text, or a statement of pgfence. Queries and changes of rows may come before it. A rollback drops it.
+The statement is sent earlier if another statement must come after it, such as a savepoint or its end, a setting, a COMMIT in
+plain text, or a statement of pgfence. Queries and changes of rows may come before it. A rollback discards it.
 
 SQLAlchemy's event for COMMIT comes too early, before the application's listeners have sent their statements. So the dialect's
-`do_commit` and `do_rollback` are wrapped, once for each engine. A COMMIT that bypasses SQLAlchemy does not send the statement:
+`do_commit` and `do_rollback` are wrapped, once for each engine. A COMMIT that bypasses SQLAlchemy does not send the statement, so
 postpone only statements whose absence makes the server reject the COMMIT.
 """
 
@@ -61,7 +61,7 @@ def postpone(
 ) -> bool:
     """Send a statement with COMMIT. Return False if it must be sent now. Call it only if nothing listens for statements."""
     root = connection.get_transaction()
-    # Not for a subclass: a two-phase transaction is prepared by a statement other than COMMIT.
+    # Subclasses are excluded, because a two-phase transaction is prepared by a statement other than COMMIT.
     if root is None or type(root) is not RootTransaction or not pipeline.may_commit(connection):
         return False
     dialect = vars(connection.dialect)
@@ -78,8 +78,8 @@ def send_postponed(connection: Connection) -> None:
     """Send the statement that waits for COMMIT, because another one is about to be sent that must come after it.
 
     Raises:
-        PgfenceError: it had no effect.
-        ValueError: a text in it cannot be sent.
+        PgfenceError: the statement had no effect.
+        ValueError: a text in the statement cannot be sent.
         DBAPIError: the statement failed with another error.
     """
     statement = _take(connection.info) if connection.in_transaction() else None
@@ -87,7 +87,7 @@ def send_postponed(connection: Connection) -> None:
         return
     driver = pipeline.find_driver(connection.dialect, connection.connection)
     if not pipeline.is_in_transaction(driver):
-        return  # aborted: only a rollback can follow, and a rollback to a savepoint leaves the claim without a result
+        return  # aborted, so only a rollback can follow, and one to a savepoint leaves the claim without a result
     adapted: Any = connection.connection.dbapi_connection
     try:
         cursor = adapted.cursor()
@@ -118,7 +118,7 @@ def _commit(dialect: Dialect, commit: Callable[[Any], None], pooled: Any) -> Non
     except Exception as error:
         by_commit = not driver.closed and pipeline.has_ended(driver)
         if not driver.closed:
-            # End the transaction, as after any failed COMMIT: SQLAlchemy would not send a ROLLBACK.
+            # The transaction is ended here, as after any failed COMMIT, because SQLAlchemy would not send a ROLLBACK.
             dialect.do_rollback(pooled)
         # An error of COMMIT comes from the application's deferred triggers and constraints, even a division by zero.
         if not by_commit and (told := statement.translate(error, driver)):

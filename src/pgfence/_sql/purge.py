@@ -17,16 +17,16 @@ BEGINNING = float("-inf")
 CONTEXT = ErrorContext(NEEDED, "SELECT, UPDATE, DELETE", "Purge on the primary")
 
 _EXPIRED = "{k}.expires_at <= {now}() AND ({k}.locked_until IS NULL OR {k}.locked_until <= {now}())"
-# A stable time, so that the index is used. It is never later than the current time.
+# The time is stable, so that the index is used. It is never later than the current time.
 _FOUND = _EXPIRED.format(k="e", now="pg_catalog.statement_timestamp")
-# Checks again that the row is still expired, because a claim may have renewed it in the meantime. It uses a volatile time, so that
-# the index is not used: if the statistics contain no expired key, the planner would scan the whole index for each batch instead of
-# visiting the rows that were found.
+# This checks again that the row is still expired, because a claim may have renewed it in the meantime. It uses a volatile time,
+# so that the index is not used: if the statistics contain no expired key, the planner would scan the whole index for each batch
+# instead of visiting the rows that were found.
 _STILL = _EXPIRED.format(k="k", now="pg_catalog.clock_timestamp")
 # Without current statistics the planner expects few expired keys, and would sort all of them for each batch.
 _BY_INDEX = "SELECT pg_catalog.set_config('enable_sort', 'off', true)"
-# SKIP LOCKED, because rows locked by a claim or another purge are left to it. Each batch begins where the previous one ended: while
-# an old snapshot exists, deleted entries stay in the index, and each batch would scan all of them.
+# SKIP LOCKED skips rows that a claim or another purge has locked. Each batch begins where the previous one ended, because deleted
+# entries stay in the index while an old snapshot exists, and each batch would scan all of them.
 _PURGE = (
     "WITH gone AS (DELETE FROM {table} AS k WHERE k.ctid = ANY (ARRAY(SELECT e.ctid FROM {table} AS e WHERE "
     + _FOUND

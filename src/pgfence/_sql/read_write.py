@@ -1,4 +1,4 @@
-"""The statements of a reader's session-level advisory lock. A writer's are those of every exclusive lock."""
+"""The statements of a reader's session-level advisory lock. A writer uses the statements of every exclusive lock."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class WriteSql(LockSql):
     """The statements for a writer: the exclusive lock on one key.
 
     The first writer that has to wait also holds the key's turnstile, exclusively and for the session, until it has the lock or
-    gives up. Readers pass the turnstile before they try, so none gets in between two slices of the writer's wait. Other writers
-    that come while the first one waits for readers wait for the key beside it; see `ServerWait`.
+    gives up. Readers pass the turnstile before they try, so no reader gets the lock between two slices of the writer's wait.
+    Writers that arrive while the first one waits for readers wait for the key at the same time; see `ServerWait`.
     """
 
     __slots__ = ()
@@ -34,9 +34,9 @@ class WriteSql(LockSql):
 class ReadSql(LockSql):
     """The statements for a reader: the shared lock on one key.
 
-    A reader that has to wait takes a ticket if another waiter has one, so that it comes after the writers that wait. Without
-    turnstile and tickets, readers that overlap would let a writer wait indefinitely: after each slice of its wait it leaves the
-    server's queue for a moment.
+    A reader that has to wait takes a ticket if another waiter has one, so that it comes after the writers that wait. Without the
+    turnstile and tickets, readers that overlap would let a writer wait indefinitely, because after each slice of its wait the
+    writer leaves the server's queue for a moment.
     """
 
     __slots__ = ("_arguments", "_own_texts", "_turnstile")
@@ -78,7 +78,8 @@ def _build_texts(style: ParamStyle, width: int) -> tuple[str, str, str]:
         kind = "bigint" if width == 1 else "integer"
         return ", ".join(f"CAST({mark(style, first + n)} AS {kind})" for n in range(width))
 
-    # Locks nothing if another server process executes it, see `advisory`. The order of the conditions is that of the CASE.
+    # The statement locks nothing if another server process executes it, see `advisory`. The order of the conditions is that of
+    # the CASE.
     attempt = (
         f"SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) {mark(style, 1)}::integer THEN NULL"
         f" WHEN NOT pg_catalog.pg_try_advisory_xact_lock_shared(CAST({mark(style, 2)} AS bigint)) THEN false"
@@ -95,7 +96,7 @@ def _build_texts(style: ParamStyle, width: int) -> tuple[str, str, str]:
 def build_downgrade(keys: tuple[LockKey, ...], style: ParamStyle) -> tuple[str, tuple[object, ...]]:
     """Return the statement that turns a session's exclusive lock into a shared one, and its parameters.
 
-    The shared lock comes first: the session's own lock does not conflict with it, so it cannot wait.
+    The shared lock comes first. The session's own lock does not conflict with it, so it cannot wait.
     """
     (key,) = keys
     values: tuple[object, ...] = (key.value,) if key.space == "bigint" else key.halves
@@ -112,7 +113,7 @@ def build_downgrade(keys: tuple[LockKey, ...], style: ParamStyle) -> tuple[str, 
 
 
 def build_turnstile(keys: tuple[LockKey, ...], style: ParamStyle, *, on: bool) -> tuple[str, tuple[object, ...]]:
-    """Return the statement with which a writer's session tries to hold the turnstile, or lets it go, and its parameter."""
+    """Return the statement with which a writer's session tries to hold the turnstile, or releases it, and its parameter."""
     (key,) = keys
     function = "pg_try_advisory_lock" if on else "pg_advisory_unlock"
     return f"SELECT pg_catalog.{function}(CAST({mark(style, 1)} AS bigint))", (key._turnstile.value,)

@@ -1,4 +1,4 @@
-"""Asking the leader of an election to resign."""
+"""Ask the leader of an election to resign."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResignRequest:
-    """What is to be done.
+    """A request to the leader of an election to resign.
 
     Attributes:
         name: the name of the election, as stored in the tables.
         key: the key of advisory locks of that name.
-        place: where the tables are.
+        place: the table names.
         reason: the reason, for the audit table.
         actor: the person or program that asks, for the audit table.
     """
@@ -43,10 +43,10 @@ class ResignRequest:
 
 
 def ask_to_resign(connection: Connection, request: ResignRequest) -> Holder | None:
-    """Ask the leader of a name, in a separate transaction, and return who that is; None if there is no leader.
+    """Ask the leader of a name, in a separate transaction, and return the leader; None if there is no leader.
 
     Raises:
-        ValueError: the name is held by something else than an election; nothing was done.
+        ValueError: the holder of the name is not the leader of an election; nothing was done.
     """
     order = evict.EvictionRequest(request.name, request.key, request.place, request.reason, request.actor)
     with connection.begin():

@@ -25,7 +25,7 @@ def build_grants(
         place: the table names.
         role: the role that needs them, as an identifier.
         key_rights: privileges on the table of idempotency keys; if empty, the grants are for leases, tokens and fences.
-        audit: whether to include the audit table, which evictions and freed keys are recorded in.
+        audit: whether to include the audit table, in which evictions and freed keys are recorded.
         limits: whether to include the tables of semaphores, rate limits, elections and partitions.
     """
     tables = ("idempotency_key",) if key_rights else ("lease", "gate", "checkpoint", "slot")

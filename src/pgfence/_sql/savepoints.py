@@ -1,14 +1,14 @@
-"""Record what a transaction has acquired, and what a ROLLBACK TO SAVEPOINT releases again.
+"""Record which locks a transaction has acquired, and which of them a ROLLBACK TO SAVEPOINT releases.
 
 Requesting the same key again in one transaction must cost nothing, but PostgreSQL releases a transaction lock when a savepoint
-that is older than the lock is rolled back to. So on each Connection with a transaction lock, SAVEPOINT, RELEASE and ROLLBACK TO
-are observed, whether SQLAlchemy sends them or the application does in plain text. After a statement that is not understood or not
-known to be harmless, the record is cleared. The server is then queried again, which is always correct and costs one round trip.
+that is older than the lock is rolled back to. Therefore SAVEPOINT, RELEASE and ROLLBACK TO are observed on each Connection with a
+transaction lock, whether SQLAlchemy sends them or the application sends them as plain text. A statement that is not recognized as
+harmless clears the record. The server is then queried again, which is always correct and costs one round trip.
 
 One listener observes all connections of a dialect, because adding one to each Connection costs more than the lock.
 
 Statements that bypass SQLAlchemy, on the driver's own connection, are not observed. If such a statement has ended the whole
-transaction, the driver knows, and the record is dropped too.
+transaction, the driver reports that, and the record is cleared too.
 
 The record belongs to the Connection, and to one transaction at a time.
 """
@@ -58,7 +58,7 @@ class TransactionRecord:
     @classmethod
     def of(cls, connection: Connection) -> Self:
         """Return the record of the connection's current transaction, empty if nothing is known about it."""
-        # getattr, not vars(): creating the Connection's __dict__ would slow down all its attributes.
+        # getattr is used and not vars(), because creating the Connection's __dict__ would slow down all its attributes.
         records: dict[type[TransactionRecord], Any] | None = getattr(connection, _RECORDS, None)
         if records is None:
             records = {}
@@ -122,7 +122,7 @@ class TransactionRecord:
 
 
 def mark_sent(connection: Connection) -> None:
-    """Record that a statement bypassed SQLAlchemy: the next one is not the first of the transaction."""
+    """Record that a statement bypassed SQLAlchemy, so that the next statement is not the first of the transaction."""
     for record in getattr(connection, _RECORDS, {}).values():
         record.first = False
 
@@ -134,7 +134,7 @@ def read_along(connection: Connection) -> None:
         event.listen(connection.engine, "do_execute", _read)
         event.listen(connection.engine, "do_executemany", _read)
         event.listen(connection.engine, "do_execute_no_params", _read_bare)
-        # Set last, so that a thread that finds it knows that the listeners are in place. Adding a listener twice is harmless.
+        # This is set last, so that the listeners are in place when a thread finds it. Adding a listener twice is harmless.
         dialect[_READING] = True
 
 

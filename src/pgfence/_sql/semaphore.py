@@ -30,8 +30,8 @@ class PermitSql:
             expires_at, remaining, hold_remaining, checkpoint as JSON, set_back, then the holder of the permit that is free
             first: kind, owner, host, pid, backend_pid, application_name, purpose, token, since, expires_at.
         release: row names, lease id, tokens. One value: "released", or why the permits were not held any more.
-        release_late: row names, how many, and then as release; for the heartbeat, which must not wait for a row while others are to be
-            renewed. NULL if another session has one of the rows locked.
+        release_late: row names, how many, and then as release; for the heartbeat, which must not wait for a row while other
+            leases need renewal. NULL if another session has locked one of the rows.
         forget_late: name, name, name, lease id. One value: whether it ended a grant; NULL as above.
         leave_late: name, name, name, waiter id. One value: whether the waiter was in the queue; NULL as above.
         resize: name, permits. One value: the number stored before, or NULL.

@@ -42,7 +42,8 @@ OURS = {
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
     "DateStyle": "ISO",  # psycopg parses no other style
-    # The server notices a lost client after 30 s, and the client a lost server after 20 s: a holder is notified before the server releases its lock.
+    # The server notices a lost client after 30 s, and the client notices a lost server after 20 s, so a holder is notified before
+    # the server releases its lock.
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "4",
@@ -71,8 +72,8 @@ SETTINGS = (
 )
 _VALUES = ", ".join(f"('{name}', '{value}')" for name, value in OURS.items())
 READ_FACTS = _FACTS.format(settings=SETTINGS.format(values=_VALUES, action="true"))
-# Nothing is set if another server process executes this than the driver connected to: that session belongs to a pooler, which may
-# give it to another client next.
+# Nothing is set if the server process is not the one that the driver connected to, because that session belongs to a pooler,
+# which may give it to another client next.
 _SET_UP = _FACTS.format(
     settings=SETTINGS.format(
         values=_VALUES,
@@ -148,7 +149,7 @@ _THEIRS = (
 
 def put_back(connection: Connection, facts: ServerInfo) -> None:
     """Restore the server's own limits, for statements of the application on a connection of pgfence."""
-    # Except for the idle timeouts, which would end the session that holds the lock.
+    # The idle timeouts are not restored, because they would end the session that holds the lock.
     restore(connection, {name: value for name, value in facts.settings.items() if name in _THEIRS})
 
 
@@ -244,8 +245,8 @@ def judge_capacity(used: int, wanted: int, limit: int) -> Literal["fine", "warn"
     if share >= REFUSE:
         return CapacityError(
             f"{used} of at least {limit} entries in the server's lock table are used, and {wanted} more would exceed"
-            f" {REFUSE:.0%}: a full table prevents all logins. Hold fewer locks at a time, use leases for thousands of names, or"
-            " raise max_locks_per_transaction",
+            f" {REFUSE:.0%}: a full table prevents all logins. Hold fewer locks at a time, use leases for thousands of names, "
+            f"or increase max_locks_per_transaction",
             used=used,
             limit=limit,
         )

@@ -1,4 +1,4 @@
-"""The SQLSTATEs that pgfence distinguishes. Errors are told apart by these codes and never by their text."""
+"""The SQLSTATEs that pgfence distinguishes. Errors are distinguished by these codes and never by their text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SWITCHING = "If the cluster is switching over, try again"
 
 NO_RIGHT = "42501"
 MISSING = ("42883", "42P01", "3F000", "42703", "42804")
-"""A function, table, schema or column that does not exist, or has other types."""
+"""A function, table, schema or column that does not exist, or has different types."""
 CONNECTION_LOST = ("08", "57P")
 """The prefixes of the SQLSTATEs for lost connections, shutdowns and crashes."""
 OUTCOME_UNKNOWN = "40003"

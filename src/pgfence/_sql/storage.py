@@ -26,8 +26,8 @@ GATE_TRIGGER = 4
 LIMITS = 5
 """The version that semaphores, rate limits, elections and partitions need."""
 
-# Functions that look up rows set `enable_seqscan = off`: a session caches a function's plan. A plan made while the table
-# was tiny would otherwise scan the whole table until the next ANALYZE.
+# Functions that look up rows set `enable_seqscan = off`, because a session caches a function's plan. Otherwise, a plan that was
+# created while the table was tiny would scan the whole table until the next ANALYZE.
 FILES = {
     1: ("gate", "lease", "token", "slot"),
     2: ("idempotency", "effects"),
@@ -70,7 +70,10 @@ class TableNames(NamedTuple):
         return name if self.schema is None else f"{quote(self.schema)}.{name}"
 
     def contradicts(self, other: TableNames) -> bool:
-        """Return whether these are certainly different tables. Without a schema, the search path may find any of them."""
+        """Return whether these are certainly different tables.
+
+        If one has no schema, the search path may find the tables of the other.
+        """
         schemas = {self.schema, other.schema} - {None}
         return self.prefix != other.prefix or len(schemas) > 1
 

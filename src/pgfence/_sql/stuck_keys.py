@@ -44,13 +44,13 @@ _LOOK = (
     " ORDER BY k.created_at, k.scope, k.key"
 )
 _ONE = " AND k.scope = CAST({0} AS text) AND k.key = CAST({1} AS text)"
-# The freed key must survive a crash, even if the role's default for synchronous_commit does not guarantee that.
+# The freed key must survive a crash, even if the role's default for synchronous_commit does not guarantee durability.
 _SETTINGS = (
     "SELECT pg_catalog.set_config('lock_timeout', '2s', true),"
     " CASE WHEN pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply')"
     " THEN pg_catalog.set_config('synchronous_commit', 'on', true) END"
 )
-# A running attempt passes its claim id in each statement, so without one none of them finds the row.
+# A running attempt passes its claim id in each statement, so none of its statements finds a row without a claim id.
 _FREE = (
     "UPDATE {idempotency_key} AS k SET status = 'free', claim_id = NULL, locked_until = NULL,"
     " expires_at = GREATEST(k.expires_at, pg_catalog.clock_timestamp() + (k.expires_at - k.locked_until))"
@@ -108,7 +108,7 @@ class FreeKeyRequest:
         key: the stored key.
         reason: the reason, for the audit table.
         actor: the person or program that frees it, for the audit table.
-        only: free it only if this attempt is still the newest; None frees any.
+        only: the attempt to free; if it is not the newest any more, nothing is done. None frees any attempt.
     """
 
     place: TableNames
@@ -141,7 +141,8 @@ def free(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
     """Free a key and record that, in a separate transaction on a connection at READ COMMITTED.
 
     Returns:
-        The key that was found, or None. If `only` was given and the newest attempt is another one: that one; nothing was done.
+        The key that was found, or None. If `only` was given and a newer attempt exists, nothing was done, and the result is the
+        newer attempt.
 
     Raises:
         LockTimeoutError: a transaction that stores its result is open; nothing was done.

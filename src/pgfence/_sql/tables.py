@@ -51,7 +51,7 @@ _HOLDS = {
 }
 
 _HALF_FULL = ("lease", "gate", "slot", "semaphore", "permit_waiter", "rate_limit", "rate_take", "partition_member")
-"""Tables whose rows are updated often: free space on each page allows HOT updates, which need no new index entry."""
+"""Tables whose rows are updated often. Free space on each page allows HOT updates, which need no new index entry."""
 
 
 @cache
@@ -72,7 +72,7 @@ def build_creation(place: TableNames, version: int = VERSION) -> tuple[str, ...]
         ),
         *(_create_function(place, name, version) for name in read_functions(place, version)),
         *(() if version < KEYS else (_create_trigger(place),)),
-        # Near the end, because ALTER TABLE locks these tables until the transaction commits.
+        # This comes near the end, because ALTER TABLE locks these tables until the transaction commits.
         *alter_tables([*add_gate_trigger(place, version), *add_columns(place, list_added_columns(version))]),
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
@@ -92,8 +92,8 @@ def _replace_function(body: str) -> str:
 
 
 def _run_unless(there: str, made: str, end: str = "END") -> str:
-    # Test for existence first: IF NOT EXISTS would still require the right to create a schema, and would still lock
-    # the table of an index or trigger that exists.
+    # Existence is tested first, because IF NOT EXISTS would still require the privilege to create a schema, and would still lock
+    # the table of an existing index or trigger.
     return block(f"BEGIN\n    IF NOT ({there}) THEN\n        {made};\n    END IF;\n{end}")
 
 
@@ -145,7 +145,7 @@ def build_downgrade(place: TableNames, version: int) -> tuple[str, ...]:
         *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in tables),
         *(_replace_function(body) for name, body in older.items() if body != read_functions(place)[name]),
         *alter_tables([*drop_gate_trigger(place, version), *drop_columns(place, columns)]),
-        # After the triggers: a function cannot be dropped while a trigger depends on it.
+        # This comes after the triggers, because a function cannot be dropped while a trigger depends on it.
         *(f"DROP FUNCTION IF EXISTS {name}" for name in list_functions(place, version)),
         f"DELETE FROM {place.name('schema_version')} WHERE version > {version}",
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
@@ -192,7 +192,7 @@ def _schema_of(place: TableNames) -> str:
 
 
 def judge(row: Row, place: TableNames, version: int = 1) -> SchemaError | None:
-    """Return the error that the row of `build_check` stands for, or None if the tables can be used."""
+    """Return the error that the row of `build_check` describes, or None if the tables can be used."""
     found, wrong, *there = row
     where = place.describe(*there)
     if found is None or found < version:
@@ -318,6 +318,6 @@ def drop(connection: Connection, place: TableNames) -> None:
 
 
 def execute_plain(connection: Connection, statement: str) -> CursorResult[*tuple[Any, ...]]:
-    """Execute a statement verbatim: percent signs and colons are not parameter markers."""
+    """Execute a statement verbatim, so that percent signs and colons are not parameter markers."""
     with translate_text_errors(connection, statement):
         return connection.exec_driver_sql(statement, execution_options=_PLAIN)

@@ -1,9 +1,9 @@
 """The queue of waiters of different processes, made of advisory locks.
 
 A waiter that waits in the server for one slice at a time joins the end of the server's queue after each slice, where newcomers
-overtake it. So it takes a ticket: a session lock on the next number of a queue that belongs to the key. It waits for the ticket
-ahead of its own, for which no other waiter waits, and for the key itself once no ticket is ahead. The end of a slice then costs no
-place.
+overtake it. Therefore it takes a ticket, which is a session lock on the next number of a queue that belongs to the key. It waits
+for the ticket ahead of its own, for which no other waiter waits, and for the key itself when no ticket is ahead. With a ticket,
+it keeps its place at the end of a slice.
 
     base + 0 ... base + 2**20 - 1   the tickets; after the last number comes the first
     base + 2**20                    the counter: locked while a ticket is taken
@@ -42,9 +42,9 @@ _HALF = _COUNTER // 2
 """Tickets taken at one time span less than half of the circle, so that the older of any two is known."""
 
 TICKET = "pgfence.ticket"
-"""The setting with the session's ticket, a key. Empty: it has none. `none`: no ticket was available."""
+"""The setting with the session's ticket, a key. It is empty if the session has none, and `none` if no ticket was available."""
 AHEAD = "pgfence.ahead"
-"""The setting with the ticket ahead. Empty: it is this session's turn."""
+"""The setting with the ticket ahead. It is empty if it is this session's turn."""
 _SINCE = "pgfence.since"
 """The setting with the key of the clock that the session has locked."""
 BATCH = "pgfence.batch"
@@ -60,7 +60,7 @@ _UNLOCK_CLOCK = (
 def find_queue(keys: Sequence[LockKey]) -> int:
     """Return the base of a lock's queue: the first 8 bytes of a SHA-256 over its keys, without their last 21 bits.
 
-    Locks share a queue only if they have the same keys. In a queue for several sets of keys, the first waiter would hold up others
+    Locks share a queue only if they have the same keys. In a queue for several sets of keys, the first waiter would delay waiters
     whose own keys are free.
     """
     names = [f"raw:{key.value}" if key.space == "bigint" else "pair:{}:{}".format(*key.halves) for key in keys]
@@ -100,7 +100,10 @@ LEAVE = (
     f"SELECT pg_catalog.pg_advisory_unlock({_MINE}), pg_catalog.set_config('{TICKET}', '', false),"
     f" pg_catalog.set_config('{AHEAD}', '', false), {_UNLOCK_CLOCK}"
 )
-"""Returns the session's ticket: false if it was not there, NULL if the session has none."""
+"""The statement that returns the session's ticket.
+
+Its result is false if the ticket was lost, and NULL if the session has none.
+"""
 
 # The counter's lock ends with the inner block, which is rolled back. The ticket is a session lock and stays.
 _TAKE_TICKET = f"""DO $$DECLARE base CONSTANT bigint := {{base}}; ticket bigint; ahead bigint;
@@ -122,8 +125,8 @@ BEGIN
   pg_catalog.set_config('{_SINCE}', CASE WHEN ticket IS NULL THEN '' ELSE COALESCE(since::text, '') END, false);
 END$$"""
 
-# Finds the nearest ticket ahead whose owner is waiting. An owner that waits for nothing, such as a stopped process, is passed over;
-# one that happens to be between two slices loses one place.
+# This finds the nearest ticket ahead whose owner is waiting. An owner that is not waiting, such as a stopped process, is skipped.
+# An owner that is between two slices loses one place.
 _MOVE_UP = f"""PERFORM pg_catalog.set_config('{AHEAD}', COALESCE((
   SELECT (t.base + ((t.ticket - t.base - pg_catalog.min(t.d)) & {_MASK}))::text
   FROM (SELECT q.base, q.ticket, (q.ticket - {_VALUE}) & {_MASK} AS d
@@ -131,7 +134,7 @@ _MOVE_UP = f"""PERFORM pg_catalog.set_config('{AHEAD}', COALESCE((
     AND EXISTS (SELECT FROM pg_catalog.pg_locks AS w WHERE w.pid = l.pid AND NOT w.granted)) AS t
   WHERE t.d BETWEEN 1 AND {_HALF - 1} GROUP BY t.base, t.ticket), ''), false);"""
 
-# Runs twice a second for each waiter, so it is short: it checks only now and then whether the owner ahead has stopped.
+# This runs twice a second for each waiter, so it is short. It checks only now and then whether the owner ahead has stopped.
 _WAIT_FOR_TURN = f"""DO $$BEGIN
  PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock_shared({_AHEAD});
  {_MOVE_UP}
@@ -183,7 +186,7 @@ def build_wait_for_turn(
         keys: the sorted keys.
         milliseconds: how long to wait.
         has_ticket: whether the session has a ticket.
-        looks: whether to pass over the ticket ahead after the wait if its owner has stopped.
+        looks: whether to skip the ticket ahead after the wait if its owner has stopped.
     """
     numbers = {"base": f"'{find_queue(keys)}'::bigint", "ms": int(milliseconds)}
     wait = _WAIT_FOR_TURN.format(**numbers, look=_MOVE_UP.format(**numbers) if looks else "NULL;")

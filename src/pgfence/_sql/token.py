@@ -1,9 +1,9 @@
 """An advisory lock with a fencing token: one statement in one transaction takes the lock and the token.
 
-The server function takes the transaction-level lock, then raises the token in the name's row, then takes the session-level lock,
-which can neither wait nor fail any more. So it returns a token exactly if the lock is held, and NULL if it is not. After SQLSTATE
-55P03, which occurs if the row stays locked too long, nothing is held either. The function catches its own timeouts, so that a wait
-does not write to the server's log.
+The server function takes the transaction-level lock, then raises the token in the name's row, and then takes the session-level
+lock, which can neither wait nor fail any more. So it returns a token if the lock is held, and NULL otherwise. After SQLSTATE
+55P03, which occurs if the row stays locked for too long, no lock is held either. The function catches its own timeouts, so that a
+wait does not write to the server's log.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pgfence.types import Holder
 
 STRANGE_BACKEND = -1
-"""The function's result if another server process executes the statement than the one it was meant for."""
+"""The function's result if the statement is executed by a different server process than expected."""
 ROW_WAIT = 2.0
 """Seconds that the function waits for the name's row, in addition to the wait for the lock."""
 RETRIES = 10
@@ -49,7 +49,7 @@ class TokenSql(LockSql):
     hands_over = False
     context = ErrorContext(
         LEASES,
-        on_primary="A token is a row that is written. Turn default_transaction_read_only off",
+        on_primary="A token is written to a row, so turn off default_transaction_read_only",
         read_only=TransactionStateError,
         deadlock=LockSql.context.deadlock,
         fewer_locks=LockSql.context.fewer_locks,
@@ -75,7 +75,7 @@ class TokenSql(LockSql):
         return backend_pid, self.keys[0].value, self.name, milliseconds, socket.gethostname(), os.getpid()
 
     def holders(self, connection: Connection) -> list[Holder]:
-        """Return the holders of the key and of a lease with that name, which blocks the lock too. Two round trips."""
+        """Return the holders of the key and of a lease with that name, which also blocks the lock, in two round trips."""
         look = lease_sql(self.place, self.style).look
         try:
             with translate_text_errors(connection, self.name):

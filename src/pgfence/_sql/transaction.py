@@ -1,7 +1,7 @@
 """The statements of a transaction-level advisory lock: request, wait, release.
 
-A transaction-level lock cannot be unlocked. What a rejected request has locked is released by rolling back to a savepoint or, if the
-transaction contains only that request, the whole transaction.
+A transaction-level lock cannot be unlocked. To release what a rejected request has locked, pgfence rolls back to a savepoint or,
+if the transaction contains only that request, rolls back the whole transaction.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ _FEW = 16
 STANDBY = -1
 OLD_SNAPSHOT = -2
 
-# One column: each additional one costs the driver and SQLAlchemy as much time as the server needs for a key.
+# The result has one column, because each additional column costs the driver and SQLAlchemy as much time as the server needs for a
+# key.
 _ANSWER = (
     "SELECT pg_catalog.concat_ws(' ', {0},"
     " pg_catalog.current_setting('statement_timeout'), pg_catalog.current_setting('lock_timeout'))"
 )
 _SNAPSHOT_IS_OLD = "pg_catalog.current_setting('transaction_isolation') IN ('repeatable read', 'serializable')"
-# A separate statement, because a statement cannot change its own time limit. It is local to our savepoint, like lock_timeout, so that
-# a failed wait leaves both unchanged.
+# This is a separate statement, because a statement cannot change its own time limit. The setting is local to pgfence's savepoint,
+# like lock_timeout, so that a failed wait leaves both unchanged.
 _LIFT = "SELECT pg_catalog.set_config('statement_timeout', '0', true)"
 # lock_timeout applies to each lock separately, so before each key it is set to the time left. unnest returns the keys in the order of
 # the array, bigints before pairs. Counting them makes the last line wait for all keys.
@@ -128,7 +129,8 @@ def _flatten_keys(keys: Sequence[LockKey]) -> tuple[int, ...]:
 def send(connection: Connection, text: str, values: tuple[object, ...] = ()) -> CursorResult[Any]:
     """Send a statement of pgfence in the caller's transaction."""
     send_postponed(connection)
-    # Without a server-side cursor, which the caller's options may ask for: it would turn the statement into a DECLARE.
+    # A server-side cursor, which the caller's options may request, is not used, because it would turn the statement into a
+    # DECLARE.
     with translate_text_errors(connection, values):
         return connection.exec_driver_sql(text, values, execution_options=_PLAIN)
 
@@ -136,7 +138,8 @@ def send(connection: Connection, text: str, values: tuple[object, ...] = ()) -> 
 def send_quick(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
     """Send a statement of pgfence that returns one value, in the caller's transaction, at half the cost on the client.
 
-    It bypasses SQLAlchemy, and is sent together with BEGIN, if no listener would miss it. Errors are raised as SQLAlchemy's.
+    If no listener would miss the statement, it bypasses SQLAlchemy and is sent together with BEGIN. Errors are raised as
+    SQLAlchemy's errors.
     """
     if is_observed(connection):
         return send(connection, text, values).scalar_one()
@@ -163,14 +166,14 @@ def is_observed(connection: Connection) -> bool:
     """Return whether listeners or echo must see the statement, or SQLAlchemy must check whether it may be sent."""
     if connection._has_events or connection.engine._has_events:
         heard = connection.dispatch
-        # Not just any event: SQLAlchemy itself listens for new connections of an engine with execution options.
+        # Only these events count, because SQLAlchemy itself listens for new connections of an engine with execution options.
         if any(getattr(heard, name) for name in _EVENTS):
             return True
     return connection._echo or len(connection.dialect.dispatch.do_execute) > 1 or connection.in_nested_transaction()
 
 
 def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_snapshot_ok: bool) -> LockResult:
-    """Try the keys in order and stop at the first that is rejected. One round trip, never waits."""
+    """Try the keys in order and stop at the first that is rejected. This takes one round trip and never waits."""
     style = style_of(connection.dialect)
     values: tuple[object, ...]
     if len(keys) <= _FEW:
@@ -187,14 +190,14 @@ def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_
 def wait(
     connection: Connection, keys: Sequence[LockKey], answer: LockResult, *, shared: bool, milliseconds: int
 ) -> None:
-    """Wait for the keys in order, inside our savepoint, and restore the caller's settings.
+    """Wait for the keys in order, inside pgfence's savepoint, and restore the caller's settings.
 
     Args:
-        connection: a connection in a transaction, inside our savepoint.
+        connection: a connection in a transaction, inside pgfence's savepoint.
         keys: the sorted keys.
         answer: the result of the request before, with the caller's settings.
         shared: whether the mode is shared.
-        milliseconds: for all keys together; 0 waits indefinitely.
+        milliseconds: the time to wait for all keys together; 0 means to wait indefinitely.
 
     Raises:
         DBAPIError: 55P03 if the time is over, 40P01 for a deadlock.
@@ -213,19 +216,19 @@ def set_savepoint(connection: Connection) -> None:
 
 
 def keep(connection: Connection) -> None:
-    """Release our savepoint: the locks taken since then belong to the transaction."""
+    """Release pgfence's savepoint. The locks that were taken inside it then belong to the transaction."""
     send(connection, _RELEASE)
 
 
 def give_back(connection: Connection) -> None:
-    """Roll back to our savepoint and release it."""
+    """Roll back to pgfence's savepoint and release it."""
     send(connection, _ROLLBACK_TO)
     send(connection, _RELEASE)
 
 
 def begin_anew(connection: Connection) -> None:
     """End the server's transaction and let the next statement begin another, without ending SQLAlchemy's transaction."""
-    # Call it only if nothing but our own request has run in the transaction, and no hook may have sent anything unseen.
+    # Call it only if nothing but pgfence's own request has run in the transaction, and no hook may have sent a statement.
     connection.dialect.do_rollback(connection.connection)
 
 
@@ -244,7 +247,7 @@ class DriverState(NamedTuple):
 
 
 def read_driver_state(connection: Connection) -> DriverState:
-    """Return the state of the driver's connection. No round trip."""
+    """Return the state of the driver's connection, without a round trip."""
     adapted = connection.connection.dbapi_connection
     assert adapted is not None
     driver: RawConnection = connection.dialect.get_driver_connection(adapted)
@@ -259,7 +262,7 @@ def read_driver_state(connection: Connection) -> DriverState:
 
 
 class Stay(NamedTuple):
-    """A transaction that must not end before a block does."""
+    """A transaction that must not end before a block ends."""
 
     connection: Connection
     root: RootTransaction | None
@@ -270,7 +273,7 @@ class Stay(NamedTuple):
         return cls(connection, connection.get_transaction())
 
     def has_ended(self) -> bool:
-        """Return whether it has ended, as far as SQLAlchemy and the driver know. No round trip."""
+        """Return whether it has ended, as far as SQLAlchemy and the driver know, without a round trip."""
         connection, root = self
         if connection.closed or connection.invalidated or root is None or connection.get_transaction() is not root:
             return True

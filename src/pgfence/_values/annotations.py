@@ -1,4 +1,4 @@
-"""Find the classes that a result may contain: those that its annotation refers to."""
+"""Find the classes that a result may contain, which are those that its annotation refers to."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def find_classes(annotation: object) -> ReachableTypes:
     """Return the dataclasses, models, named tuples and enumerations that an annotation refers to.
 
     Raises:
-        TypeError: it refers to a class whose instances cannot be stored, or to two classes with the same name.
+        TypeError: the annotation refers to a class whose instances cannot be stored, or to two classes with the same name.
     """
     visitor = _TypeVisitor()
     visitor.visit(annotation)
@@ -101,7 +101,7 @@ class _TypeVisitor:
             self.seen.append(one)
             try:
                 self.visit(getattr(one, "__value__", None))
-            except NameError:  # it refers to a class that is not defined yet
+            except NameError:  # the annotation refers to a class that is not defined yet
                 self.complete = False
 
     def _visit_class(self, one: type[object]) -> None:
@@ -239,7 +239,7 @@ def _describe_rejection(one: object, why: str) -> str:
 
 
 _ACCEPTED: dict[object, tuple[type[object], ...]] = {
-    # Besides their own class, the types that type checkers accept for them.
+    # For these types, type checkers accept other types besides their own class.
     float: (float, int),
     bytes: (bytes, bytearray),
     None: (types.NoneType,),
@@ -248,7 +248,7 @@ _ACCEPTED: dict[object, tuple[type[object], ...]] = {
 
 
 def check_result(value: object, annotation: object, what: str) -> None:
-    """Raise unless a result has its declared type. Elements of collections are checked, fields of classes are not.
+    """Raise an error unless a result has its declared type. Elements of collections are checked, but fields of classes are not.
 
     Args:
         value: the result.
@@ -274,7 +274,7 @@ def check_result(value: object, annotation: object, what: str) -> None:
 
 
 def _find_mismatch(value: object, annotation: object) -> str | None:
-    """Return what was found instead of the declared type; None if it matches, or if that is not known."""
+    """Return what was found instead of the declared type; None if the value matches, or if that is not known."""
     if annotation in _ACCEPTED:
         return None if isinstance(value, _ACCEPTED[annotation]) else _describe(value)
     origin, arguments = get_origin(annotation), get_args(annotation)

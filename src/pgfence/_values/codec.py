@@ -1,10 +1,11 @@
 """Encode results as tagged JSON, which decodes to an equal value of the same type.
 
-JSON's own types are encoded as they are. All others become an object with a tag: `{"$t": "Decimal", "v": "1.10"}` for types of
+JSON's own types are encoded unchanged. All others become an object with a tag: `{"$t": "Decimal", "v": "1.10"}` for types of
 the standard library, `{"$c": "Receipt", "v": {...}}` for a class, which must be one that the annotation of the result refers to.
 No name from the database is ever imported.
 
-Not preserved: the order of a dict's keys, because jsonb has its own, and the name of a time zone that is not a `ZoneInfo`.
+The order of a dict's keys is not preserved, because jsonb has its own order. The name of a time zone that is not a `ZoneInfo` is
+not preserved either.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ class Codec(Generic[T]):
         """
         try:
             codec: Codec[T] = _choose_codec(cast("Hashable", annotation))
-        except TypeError:  # the annotation is unhashable, or cannot be stored and raises again
+        except TypeError:  # the annotation is unhashable, or its classes cannot be stored, which raises the error again
             return Codec(annotation)
         # Names that were undefined when it was cached may be defined now.
         return codec if codec._complete else Codec(annotation)
 
     def check(self, value: object, what: str) -> None:
-        """Raise unless a result has its declared type; `what` is the key, for the message.
+        """Raise an error unless a result has its declared type; `what` is the key, for the message.
 
         Raises:
             IdempotencyMisuseError: the result has another type.
@@ -96,7 +97,7 @@ class Codec(Generic[T]):
         """Return the value that `encode` was called with.
 
         Raises:
-            IdempotencyMisuseError: it contains an instance of a class that the annotation no longer refers to, or that has
+            IdempotencyMisuseError: the value contains an instance of a class that the annotation no longer refers to, or that has
                 changed too much.
         """
         try:
@@ -255,7 +256,7 @@ def _choose_codec(annotation: Hashable) -> Codec[Any]:
 
 
 def _is_plain(text: str) -> bool:
-    """Return whether jsonb can hold a text: it contains no NUL and no lone surrogate."""
+    """Return whether jsonb can store a text, because it contains no NUL and no lone surrogate."""
     return "\0" not in text if text.isascii() else _LOST_BY_JSONB.search(text) is None
 
 

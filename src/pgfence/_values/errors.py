@@ -24,7 +24,8 @@ def encode(error: Exception, codec: Codec[Any]) -> str:
     """Return an error as JSON.
 
     Raises:
-        IdempotencyMisuseError: its arguments or attributes cannot be stored, or it could not be created from them again.
+        IdempotencyMisuseError: the error's arguments or attributes cannot be stored, or the error could not be created from them
+            again.
     """
     _rebuild(type(error), error.args)
     state = {name: value for name, value in vars(error).items() if name != "__notes__"}
@@ -40,7 +41,7 @@ def decode(text: str, record: tuple[type[Exception], ...], codec: Codec[Any], wh
         return IdempotencyMisuseError(
             f"{what} ended with a {found['class']}, which record= does not include. Add the class or one of its base classes"
         )
-    # Prefer the same module; a class that has moved to another module is still found by its name.
+    # The class in the same module is preferred. A class that has moved to another module is still found by its name.
     kind = next((kind for kind in named if kind.__module__ == found.get("module")), named[0])
     error = _rebuild(kind, found["args"])
     vars(error).update(found["state"])

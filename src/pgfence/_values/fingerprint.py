@@ -2,12 +2,12 @@
 
 It is the SHA-256 of this canonical form:
 
-- Numbers are compared by value: 1, 1.0 and Decimal("1.00") are equal, and so are 1.1 and Decimal("1.10"). True is not a number.
+- Numbers are compared by value, so 1, 1.0 and Decimal("1.00") are equal, as are 1.1 and Decimal("1.10"). True is not a number.
 - The order of a dict's keys and of a set's elements is ignored. A list and a tuple with equal elements are equal.
 - A dataclass or a pydantic model is the dict of its fields, and an Enum member is its value.
-- Datetimes with a zone are compared by their instant, those without as written. A date, time, timedelta, UUID or bytes object
-  is compared by value and differs from a text that looks like it.
-- Texts are compared character by character: "é" as one character differs from "é" as two.
+- Datetimes with a zone are compared by their instant, and datetimes without a zone as written. A date, time, timedelta, UUID or
+  bytes object is compared by value and differs from a text that looks like it.
+- Texts are compared character by character, so "é" as one character differs from "é" as two.
 
 None is an ordinary value, except at the top level, where it means that there was no payload.
 """
@@ -32,7 +32,7 @@ def fingerprint(payload: object) -> bytes | None:
 
     Raises:
         TypeError: a value in it has no canonical form, or was never set.
-        ValueError: it contains NaN or infinity, or is nested too deeply.
+        ValueError: the payload contains NaN or infinity, or is nested too deeply.
     """
     if payload is None:
         return None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
-    """Hold an exclusive, session-level advisory lock by name, on a dedicated connection: the async counterpart of `AdvisoryLock`.
+    """Hold an exclusive, session-level advisory lock by name, on a dedicated connection. The async counterpart of `AdvisoryLock`.
 
     ::
 
@@ -46,10 +46,10 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             async for chunk in chunks():
                 await index(chunk)
 
-    Statements run on the calling task and its event loop. Cancelling a task while a statement runs closes that connection
-    and affects no other hold. Tasks that wait for the same names queue inside the process, and one connection serves them.
-    Each task acquires for itself: a second `acquire` by the task that holds the lock raises SelfDeadlockError, a second
-    `try_acquire` returns None, and a child task waits like any other.
+    Statements run in the calling task and its event loop. Cancelling a task while a statement runs closes that connection and
+    affects no other hold. Tasks that wait for the same names queue inside the process, and one connection serves them. Each task
+    is a separate contender. A second `acquire` by the task that holds the lock raises SelfDeadlockError, a second `try_acquire`
+    returns None, and a child task waits like any other task.
 
     Guarantees, limitations, arguments and errors are the same as for `AdvisoryLock`, with AsyncEngine and AsyncConnection.
     """
@@ -100,12 +100,12 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         return (AsyncFencedHeld if self._token else AsyncHeld)(manager, hold)  # type: ignore[return-value]
 
     async def try_acquire(self) -> AH | None:
-        """Try once, without waiting. One round trip on a warm connection.
+        """Try once, without waiting. It takes one round trip on an open connection.
 
-        Returns None if the lock is held, even by this same task: trying cannot deadlock.
+        Returns None if the lock is held, even by this same task, because a try cannot deadlock.
 
         Raises:
-            PgfenceError: as for `acquire`; LockTimeoutError only if all connections for locks are in use.
+            PgfenceError: the same errors as `acquire`, but LockTimeoutError only if all connections for locks are in use.
         """
         manager, sql, on = self._place()
         return await manager.acquire(self._labels, sql, 0.0, self._handle, on=await _start(on))
@@ -114,13 +114,14 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         """Wait until the lock is held.
 
         Args:
-            timeout: seconds. None is the configured default (at most 60 s while this task holds another session lock),
-                `math.inf` waits indefinitely, 0 does not wait. A wait continues through a server outage until its
-                timeout; with None only if the server had already responded that the lock is held.
+            timeout: seconds to wait. None means the configured default (at most 60 s while this task holds another session lock),
+                `math.inf` to wait indefinitely, and 0 not to wait. A wait continues through a server outage until its timeout.
+                With None, it does so only if the server had already responded that the lock is held.
 
         Raises:
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holder.
-            SelfDeadlockError: this task holds the lock, or waiting would deadlock within this process. Not with `timeout=0`.
+            SelfDeadlockError: this task holds the lock, or waiting would deadlock within this process. Not raised with
+                `timeout=0`.
             UnreachableError: the server cannot be reached, or could no longer be reached at the end of the wait. The message
                 then contains its last response.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
@@ -135,15 +136,17 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:
-        """Hold the lock on the connection that does the work. If the lock is lost, so is its connection: no stale write.
+        """Hold the lock on the connection that does the work.
 
-        Yields an ordinary AsyncConnection outside the engine's pool, as the sync class does. A loss also cancels the block.
+        If the lock is lost, its connection is lost too, so it cannot write.
+
+        Yields an ordinary AsyncConnection outside the engine's pool, like the sync class. A loss also cancels the block.
 
         Args:
-            timeout: as in `acquire`.
+            timeout: the same as for `acquire`.
 
         Raises:
-            PgfenceError: on entering, as for `acquire`.
+            PgfenceError: on entering, the same errors as `acquire`.
             LockLostError: on leaving after a loss, unless the block itself raised something else.
             TypeError: the lock was created with an AsyncConnection.
         """
@@ -169,7 +172,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
                 yield AsyncConnection(engine, inner)
             finally:
                 forget_user_connection(inner)
-                with suppress(Exception):  # a dead connection cannot roll back, and need not
+                with suppress(Exception):  # a dead connection cannot roll back, and does not need to
                     await hold.session.close_lent(inner)
 
     async def holders(self) -> list[Holder]:

@@ -30,7 +30,7 @@ THREE_WAYS = (
 
 
 def expect_no_session(engine: object) -> None:
-    """Raise if the engine of a lock is a session of any kind.
+    """Raise an error if the engine of a lock is a session of any kind.
 
     Raises:
         TypeError: the engine is a session, a scoped session or a session factory, sync or async.
@@ -58,7 +58,7 @@ class LockNames:
         self._names = tuple(names)
         self._namespace = namespace
         self._token = token
-        # The keys are computed at first use: the engine's namespace may be configured after this.
+        # The keys are computed at first use, because the engine's namespace may be configured after this.
         check_names(self._names, namespace or "")
         if token:
             self._get_text(namespace or "")
@@ -79,7 +79,7 @@ class LockNames:
             sql = self._build_sql(keys, style)
             if place is not None:
                 sql = TokenSql(keys[0], self._get_text(namespace), place, style)
-            # A single assignment: another thread must not combine the new namespace with the old keys.
+            # This is a single assignment, because another thread must not combine the new namespace with the old keys.
             self._made = made = namespace, style, place, sql
         return made[3]
 
@@ -90,7 +90,7 @@ class LockNames:
         """Return the name under which the token is stored.
 
         Raises:
-            ValueError: there is not exactly one name, or it is too long.
+            ValueError: the number of names is not one, or the name is too long.
             TypeError: the name is a LockKey, which has no text.
         """
         if len(self._names) != 1:
@@ -102,7 +102,10 @@ class LockNames:
 
 
 def look_on_connection(connection: Connection, keys: tuple[LockKey, ...]) -> list[Holder]:
-    """Return the holders by the caller's own connection, without leaving a transaction open that was not open before."""
+    """Query the holders on the caller's own connection, and return them.
+
+    The query leaves no transaction open that was not open before.
+    """
     began = not connection.in_transaction()
     try:
         return activity.find_holders(connection, keys)

@@ -47,38 +47,38 @@ class AdvisoryLock(LockNames, LockBase[H]):
                 held.check()
                 index(chunk)
 
-    Several names form one lock: either all of them are acquired or none, in one global order, on one connection. Waits
-    in slices of at most 0.5 s, so that it holds back neither VACUUM nor CREATE INDEX CONCURRENTLY. Threads that wait
-    for the same names queue inside the process, and one connection serves them.
+    Several names form one lock. Either all of them are acquired or none, in one global order, on one connection. A wait runs in
+    slices of at most 0.5 s, so that it holds back neither VACUUM nor CREATE INDEX CONCURRENTLY. Threads that wait for the same
+    names queue inside the process, and one connection serves them.
 
-    Guarantees: at most one holder per key and database, among all clients that use PostgreSQL's advisory locks on that key.
-    The lock is held as long as its database session lives; the server releases it when the session ends. After a crash or
-    SIGKILL that takes milliseconds. The holder is notified of a loss: within milliseconds if the socket is closed, within
-    20 s if the network is cut, which is before the server gives up the session. An interrupt or cancellation at any point
-    closes the connection, and so releases the lock. `engine.dispose()` does not release it. A forked child holds nothing
-    and cannot affect the parent's lock. Standbys, poolers in transaction mode and servers that are not PostgreSQL raise an
-    error that says what to do.
+    Guarantees: at most one holder per key and database, among all clients that use PostgreSQL's advisory locks on that key. The
+    lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or SIGKILL
+    that takes milliseconds. The holder is notified of a loss within milliseconds if the socket is closed, and within 20 s if the
+    network is cut, which is before the server gives up the session. An interrupt or cancellation at any point closes the
+    connection, and thereby releases the lock. `engine.dispose()` does not release it. A forked child holds no lock and cannot
+    affect the parent's lock. Standbys, poolers in transaction mode and servers that are not PostgreSQL raise an error that says
+    what to do.
 
-    Limitations: a paused or disconnected holder may still be writing. Do its database work on `connect()`, whose connection
-    dies with the lock, or use a fence. Within one process, waiters are served in their order; between processes only waits
-    of more than 0.5 s are ordered. A deadlock between separate locks of two processes is not detected: acquire both names
-    with one lock. The lock exists in one database on one server: other databases and standbys do not see it, and it does
-    not survive a failover. It is not re-entrant: a second `acquire` by the thread that holds it raises
-    SelfDeadlockError, and a second `try_acquire` returns None.
+    Limitations: a paused or disconnected holder may still be writing. Do its database work on the connection of `connect()`,
+    which is closed when the lock is lost, or use a fence. Within one process, waiters are served in the order of their arrival.
+    Between processes, only waits of more than 0.5 s are ordered. A deadlock between separate locks of two processes is not
+    detected, so acquire both names with one lock. The lock exists in one database on one server. Other databases and standbys
+    have no record of it, and it does not survive a failover. The lock is not re-entrant. A second `acquire` by the thread that
+    holds it raises SelfDeadlockError, and a second `try_acquire` returns None.
 
     Args:
-        engine: an Engine; a function that returns one, called at each use; or your own Connection, outside a transaction.
-            The lock then lives on that Connection and must be released outside a transaction too. Release it before you
-            close the Connection: closing ends the lock, and the pool opens another connection.
+        engine: an Engine; a function that returns one, called at each use; or your own Connection, outside a transaction. That
+            Connection then holds the lock, which must be released outside a transaction too. Release it before you close the
+            Connection, because closing ends the lock, and the pool opens another connection.
         names: one or more names or LockKeys.
         namespace: replaces the configured namespace, for names that are str.
-        token: whether each grant has a fencing token (`FencedHeld`), a number that only grows for this name, in the
-            same round trip. Requires a single name that is a str, and pgfence's tables. A token alone does not stop any
-            writer: enter a gate with it (`held.begin(...)`, `held.fence(session)`). A lease of the same name draws from
-            the same numbers, and while it is held, this lock cannot be acquired.
+        token: whether each grant has a fencing token (`FencedHeld`), a number that only grows for this name, in the same round
+            trip. Requires a single name that is a str, and pgfence's tables. A token alone does not stop any writer, so enter a
+            gate with it (`held.begin(...)`, `held.fence(session)`). A lease of the same name uses the same series of tokens, and
+            while it is held, this lock cannot be acquired.
 
     Raises:
-        TypeError: the engine is something else, such as a Session; or a name is a LockKey and `token=True`.
+        TypeError: the engine is another object, such as a Session; or a name is a LockKey and `token=True`.
         ValueError: no name was given, or a name is not usable; or there are several names and `token=True`.
     """
 
@@ -131,12 +131,12 @@ class AdvisoryLock(LockNames, LockBase[H]):
         return (FencedHeld if self._token else Held)(manager, hold)  # type: ignore[return-value]
 
     def try_acquire(self) -> H | None:
-        """Try once, without waiting. One round trip on a warm connection.
+        """Try once, without waiting. It takes one round trip on an open connection.
 
-        Returns None if the lock is held, even by this same thread: trying cannot deadlock.
+        Returns None if the lock is held, even by this same thread, because a try cannot deadlock.
 
         Raises:
-            PgfenceError: as for `acquire`; LockTimeoutError only if all connections for locks are in use.
+            PgfenceError: the same errors as `acquire`, but LockTimeoutError only if all connections for locks are in use.
         """
         manager, sql, on = self._place()
         return run_sync(manager.acquire, self._labels, sql, 0.0, self._handle, on=on)
@@ -145,14 +145,14 @@ class AdvisoryLock(LockNames, LockBase[H]):
         """Wait until the lock is held.
 
         Args:
-            timeout: seconds. None is the configured default (at most 60 s while this thread holds another session lock),
-                `math.inf` waits indefinitely, 0 does not wait. A wait continues through a server outage until its
-                timeout; with None only if the server had already responded that the lock is held.
+            timeout: seconds to wait. None means the configured default (at most 60 s while this thread holds another session
+                lock), `math.inf` to wait indefinitely, and 0 not to wait. A wait continues through a server outage until its
+                timeout. With None, it does so only if the server had already responded that the lock is held.
 
         Raises:
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holder.
             WaitCancelledError: the event of `cancel_waits()` was set.
-            SelfDeadlockError: this thread holds the lock, or waiting would deadlock within this process. Not with
+            SelfDeadlockError: this thread holds the lock, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
             UnreachableError: the server cannot be reached, or could no longer be reached at the end of the wait. The message
                 then contains its last response.
@@ -168,19 +168,21 @@ class AdvisoryLock(LockNames, LockBase[H]):
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:
-        """Hold the lock on the connection that does the work. If the lock is lost, so is its connection: no stale write.
+        """Hold the lock on the connection that does the work.
 
-        Yields an ordinary Connection outside the engine's pool, on which you begin and end transactions. It never
-        reconnects: after a loss every statement raises. `pgfence.held(connection)` returns its handle. Leaving the block
-        rolls back an open transaction, releases the lock and closes the connection. Opening a connection is expensive, so
-        do not use this in a tight loop.
+        If the lock is lost, its connection is lost too, so it cannot write.
+
+        Yields an ordinary Connection outside the engine's pool, on which you begin and end transactions. The Connection never
+        reconnects, so after a loss every statement raises an error. `pgfence.held(connection)` returns its handle. Leaving the
+        block rolls back an open transaction, releases the lock and closes the connection. Opening a connection is expensive, so
+        do not call `connect()` in a tight loop.
 
         Args:
-            timeout: as in `acquire`.
+            timeout: the same as for `acquire`.
 
         Raises:
-            PgfenceError: on entering, as for `acquire`.
-            LockLostError: on leaving after a loss, unless the block itself raised.
+            PgfenceError: on entering, the same errors as `acquire`.
+            LockLostError: on leaving after a loss, unless the block itself raised an exception.
             TypeError: the lock was created with a Connection.
         """
         if isinstance(self._engine, Connection):
@@ -217,7 +219,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
     def _place(self) -> tuple[LockManager, LockSql, Connection | None]:
         engine = self._engine
         found = self._found
-        # Reused by repeated calls. A forked child must not use its parent's manager, whose connections belong to the parent.
+        # Repeated calls reuse it. A forked child must not use its parent's manager, whose connections belong to the parent.
         if found is not None and found[0].engine is engine and found[0].pid == PROCESS.pid:
             return *found, None
         if isinstance(engine, Connection):
@@ -238,5 +240,5 @@ def _close(session: LockConnection, connection: Connection | None) -> None:
         forget_user_connection(connection)
         try:
             run_sync(session.close_lent, connection)
-        except Exception:  # a dead connection cannot roll back, and need not
+        except Exception:  # a dead connection cannot roll back, and does not need to
             connection.detach() if not connection.closed and not connection.invalidated else None

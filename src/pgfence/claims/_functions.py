@@ -72,29 +72,29 @@ def claim(
                 job.state = "done"
 
     Guarantees: each row is returned to one transaction at a time, and never more than `limit` of them. Rows that another
-    transaction has locked are skipped, so nothing waits. The rows are locked until the transaction ends (FOR NO KEY UPDATE),
-    and returned to the table if it is rolled back or its process dies. Rows of other tables in the statement are not locked,
-    and an INSERT of a row that refers to a claimed one does not wait. Attributes are read again even if the session already
-    has the row. If the session has autoflush, its pending changes are flushed first, as before any query.
+    transaction has locked are skipped, so the statement does not wait. The rows are locked until the transaction ends (FOR NO KEY
+    UPDATE), and free again if it is rolled back or its process dies. Rows of other tables in the statement are not locked, and an
+    INSERT of a row that refers to a claimed one does not wait. Attributes are read again even if the session already has the row.
+    If the session has autoflush, its pending changes are flushed first, as before any query.
 
     With `ttl`, for a class with `Claimable`: a row without a claim, or with one that has expired by the server's clock, gets
     a new claim, with a token that is larger by one. Commit, then work without a transaction; see `Claimable`. If the transaction is
     rolled back, the row is not claimed.
 
-    Limitations: fewer rows than `limit`, or none, does not mean that no others match: they may be locked. A join that returns
-    a row several times counts it several times; use `where(Job.tags.any(...))` instead. The rows are in the order of `order_by`
-    as of the start of the statement; the order in which different workers finish is not guaranteed. In REPEATABLE READ and
-    SERIALIZABLE a row that was changed since the snapshot raises SQLSTATE 40001. Transactions that do not lock the row, such
-    as a plain SELECT, see it as unclaimed, and a transaction that writes it waits.
+    Limitations: if the result has fewer rows than `limit`, other rows may still match, because they may be locked. A join that
+    returns a row several times counts it several times, so use `where(Job.tags.any(...))` instead. The rows are in the order of
+    `order_by` as of the start of the statement. The order in which different workers finish is not guaranteed. In REPEATABLE READ
+    and SERIALIZABLE a row that was changed since the snapshot raises SQLSTATE 40001. Transactions that do not lock the row, such
+    as a plain SELECT, read it as unclaimed, and a transaction that writes it waits.
 
     Args:
-        session: a Session or scoped_session; or an async one, in which case the result must be awaited.
+        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited.
         entity: a mapped class.
         statement: a select() of one mapped class, with joins, criteria, order and loader options, in place of `entity` and what
             follows it.
         criteria: SQL expressions that a row must satisfy.
         ttl: seconds after which the claim expires, from 0.3 to a day (a timedelta may be longer), for a class with
-            `Claimable`. Longer work calls `extend_claim`.
+            `Claimable`. Call `extend_claim` if the work takes longer.
         order_by: an expression, or several of them as a list, that determines which rows come first.
         limit: the largest number of rows to claim, from 1 to 10,000.
 
@@ -127,8 +127,8 @@ def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) ->
     committed together, or not at all. A claim that has expired and was not replaced is extended.
 
     Args:
-        session: a Session or scoped_session; or an async one, in which case the result must be awaited. It may be another one
-            than that of the claim.
+        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. It may be
+            a different one from that of the claim.
         row: an instance that `claim` returned.
         ttl: seconds, as for `claim`; None for the last value that was passed.
 
@@ -157,8 +157,8 @@ def finish_claim(session: Any, row: Claimable) -> object:
     expired and was not replaced can still be finished, because the work is done.
 
     Args:
-        session: a Session or scoped_session; or an async one, in which case the result must be awaited. It may be another one
-            than that of the claim.
+        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. It may be
+            a different one from that of the claim.
         row: an instance that `claim` returned.
 
     Raises:

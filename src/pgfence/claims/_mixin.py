@@ -1,6 +1,6 @@
 """The mixin for mapped classes whose rows are claimed for longer than a transaction.
 
-Separate from the functions because it needs SQLAlchemy's ORM, which importing pgfence does not load.
+It is separate from the functions because it needs SQLAlchemy's ORM, which importing pgfence does not load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAST = 1_000_000
 
 
 class Claimable:
-    """Give the rows of a mapped class claims that outlive the transaction. A mixin.
+    """A mixin that gives the rows of a mapped class claims that outlive the transaction.
 
     ::
 
@@ -42,16 +42,16 @@ class Claimable:
                 finish_claim(session, job)
                 session.commit()
 
-    For plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`) and SQLModel. With joined or
-    single-table inheritance it belongs on the base class. Only `claim`, `extend_claim` and `finish_claim` write its columns; a
-    flush that would write them raises ValueError.
+    Use it for plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`) and SQLModel. With joined or
+    single-table inheritance, put it on the base class. Only `claim`, `extend_claim` and `finish_claim` write its columns. A flush
+    that would write them raises ValueError.
 
     Guarantees: a row has one claim at a time, until `claimed_until` by the server's clock. An expired claim is replaced by
     the next call of `claim`, without any cleanup job. A claim that was replaced cannot be extended or finished.
 
-    Limitations: nothing is guaranteed about the work itself: after its claim has expired, an owner may still be running while
-    the next one starts. The same applies to writes of the row that are committed without `extend_claim` or
-    `finish_claim` in the same transaction.
+    Limitations: nothing is guaranteed about the work itself. After its claim has expired, an owner may still be running while the
+    next one starts. The same applies to writes of the row that are committed without `extend_claim` or `finish_claim` in the same
+    transaction.
 
     Attributes:
         claim_token: the number of claims that the row has had; None if it has never been claimed. It only grows.

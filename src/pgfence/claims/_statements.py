@@ -1,8 +1,8 @@
 """Build the SELECT that locks rows and never locks more of them than its LIMIT.
 
-`UPDATE ... WHERE id IN (SELECT ... LIMIT n FOR UPDATE SKIP LOCKED)` takes more: if the planner executes the subquery again for
-each row of a nested loop, each execution skips the rows that the UPDATE has written already and locks the next ones. The
-statement here has its LIMIT on the outside, and is executed once.
+`UPDATE ... WHERE id IN (SELECT ... LIMIT n FOR UPDATE SKIP LOCKED)` locks more rows. If the planner executes the subquery again
+for each row of a nested loop, each execution skips the rows that the UPDATE has already written and locks the next ones. The
+statement in this module has its LIMIT on the outside, and is executed once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _CLAUSES = {
     "_having_criteria": "HAVING: a group is not a row that can be locked. Use a subquery in where()",
     "_distinct": "DISTINCT: PostgreSQL does not lock its rows. Replace the join with where(Job.tags.any(...))",
 }
-_STANDBY = ErrorContext(on_primary="Rows are claimed where they are written. Claim on the primary, not read-only")
+_STANDBY = ErrorContext(
+    on_primary="Rows are claimed where they are written. Claim on the primary, in a read-write transaction"
+)
 
 
 def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> tuple[AnySelect, Mapper[Any]]:
@@ -110,7 +112,7 @@ def find_mapper(query: object) -> Mapper[Any]:
     """Return the class whose rows a SELECT returns.
 
     Raises:
-        TypeError: the SELECT returns something else than the instances of one class.
+        TypeError: the SELECT does not return the instances of one class.
         ValueError: the SELECT has a clause that cannot be combined with a claim.
     """
     if not isinstance(query, Select):

@@ -38,7 +38,8 @@ class _Claim(NamedTuple):
     ttl: float
 
 
-# Not read from the instance: after a commit it is expired, and reading it again would return the claim of a newer owner.
+# The claim is not read from the instance, because after a commit the instance is expired, and reading it again would return the
+# claim of a newer owner.
 _CLAIMS: WeakKeyDictionary[State, _Claim] = WeakKeyDictionary()
 
 
@@ -60,7 +61,7 @@ class _Columns(NamedTuple):
 
 
 def check_form(mapper: Mapper[Any], ttl: Seconds | None) -> float | None:
-    """Return the time to live of a claim with a token; None for one that ends with the transaction.
+    """Return the time to live of a claim with a token; None for a claim that ends with the transaction.
 
     Raises:
         TypeError: the class and the arguments do not belong together.
@@ -96,12 +97,12 @@ def claim_until(session: Session, query: AnySelect, mapper: Mapper[Any], limit: 
     """Lock rows without a live claim, and write a new claim into each."""
     columns = _Columns.of(mapper)
     # statement_timestamp() is not later than the present time, so a claim that has expired by it has expired. Unlike
-    # clock_timestamp() it can be used with an index. A row that another transaction extends meanwhile is checked again.
+    # clock_timestamp() it can be used with an index. A row that another transaction extends in the meantime is checked again.
     expired = columns.until <= func.pg_catalog.statement_timestamp()
     rows = claim_rows(session, query.where(or_(columns.until.is_(None), expired)), mapper, limit)
     if not rows:
         return rows
-    # With a random number: after a rollback the next claim has the same token.
+    # The owner contains a random number, because after a rollback the next claim has the same token.
     owner = f"{get_host()}:{os.getpid()}:{secrets.token_hex(4)}"
     states = [instance_state(row) for row in rows]
     statement = (
@@ -182,9 +183,9 @@ def _lost_error(state: State, claim: _Claim, newest: Any) -> AttemptLostError:
     elif token > claim.token:
         why = f"the claim expired, and another worker has claimed the row since (claim {token})"
     elif token == claim.token and newest[1] is None:
-        why = "it has been finished already"
+        why = "it has already been finished"
     else:
-        why = "the transaction that made it was rolled back"
+        why = "the transaction of the claim was rolled back"
     return AttemptLostError(
         f"claim {claim.token} of {table} {key} is lost: {why}. PostgreSQL has aborted this transaction: roll back, and do not"
         " write the result",

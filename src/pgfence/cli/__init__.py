@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if argv is not None:
         return _perform(words)
-    # Modules are loaded once and stay. Searching them for garbage, while they are loaded or at the end, would take a tenth of the time.
+    # Modules are loaded once and stay. The garbage collector would need a tenth of the run time to search them.
     gc.set_threshold(100_000)
     code = _perform(words)
     gc.freeze()

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Code(IntEnum):
-    """Exit codes of pgfence itself; where sysexits.h has a code for it, that one."""
+    """Exit codes of pgfence itself, which are those of sysexits.h where it has a suitable code."""
 
     OK = 0
     MISUSE = 64
@@ -14,7 +14,7 @@ class Code(IntEnum):
     TIME = 65
     """A slot that has not begun is done, because the server's clock was set back; or host and server differ on a time zone."""
     NOBODY = 67
-    """No holder has that name, or nothing is stuck under that key: there was nothing to do."""
+    """No holder has that name, or nothing is stuck under that key, so there was nothing to do."""
     UNAVAILABLE = 69
     """No connection to the server, or the server has no room for another lock."""
     BUG = 70
@@ -24,13 +24,16 @@ class Code(IntEnum):
     LOST = 76
     """The lock was lost before it was released; a command that was still running was stopped."""
     DECLINED = 77
-    """The user did not confirm: nothing was done."""
+    """The user did not confirm, and nothing was done."""
     REFUSED = 78
     """The server responded, but pgfence cannot work there: a pooler, a standby, not PostgreSQL, missing tables or rights."""
     NOT_EXECUTABLE = 126
     NOT_FOUND = 127
     SIGNAL = 128
-    """Plus the number of the signal that ended the command, or pgfence while it waited."""
+    """The base of the exit codes for signals.
+
+    The number of the signal that ended the command, or pgfence while it waited, is added.
+    """
 
 
 class MisuseError(Exception):

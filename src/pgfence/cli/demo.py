@@ -55,7 +55,7 @@ class DemoOptions:
 
 
 class DemoInterrupted(KeyboardInterrupt):
-    """A signal asked the demo to end. Not an `Exception`, so that no handler on the way takes it for an error."""
+    """A signal asked the demo to end. This is not an `Exception`, so that no handler treats it as an error."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -94,7 +94,7 @@ def demo(options: DemoOptions, speaker: Console) -> int:
 def _play(options: DemoOptions, speaker: Console) -> int:
     begin = clock()
     with ExitStack() as stack:
-        # Without the driver's name, so that any installed driver is used.
+        # The URL has no driver name, so that any installed driver is used.
         dsn = options.dsn or stack.enter_context(server()).replace("+psycopg", "", 1)
         engine = find_engine(dsn=dsn, path=None, environ={})
         stack.callback(engine.dispose)
@@ -121,7 +121,7 @@ def _keep(engine: Engine, options: DemoOptions, speaker: Console) -> None:
             f"the tables are in the schema {SCHEMA} of that database; DROP SCHEMA {SCHEMA} CASCADE removes them"
         )
         return
-    with suppress(DemoInterrupted):  # the text is printed: from now on Ctrl-C is the normal end
+    with suppress(DemoInterrupted):  # the text is printed, so Ctrl-C is the normal end from now on
         speaker.write(f"The server runs until you press Ctrl-C. To connect:\n\n    {build_psql_command(engine)}\n")
         threading.Event().wait()
 

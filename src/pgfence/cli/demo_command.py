@@ -11,11 +11,11 @@ from pgfence.cli.report import Console
 
 @click.command(
     "demo",
-    short_help="Watch pgfence at work on a throwaway PostgreSQL.",
+    short_help="Watch how pgfence works on a throwaway PostgreSQL.",
     cls=Command,
     codes=[
         ("0", "Everything went as it should."),
-        ("1", "A guarded act lost money, or no process took over from a holder that was gone."),
+        ("1", "A guarded act lost money, or no process took over from a dead holder."),
         ("3", "The unguarded control lost nothing, so the demo proves nothing."),
         ("64", "Misuse: an option or the URL cannot be used."),
         (
@@ -23,7 +23,7 @@ from pgfence.cli.report import Console
             "The server did not respond or closed the connection; or there are no PostgreSQL binaries to start one.",
         ),
         ("75", "Another demo is running in this database."),
-        ("78", "The server cannot run the demo: a pooler, a standby, no right to create a schema."),
+        ("78", "The server cannot run the demo: it is a pooler or a standby, or the role may not create a schema."),
         ("128 + N", "Signal N ended it."),
     ],
 )

@@ -1,4 +1,4 @@
-"""`pgfence elect`: stand for a name, run the command in each term, and stand again as the restart policy says."""
+"""`pgfence elect`: be a candidate, run the command in each term, and become a candidate again if the restart policy says so."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LONG_RUN = 60.0
 
 
 class Restart(StrEnum):
-    """Whether to stand again when the command has ended."""
+    """Whether to become a candidate again when the command has ended."""
 
     ALWAYS = "always"
     ON_FAILURE = "on-failure"
@@ -125,8 +125,8 @@ class _FleetMember:
             return report_interrupted(report, stop, when="while the command was not running")
 
     def _look(self, report: Report) -> bool:
-        """Ask once who leads; return whether this can never work, with the report filled in."""
-        # A member never gives up: it would wait without end for tables that nobody installs, or for a right password.
+        """Query once who leads, and return whether the election can never work, with the report filled in."""
+        # A member never gives up, so it would wait indefinitely for missing tables or a correct password.
         try:
             with self._supervisor.allow_interrupts():
                 next(self._election.observe(timeout=0), None)
@@ -188,9 +188,9 @@ class _FleetMember:
     def _describe(self, report: Report, pause: float) -> None:
         if report.outcome == "lost":
             # The supervised run has already printed why.
-            self._speaker.tell(f"standing again in {pause:g} s")
+            self._speaker.tell(f"candidate again in {pause:g} s")
         else:
-            self._speaker.tell(f"the command ended with {report.exit_code}; standing again in {pause:g} s")
+            self._speaker.tell(f"the command ended with {report.exit_code}; candidate again in {pause:g} s")
 
     def _note_leader(self, holder: Holder | None) -> None:
         leader = "no process leads" if holder is None else f"the leader is {holder}"
@@ -208,13 +208,13 @@ def _has_stop_signal(ended: Ended) -> bool:
 
 
 class Backoff:
-    """The pauses between two terms of this host: they double while the command ends soon after its start."""
+    """The pauses between two terms of this host. They double as long as the command ends soon after its start."""
 
     def __init__(self) -> None:
         self._next = SHORTEST_PAUSE
 
     def choose_pause(self, report: Report) -> float:
-        """Return the seconds to wait before standing again."""
+        """Return the seconds to wait before the host is a candidate again."""
         if report.outcome == "lost" or (report.ran or 0.0) >= LONG_RUN:
             self._next = SHORTEST_PAUSE
         pause = self._next
@@ -224,7 +224,7 @@ class Backoff:
 
 @contextmanager
 def _report_warnings(speaker: Console) -> Iterator[None]:
-    """Print the warnings of the member, which goes on standing whatever happens."""
+    """Print the warnings of the member, which remains a candidate whatever happens."""
     log, handler = logging.getLogger("pgfence.election"), _Printer(speaker)
     log.addHandler(handler)
     try:

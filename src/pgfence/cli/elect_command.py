@@ -24,11 +24,11 @@ DEFAULT_TTL = 15.0
     cls=running.AfterDashes,
     usage="[OPTIONS] NAME -- COMMAND [ARGS]...",
     arguments={
-        "NAME": "Name of the election: one host leads, and runs the command.",
+        "NAME": "Name of the election. One host leads and runs the command.",
         "COMMAND": "Program that the leader runs, with its arguments. It must stay in the foreground.",
     },
     examples={
-        "pgfence elect scheduler -- bin/scheduler": "On every host: one of them runs the scheduler, another takes over",
+        "pgfence elect scheduler -- bin/scheduler": "On every host; one of them runs the scheduler, and another takes over",
         "pgfence elect --restart always mailbox -- bin/poll": "Start the command again whenever it ends, on any host",
     },
     codes=[
@@ -37,10 +37,10 @@ DEFAULT_TTL = 15.0
         ("69", "The server rejected the login, or the database does not exist."),
         ("70", "An unexpected error; its traceback is printed."),
         ("76", "The term was lost when the command ended, with --restart never."),
-        ("78", "Elections do not work there: the tables are missing or too old, or it is not PostgreSQL."),
+        ("78", "Elections do not work on this server: the tables are missing or too old, or it is not PostgreSQL."),
         ("126", "The command could not be executed."),
         ("127", "The command was not found."),
-        ("128 + N", "Signal N came while the command was not running."),
+        ("128 + N", "Signal N was received while the command was not running."),
     ],
 )
 @click.argument("name", metavar="NAME")
@@ -67,7 +67,7 @@ DEFAULT_TTL = 15.0
     cls=Option,
     heading=_TERM,
     metavar="TEXT",
-    help="Name of this host that operators read. Default: host and process id.",
+    help="Name of this host that operators see. Default: host and process id.",
 )
 @click.option(
     "--restart",
@@ -75,7 +75,7 @@ DEFAULT_TTL = 15.0
     heading=_END,
     type=click.Choice([each.value for each in Restart]),
     default=Restart.ON_FAILURE.value,
-    help="When the command ends, stand for election again: always, only if its exit code is not 0, or never."
+    help="Whether this host is a candidate again when the command has ended: always, only if its exit code is not 0, or never."
     " Default: on-failure.",
 )
 @running.build_grace_option(_END)
@@ -92,7 +92,7 @@ DEFAULT_TTL = 15.0
     cls=Option,
     heading=options.OUTPUT,
     is_flag=True,
-    help="Do not report that the command ended and this host stands again; errors are still printed.",
+    help="Do not report that the command ended and that this host is a candidate again; errors are still printed.",
 )
 def elect(
     name: str,
@@ -114,7 +114,7 @@ def elect(
     """Keep one copy of a command running in a fleet.
 
     Use it for a scheduler, a poller and any service that must run on one host at a time. Start it on every host: the elected
-    leader runs the command, the others wait. When the leader ends, dies or loses its term, another host is elected.
+    leader runs the command, and the others wait. When the leader ends, dies or loses its term, another host is elected.
     """
     wanted = ElectOptions(
         name=name,

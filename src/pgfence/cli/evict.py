@@ -128,7 +128,7 @@ class _Eviction:
         return None
 
     def _perform(self, seen: Found) -> AdminReport[Found]:
-        # While the user reads and answers, the name may change hands. Evict only the holder that was shown.
+        # The holder may change before the user confirms. Evict only the holder that was shown.
         order = replace(self._order, only=seen)
         found = requests.perform(self._engine, statements.evict, order)
         if found.newest is None:
@@ -161,8 +161,8 @@ class _Request(_Eviction):
             return f"No process leads the election {self._name!r}: nothing to ask."
         if all(holder.kind != "term" for holder in seen.holders):
             raise MisuseError(
-                f"{self._name!r} is held by a {seen.holders[0].kind}, not by the leader of an election: leave out --ask to evict"
-                " the holder"
+                f"{self._name!r} is held by a {seen.holders[0].kind}, not by the leader of an election: omit --ask to evict "
+                f"the holder"
             )
         return None
 
@@ -171,10 +171,12 @@ class _Request(_Eviction):
         request = resign.ResignRequest(order.name, order.key, order.place, order.reason, order.actor)
         try:
             leader = requests.perform(self._engine, resign.ask_to_resign, request)
-        except ValueError as error:  # another kind of holder has the name since it was shown
+        except ValueError as error:  # a different kind of holder has taken the name since it was shown
             raise MisuseError(str(error)) from None
         if leader is None:
-            return AdminReport("nobody", Code.NOBODY, [f"The leader of {self._name!r} has resigned meanwhile."], seen)
+            return AdminReport(
+                "nobody", Code.NOBODY, [f"The leader of {self._name!r} has resigned in the meantime."], seen
+            )
         found = replace(seen, holders=(leader,), token=leader.token)
         done = "Asked to resign, and recorded in the audit table."
         return AdminReport("asked", Code.OK, [*self._list_holders(found), done], found)

@@ -1,12 +1,14 @@
-"""The guard of one command: ends it when the `pgfence run` that started it has been killed.
+"""The guard of one command, which ends the command when the `pgfence run` that started it has been killed.
 
 If `pgfence run` is killed with SIGKILL, the server frees the lock immediately, and nothing in that process can stop the command
-any more. So this second, small process ends the command and what it started: SIGTERM, and SIGKILL after the grace.
+any more. So this second, small process ends the command and what it started with SIGTERM, and with SIGKILL after the grace
+period.
 
-It is run as a program (`python -I -S guard.py GRACE`) and imports nothing of pgfence: this keeps its start short, and
-`pkill -f "pgfence run"` does not match it. `pgfence run` dismisses it with SIGKILL.
+It is run as a program (`python -I -S guard.py GRACE`) and imports nothing of pgfence, so that it starts quickly and `pkill -f
+"pgfence run"` does not match it. `pgfence run` ends it with SIGKILL.
 
-Finding and ending what a command started is here too, because `pgfence run` does the same when a lock is lost.
+The functions that find and end what a command started are also in this module, because `pgfence run` does the same when a lock is
+lost.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import time
 from contextlib import suppress
 
-# The command starts only after this process has: importing `typing` and `subprocess` would double that time.
+# The command starts only after this process has started. Importing `typing` and `subprocess` would double that time.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,7 +36,7 @@ FORWARDED = (
 )
 READY = b"\0"
 PAUSE = 0.05
-# How long to go on after SIGKILL: a process in an uninterruptible system call may not end at all.
+# How long to continue after SIGKILL, because a process in an uninterruptible system call may not end at all.
 PATIENCE = 10.0
 
 
@@ -89,10 +91,10 @@ def list_descendants(roots: Iterable[int], table: dict[int, ProcessRow]) -> set[
 
 
 class Ending:
-    """Ends processes: SIGTERM to each as it is found, SIGKILL to those that are left after the grace.
+    """Ends processes. Each gets SIGTERM when it is found, and SIGKILL if it is left after the grace period.
 
     Args:
-        find: returns the processes that should end and still run. It is asked repeatedly, because they may start others.
+        find: returns the processes that should end and still run. It is called repeatedly, because they may start others.
         grace: seconds; `math.inf` for no SIGKILL.
         told: processes that have already received SIGTERM.
     """
@@ -104,7 +106,7 @@ class Ending:
         self._deadline = time.monotonic() + grace
 
     def step(self) -> bool:
-        """Signal those that are due and return whether to call again."""
+        """Signal the processes that are due, and return whether to call `step` again."""
         late = time.monotonic() - self._deadline
         found = self._find() - self._beyond
         for pid in found if late >= 0 else found - self._told:
@@ -136,8 +138,8 @@ class _Left:
             pid
             for pid, process in table.items()
             if process.group == self._command
-            # At a terminal the group is the job's, to which other programs of a pipeline belong. An orphan of the
-            # command has come to the same parent as this guard, and is younger.
+            # At a terminal, the group is that of the job, which may include other programs of a pipeline. An orphan of the
+            # command has the same parent as this guard, and is younger.
             or (process.group == us.group and process.parent == us.parent and process.started > us.started)
         }
         self._known = list_descendants(self._known | heirs, table) - {os.getpid()}
@@ -146,17 +148,17 @@ class _Left:
 
 def main() -> None:
     """Report signals, read which process to end, then wait for the end of the input."""
-    # At a terminal the guard is in the process group of the shell's job: what reaches it was sent to the group, so the command
-    # has it already. The byte of each signal goes straight to `pgfence run`.
+    # At a terminal, the guard is in the process group of the shell's job. A signal that reaches it was sent to the group, so the
+    # command already has it. The byte of each signal is sent directly to `pgfence run`.
     os.set_blocking(1, False)
     signal.set_wakeup_fd(1, warn_on_full_buffer=False)
     for signum in FORWARDED:
         signal.signal(signum, lambda _signum, _frame: None)
     command = 0
     os.write(1, READY)
-    # Only `pgfence run` holds the other end of this pipe: end of file means that it died.
+    # Only `pgfence run` holds the other end of this pipe, so end of file means that it died.
     while words := os.read(0, 64).split():
-        # A number is the process to end. A question mark asks for all reports so far: the READY byte follows them.
+        # A number is the process to end. A question mark requests all reports so far, and the READY byte follows them.
         command = next((int(word) for word in words if word.isdigit()), command)
         if b"?" in words:
             os.write(1, READY)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pgfence.cli.report import Console, Report
     from pgfence.cli.supervise import Ended, Supervisor
 
-# Lets a script check that it runs under a lock, and under which one.
+# With this variable a script can check that it runs under a lock, and under which one.
 NAME_VARIABLE = "PGFENCE_NAME"
 
 
@@ -34,10 +34,10 @@ class OnLost(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GuardedCommand:
-    """What is run.
+    """The command, the name of its lock, and what to do when the lock is lost.
 
     Attributes:
-        name: of the lock.
+        name: the name of the lock.
         command: program and arguments.
         grace: seconds between SIGTERM and SIGKILL.
         on_lost: what to do when the lock is lost.
@@ -78,10 +78,10 @@ class GuardedRun:
         Args:
             job: the command.
             speaker: prints lines.
-            report: is filled in.
-            held: the lock; None to run without one. Its loss must be reported to the supervisor.
-            release: releases it if that is not what `give_back` does, and raises LockLostError if it was lost. Its argument says
-                whether the command succeeded.
+            report: the report, which the run fills in.
+            held: the lock; None to run without a lock. Its loss must be reported to the supervisor.
+            release: the function that releases the lock, if it is not `give_back`. It raises LockLostError if the lock was lost.
+                Its argument says whether the command succeeded.
         """
         self._job = job
         self._speaker = speaker

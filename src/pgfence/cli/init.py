@@ -48,13 +48,13 @@ from pgfence.migrations import _environment as environment
     "--path",
     cls=Option,
     is_flag=True,
-    help="Create nothing; print the template's folder, for `alembic init -t`.",
+    help="Print the template's folder, for `alembic init -t`, and create nothing.",
 )
 @options.quiet
 def init(directory: Path | None, template: str, ini: Path, path: bool, quiet: bool) -> None:
     """Create an Alembic environment in which every pod may run `alembic upgrade head` at the same time.
 
-    Use it instead of `alembic init`. No server is contacted.
+    Use it instead of `alembic init`. It does not contact a server.
     """
     if template not in environment.list_templates():
         raise MisuseError(f"--template must be one of {', '.join(environment.list_templates())}, not {template!r}")

@@ -1,4 +1,4 @@
-"""`pgfence install`: create tables and server functions, or print the script that does."""
+"""`pgfence install`: create tables and server functions, or print the script that creates them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ from pgfence.errors import PgfenceError
     cls=Option,
     heading=options.DATABASE,
     metavar="TEXT",
-    help="Schema of the tables; created if missing. Default: the first one on the search path.",
+    help="Schema of the tables, which is created if it does not exist. Default: the first schema on the search path.",
 )
 @options.prefix
 @click.option(
-    "--sql", cls=Option, heading=options.OUTPUT, is_flag=True, help="Print a script for psql; no server is contacted."
+    "--sql",
+    cls=Option,
+    heading=options.OUTPUT,
+    is_flag=True,
+    help="Print a script for psql without contacting a server.",
 )
 @options.quiet
 def install(
@@ -44,7 +48,8 @@ def install(
 ) -> None:
     """Create the tables and functions that leases, fences, slots and idempotency keys need.
 
-    Use it once per database, or in a deployment: a second run changes nothing. Advisory and transaction locks need no tables.
+    Run it once per database, or in every deployment, because a second run changes nothing. Advisory and transaction locks need no
+    tables.
     """
     if sql and (dsn or engine):
         raise MisuseError("--sql contacts no server: use it without --dsn and --engine")

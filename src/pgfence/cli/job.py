@@ -1,4 +1,4 @@
-"""The command that is supervised, and the processes it started: signal them, list them, collect those that have ended."""
+"""Signal the supervised command and the processes that it started, list them, and collect those that have ended."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Job:
                 if known:
                     known[0].poll()
                 elif child.si_pid in self._strangers:
-                    break  # started by other code, which waits for it
+                    break  # started by other code, which waits for this process
                 else:
                     os.waitpid(child.si_pid, 0)
         self.process.poll()
@@ -96,7 +96,10 @@ _EXEC_WITH_OUR_NUMBER = (
 
 
 def _with_sockets(command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
-    """Return a command that accepts the sockets which systemd opened for this process: LISTEN_PID must be its own number."""
+    """Return a command that accepts the sockets that systemd opened for this process.
+
+    LISTEN_PID must be the command's process id.
+    """
     if env.get("LISTEN_PID") != str(os.getpid()) or shutil.which(command[0], path=env.get("PATH")) is None:
         return command, env
     # systemd also compares the inode of the process if this variable is set.

@@ -25,7 +25,7 @@ from pgfence.keys import LockKey
 def key(name: str, namespace: str | None, as_json: bool) -> None:
     """Print the 64-bit key of a lock name, as pg_locks shows it.
 
-    Use it to find a lock in pg_locks or in the server's log. No server is contacted.
+    Use it to find a lock in pg_locks or in the server's log. It does not contact a server.
     """
     try:
         value = LockKey.of(name, namespace=namespace or "").value

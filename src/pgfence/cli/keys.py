@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     type=float,
     default=0.0,
     metavar="SECONDS",
-    help="Only keys first claimed at least SECONDS ago.",
+    help="Only keys that were first claimed at least SECONDS ago.",
 )
 @options.dsn
 @options.engine
@@ -154,9 +154,12 @@ def free(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """Free KEY, so that the next caller starts a new attempt immediately. Shows the attempt and asks for confirmation.
+    """Free KEY, so that the next caller starts a new attempt immediately.
 
-    Use it for a key that `pgfence keys` lists, after checking what the attempt did outside the database: that is not undone.
+    The command shows the attempt and asks for confirmation.
+
+    Use it for a key that `pgfence keys` lists, after you have checked what the attempt did outside the database, which is not
+    undone.
     """
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         report = _Freeing(target, scope, key, reason, actor).run(dry_run=dry_run, yes=yes)
@@ -192,7 +195,7 @@ class _Freeing:
             return AdminReport("seen", Code.OK, [_format_line(seen), "Nothing was done."], seen)
         if not yes and not confirm([_format_line(seen)], "Free it?"):
             return AdminReport("declined", Code.DECLINED, ["nothing was done"], seen)
-        # While the user reads and answers, another attempt may start. Free only the one that was shown.
+        # Another attempt may start before the user confirms. Free only the attempt that was shown.
         freed = perform(self._engine, statements.free, replace(self._order, only=row))
         if freed is None or freed.claim_id != row.claim_id:
             now = None if freed is None else stuck_keys.to_stuck_key(freed)

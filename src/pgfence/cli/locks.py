@@ -25,7 +25,7 @@ PERIODS = {"day": timedelta(days=1), "hour": timedelta(hours=1), "minute": timed
 DEFAULT_TTL = 60.0
 DAY = 86_400.0
 
-# Environment variables of the command: what it holds, and whether an earlier attempt was not finished.
+# The environment variables in which the command gets its lock, and whether an earlier attempt was not finished.
 TOKEN_VARIABLE = "PGFENCE_TOKEN"  # noqa: S105
 SLOT_VARIABLE = "PGFENCE_SLOT"
 RESUMED_VARIABLE = "PGFENCE_RESUMED"
@@ -46,7 +46,7 @@ class Terms:
         """Reject options that exclude each other.
 
         Raises:
-            MisuseError: two options do, or a TTL is out of range.
+            MisuseError: two options exclude each other, or a TTL is out of range.
         """
         if self.lease and self.once_per is not None:
             raise MisuseError("use --once-per or --lease, not both: --once-per already holds a lease")
@@ -57,7 +57,7 @@ class Terms:
         if given and not (self.lease or self.once_per is not None):
             raise MisuseError(f"{given[0]} needs --lease: an advisory lock does not expire")
         if self.min_hold is not None and self.once_per is not None:
-            raise MisuseError("--min-hold needs --lease: a slot runs once, however short the command")
+            raise MisuseError("--min-hold needs --lease: a slot runs once, however short the command is")
         if self.ttl is not None and self.ttl < SHORTEST_TTL:
             raise MisuseError(
                 f"--ttl must be {SHORTEST_TTL:g} seconds or more, not {self.ttl:g}: the lease is renewed while the command"

@@ -15,8 +15,8 @@ dsn = click.option(
     cls=Option,
     heading=DATABASE,
     metavar="URL",
-    help="Database URL. Visible in the process list: do not include a password. Default: DATABASE_URL, or PGSERVICE, PGHOST"
-    " and the other variables of libpq.",
+    help="Database URL. Do not include a password, because the process list shows it. Default: DATABASE_URL, or PGSERVICE,"
+    " PGHOST and the other variables of libpq.",
 )
 engine = click.option(
     "--engine",
@@ -37,7 +37,7 @@ schema = click.option(
     cls=Option,
     heading=DATABASE,
     metavar="TEXT",
-    help="Schema of pgfence's tables. Default: found on the search path.",
+    help="Schema of pgfence's tables. Default: the schema on the search path that contains them.",
 )
 prefix = click.option(
     "--prefix",

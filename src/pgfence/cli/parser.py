@@ -1,4 +1,4 @@
-"""What the parsers of all commands share: `--help` has options under headings, then examples and exit codes."""
+"""The common parts of the parsers of all commands. `--help` lists options under headings, then examples and exit codes."""
 
 from __future__ import annotations
 

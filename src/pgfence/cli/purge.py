@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         ("0", "Done, also if no key had expired."),
         ("64", "Misuse."),
         ("69", "The server did not respond, or the connection was lost. Finished batches stay deleted."),
-        ("75", "The server ended it, for example by a timeout. Finished batches stay deleted."),
+        ("75", "The server ended the purge, for example because of a timeout. Finished batches stay deleted."),
         ("78", "The tables or a permission are missing, or the server is read-only."),
     ],
 )

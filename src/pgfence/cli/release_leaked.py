@@ -34,7 +34,7 @@ _QUERY = 60
     cls=Command,
     examples={
         'pgfence release-leaked --reason "look" --dry-run': "Only list the sessions",
-        'pgfence release-leaked --reason "leaked by the old importer"': "List them, ask, end them",
+        'pgfence release-leaked --reason "leaked by the old importer"': "List them, ask for confirmation, and end them",
     },
     codes=[
         ("0", "Ended; or shown, with --dry-run."),
@@ -76,11 +76,14 @@ def release_leaked(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """End the idle sessions that hold advisory locks which pgfence did not take. Shows them and asks for confirmation.
+    """End the idle sessions that hold advisory locks which pgfence did not take.
 
-    Use it when `pgfence doctor` reports leaked locks: sessions that were returned to a connection pool or a pooler without
-    releasing their lock. PostgreSQL does not record whether a program still needs a lock, so look at the list first: a program
-    that holds a lock on an idle session while it works elsewhere looks the same. For a lock of pgfence, use `pgfence evict`.
+    The command shows them and asks for confirmation.
+
+    Use it when `pgfence doctor` reports leaked locks, that is, locks of sessions that were returned to a connection pool or a
+    pooler without releasing their lock. PostgreSQL does not record whether a program still needs a lock, so check the list first.
+    A program that holds a lock on an idle session while it works elsewhere looks the same. For a lock of pgfence, use `pgfence
+    evict`.
     """
     check_seconds(idle_for, "--idle-for")
     with open_engine(dsn, engine, schema=schema, prefix=prefix) as target:
@@ -113,7 +116,7 @@ class _Release:
             return AdminReport("seen", Code.OK, [*lines, "Nothing was done."], seen)
         if not yes and not confirm(lines, "End these sessions?"):
             return AdminReport("declined", Code.DECLINED, ["nothing was done"], seen)
-        # While the user reads and answers, a session may be used again. End only those that were shown.
+        # A session may be used again before the user confirms. End only the sessions that were shown.
         done = perform(self._engine, leaks.release, replace(self._order, only=seen))
         if not done.sessions:
             return AdminReport("changed", Code.BUSY, ["the sessions are in use again, so nothing was done"], seen)

@@ -1,4 +1,4 @@
-"""What commands print: lines for people, and one JSON object for programs. `pgfence run` prints to stderr only."""
+"""The output of commands: lines for people, and one JSON object for programs. `pgfence run` prints only to stderr."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ Outcome: TypeAlias = Literal[
 
 @dataclass(slots=True)
 class Report:
-    """The result of one run; filled in while it proceeds.
+    """The result of one run, which is filled in during the run.
 
     Attributes:
         name: the name of the lock.
-        key: its 64-bit number, once the namespace is known; a lease has none.
-        outcome: how it ended, in a word.
+        key: the 64-bit number of the lock, once the namespace is known; a lease has none.
+        outcome: how the run ended, in a word.
         exit_code: the exit code of pgfence.
-        locked: the command ran under the lock.
+        locked: whether the command ran under the lock.
         waited: seconds until the lock was granted or the wait ended.
         ran: seconds that the command ran; None if it did not.
-        command_code: its exit status, 128 + N for signal N; None if it did not run.
+        command_code: the exit status of the command, 128 + N for signal N; None if it did not run.
         token: the fencing token of a lease.
         slot: which slot was run or is done, as an instant in ISO 8601; None without `--once-per`.
-        resumed: an earlier attempt at this slot was not finished.
+        resumed: whether an earlier attempt at this slot was not finished.
         loss_reason: why the lock was lost.
         message: the line printed at the end.
         holders: the holders of the lock, if it was busy.
@@ -93,12 +93,12 @@ class Console:
     verbose: bool = False
 
     def write(self, line: str) -> None:
-        """Write a line as it is."""
+        """Write a line unchanged."""
         with suppress(OSError):
             os.write(2, f"{line}\n".encode(errors="backslashreplace"))
 
     def warn(self, line: str) -> None:
-        """Print a line in any case. Line breaks in messages of drivers are removed."""
+        """Print a line, even if quiet. Line breaks in messages of drivers are removed."""
         self.write(f"pgfence: {' '.join(line.split())}")
 
     def tell(self, line: str) -> None:
@@ -153,7 +153,7 @@ def format_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def run_reported(work: Callable[[], AdminReport[F]]) -> AdminReport[F]:
-    """Return the report of `work`, or one made of the error that it raised."""
+    """Return the report of `work`, or a report of the error that it raised."""
     try:
         return work()
     except LockTimeoutError as error:
@@ -189,7 +189,7 @@ def write_wrapped(text: str, indent: int = 0) -> None:
 def expect_answer(*, dry_run: bool, yes: bool) -> None:
     """Raise MisuseError if a question is needed and stdin is not a terminal."""
     if not (dry_run or yes or sys.stdin.isatty()):
-        raise MisuseError("cannot ask for confirmation without a terminal: add --yes, or --dry-run to look only")
+        raise MisuseError("cannot ask for confirmation without a terminal: add --yes, or --dry-run to change nothing")
 
 
 def confirm(lines: Sequence[str], question: str) -> bool:

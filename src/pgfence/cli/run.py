@@ -1,4 +1,4 @@
-"""`pgfence run`: acquire the lock, run the command, release the lock; and report each way of failing."""
+"""`pgfence run`: acquire the lock, run the command, release the lock, and report each way of failing."""
 
 from __future__ import annotations
 

@@ -28,27 +28,31 @@ _FAILURES = "If the lock is lost or there is no server"
     cls=running.AfterDashes,
     usage="[OPTIONS] NAME -- COMMAND [ARGS]...",
     arguments={
-        "NAME": "Name of the lock: one command per name runs at a time, on all hosts.",
+        "NAME": "Name of the lock. One command per name runs at a time, across all hosts.",
         "COMMAND": "Program to run while the lock is held, with its arguments.",
     },
     examples={
         "pgfence run nightly-billing -- bin/close-day": "Run a job on one host at a time; if it is running elsewhere, exit with 75",
         "pgfence run --wait 60 deploy-shop -- bin/deploy": "Wait up to a minute for the lock",
-        "pgfence run --once-per day --on-busy ok report -- bin/report": "In the crontab of every host: run once a day, on one of them",
+        "pgfence run --once-per day --on-busy ok report -- bin/report": "In the crontab of every host; run once a day, on one "
+        "of them",
     },
     codes=[
         ("0-255", "The command's own exit code; 128 + N if signal N ended it."),
         ("0", "Busy, with --on-busy ok; no server, with --on-unreachable skip."),
         ("64", "Misuse: an option, a name, a URL or an engine cannot be used."),
-        ("65", "--once-per: the server's clock was set back, or the rules for --tz differ between host and server."),
+        (
+            "65",
+            "With --once-per, the server's clock was set back, or the rules for --tz differ between host and server.",
+        ),
         ("69", "The server could not be reached, rejected the login or has no room for another lock."),
         ("70", "An unexpected error; its traceback is printed."),
         ("75", "Busy: another process holds the lock, or the slot is done. Change it with -E."),
         ("76", "The lock was lost while the command ran; the command was stopped."),
-        ("78", "Locks are not safe there: a pooler, a standby, not PostgreSQL; or tables are missing."),
+        ("78", "Locks are not safe on this server (a pooler, a standby, not PostgreSQL), or tables are missing."),
         ("126", "The command could not be executed."),
         ("127", "The command was not found."),
-        ("128 + N", "Signal N came before the command was started."),
+        ("128 + N", "Signal N was received before the command was started."),
     ],
 )
 @click.argument("name", metavar="NAME")
@@ -58,7 +62,7 @@ _FAILURES = "If the lock is lost or there is no server"
     cls=Option,
     heading=_HELD,
     is_flag=True,
-    help="Hold a lease instead of an advisory lock: works through any pooler and passes a fencing token to the command.",
+    help="Hold a lease instead of an advisory lock. It works through any pooler, and its fencing token is passed to the command.",
 )
 @click.option(
     "--once-per",
@@ -80,7 +84,7 @@ _FAILURES = "If the lock is lost or there is no server"
     heading=_HELD,
     type=float,
     metavar="SECONDS",
-    help="Lifetime of a lease whose host has died. It does not limit the command. Default: 60.",
+    help="Seconds until the lease of a dead host expires. It does not limit the command. Default: 60.",
 )
 @click.option(
     "--min-hold",
@@ -88,7 +92,7 @@ _FAILURES = "If the lock is lost or there is no server"
     heading=_HELD,
     type=float,
     metavar="SECONDS",
-    help="Keep the lease for at least SECONDS, however short the command.",
+    help="Keep the lease for at least SECONDS, even if the command is shorter.",
 )
 @click.option(
     "--max-hold",
@@ -191,11 +195,11 @@ def run(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Run a command while this host holds a lock, like flock(1) for all your hosts.
+    """Run a command while this host holds a lock, like flock(1), but across all your hosts.
 
-    Use it for cron jobs, deployments and any program that only one host should run at a time. The lock NAME excludes other
-    runs, AdvisoryLock and TransactionLock; with --lease or --once-per, Lease and Once. AdvisoryLock(token=True) excludes all of
-    these.
+    Use it for cron jobs, deployments and any program that only one host should run at a time. The lock NAME excludes other runs,
+    AdvisoryLock and TransactionLock. With --lease or --once-per, it excludes Lease and Once instead. AdvisoryLock(token=True)
+    excludes all of these.
     """
     if nonblock and wait is not None:
         raise MisuseError("use --wait or --nonblock, not both")

@@ -27,7 +27,7 @@ class AfterDashes(Command):
     """A command that takes another command after `--`, so that the options of the two are never confused."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse them, and reject a call without `--`."""
+        """Parse the arguments, and reject a call without `--`."""
         if "--" not in args and not {"-h", "--help"} & set(args):
             ctx.fail("Write -- before the command.")
         return super().parse_args(ctx, args)
@@ -64,7 +64,7 @@ def end_command(report: Report, speaker: Console, *, as_json: bool = False) -> N
     elif report.message:
         (speaker.tell if report.outcome in {"busy", "done", "skipped"} else speaker.warn)(report.message)
     if report.exit_code == Code.SIGNAL + signal.SIGINT and has_terminal():
-        # A shell then ends its own loop or script as well. Its $? is the same.
+        # A shell then also ends its own loop or script. Its $? is the same.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     raise CommandExit(report.exit_code)
@@ -74,7 +74,7 @@ def check_seconds(value: float, option: str) -> float:
     """Return a number of seconds.
 
     Raises:
-        MisuseError: it is negative or no number.
+        MisuseError: the value is negative or not a number.
     """
     if math.isnan(value) or value < 0:
         raise MisuseError(f"{option} must be 0 or more seconds")

@@ -1,4 +1,7 @@
-"""The output of `pgfence demo`: progress on stderr, live on a terminal and as lines elsewhere; the table on stdout."""
+"""The output of `pgfence demo`.
+
+Progress is shown on stderr, live on a terminal and otherwise as lines, and the table on stdout.
+"""
 
 from __future__ import annotations
 

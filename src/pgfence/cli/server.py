@@ -60,7 +60,7 @@ def settle(engine: Engine, **given: str | None) -> None:
 
     Args:
         engine: the engine from `find_engine`.
-        **given: arguments of `configure`; None for options that were not given.
+        **given: the arguments of `configure`; None for options that were not given.
 
     Raises:
         MisuseError: a value cannot be used, or contradicts the application's own settings.
@@ -77,7 +77,7 @@ def settle(engine: Engine, **given: str | None) -> None:
 
 
 def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str]) -> Engine:
-    """Return the user's engine, from the first of the four sources that is given.
+    """Return the user's engine, from the first of the four sources that is set.
 
     Args:
         dsn: a database URL.
@@ -102,12 +102,12 @@ def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str]
 
 
 def describe_pooler(engine: Engine, error: PoolerError) -> PoolerError:
-    """Return the error of a pooler with advice in terms of the command line."""
+    """Return the error for a pooler, with advice that names command-line options."""
     session = "" if error.mode == "transaction" else "; or add --pooler session if the pooler is in session mode"
     return PoolerError(
         f"{describe_server(engine)}: a connection pooler{' in transaction mode' if not session else ''} is between pgfence and"
-        " PostgreSQL, where advisory locks are not safe. Give the URL of the server itself as --dsn; or use --lease, which"
-        f" works through any pooler and needs the tables of `pgfence install`{session}",
+        " PostgreSQL, where advisory locks are not safe. Pass the URL of the server itself as --dsn; or use --lease, which "
+        "works through any pooler and needs the tables of `pgfence install`{session}",
         mode=error.mode,
     )
 
@@ -148,7 +148,7 @@ def _create(url: URL, source: str) -> Engine:
     if driver and driver not in DRIVERS:
         raise MisuseError(f"{source} selects the driver {driver}: the command line works with {' and '.join(DRIVERS)}")
     url = url.set(drivername=f"postgresql+{_find_driver(driver)}")
-    # Shown to others as the holder of the lock, unless the user has set an application name.
+    # Other processes see this as the holder of the lock, unless the user has set an application name.
     called = f"pgfence (pid {os.getpid()} on {socket.gethostname()})"
     arguments = {"fallback_application_name": called}
     if "client_encoding" not in url.query and not os.environ.get("PGCLIENTENCODING"):

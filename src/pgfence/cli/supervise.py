@@ -2,24 +2,24 @@
 
 Guarantees:
 
-- the command gets the descriptors that were open and inheritable when this process started, and none that it opened; the
-  exit status of the command is returned as shells count it;
+- the command gets the descriptors that were open and inheritable when this process started, and none that this process opened.
+  The exit status of the command is returned as in shells;
 - HUP, INT, QUIT, TERM, USR1, USR2, CONT and WINCH that this process receives reach the command and what it started in its
   process group, once. A signal that was ignored at the start (nohup) stays ignored for both;
 - without a terminal the command leads its own process group, to which signals are passed on;
 - with a terminal it stays in the group of this process, as under time(1) or flock(1), so that the shell's job control,
   pipelines and scripts work as usual;
-- when the lock is lost and the caller wants the command stopped, SIGTERM (and CONT, because it may be stopped) goes to the
-  command and to everything it started, SIGKILL after the grace. On Linux this process is the reaper of the orphans, so those
-  that left the group or session are found too;
-- when a signal has ended the command, the processes it left behind are ended in the same way: all of them after HUP and
-  TERM, its process group after INT and QUIT;
+- when the lock is lost and the caller wants to stop the command, the command and everything that it started get SIGTERM (and
+  CONT, because they may be stopped), and SIGKILL after the grace period. On Linux this process is the reaper of the orphans, so
+  it also finds those that left the group or session;
+- when a signal has ended the command, the processes that it left behind are ended in the same way. After HUP and TERM this
+  applies to all of them, and after INT and QUIT to its process group;
 - if this process is killed with SIGKILL, a guard ends the command and what it started (see `guard`);
 - as PID 1 of a container this process reaps orphans, and signals work although PID 1 has no default actions.
 
 Limitations: processes that the command leaves behind on a normal end are neither stopped nor waited for, unless the caller
-asks for that (`ends_rest`). A command of another user (sudo) cannot be signalled. An orphan that left its process group is not found where the system has no reaper but PID 1,
-nor by the guard. The guard protects from some microseconds after the start, once it knows which process to end.
+asks for that (`ends_rest`). A command of another user (sudo) cannot be signalled. The guard does not find an orphan that left its
+process group, and neither does this process if PID 1 is the only reaper of the system. The guard protects the command from some microseconds after the start, when it knows which process to end.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Interrupted(BaseException):
-    """A signal asked to stop before there was a command to pass it to. Not an `Exception`, like KeyboardInterrupt."""
+    """A signal asked to stop before a command was running. This is not an `Exception`, like KeyboardInterrupt."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -68,8 +68,8 @@ class Ended:
 
     Attributes:
         code: its exit status; 128 + N if signal N ended it.
-        signal: that N.
-        stopped: it was stopped because of a loss.
+        signal: the signal that ended it; None if no signal did.
+        stopped: whether it was stopped because of a loss.
         received: HUP, INT, QUIT and TERM that this process received while it ran.
     """
 
@@ -124,7 +124,7 @@ class _Guard:
             cwd="/",
         )
         self._heard: dict[int, float] = {}
-        # Before it has set its handlers, Ctrl-C would end it.
+        # Ctrl-C would end the guard before it has set its handlers.
         self._read_reports()
 
     def watch(self, command: int) -> None:
@@ -162,11 +162,12 @@ class _Guard:
 class Supervisor:
     """Handles the signals of this process inside the `with` block, and runs commands.
 
-    For the main thread only, because signal handlers are. `lose` may be called from any thread, also after the block.
+    Use it only in the main thread, because only that thread can set signal handlers. `lose` may be called from any thread, even
+    after the block.
 
     Args:
         grace: seconds between SIGTERM and SIGKILL; `math.inf` for no SIGKILL.
-        ends_rest: whether the processes that a command leaves behind are ended also after a normal end.
+        ends_rest: whether the processes that a command leaves behind are also ended after a normal end.
     """
 
     def __init__(self, *, grace: float, ends_rest: bool = False) -> None:
@@ -185,7 +186,7 @@ class Supervisor:
         os.set_blocking(self._writer, False)
         self._open = True
         taken = [s for s in FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
-        # A parent that ignores SIGCHLD, as some daemons leave it, would get no exit status.
+        # A parent that ignores SIGCHLD, which some daemons do, would get no exit status.
         self._before = {s: signal.signal(s, self._on_signal) for s in (*taken, signal.SIGCHLD)}
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
@@ -208,7 +209,7 @@ class Supervisor:
 
     @contextmanager
     def allow_interrupts(self) -> Iterator[None]:
-        """Let HUP, INT, QUIT and TERM raise `Interrupted` in the body. Outside of it they are kept for the command."""
+        """Let HUP, INT, QUIT and TERM raise `Interrupted` in the body. Outside of it, these signals are kept for the command."""
         self._raising = True
         try:
             yield
@@ -265,8 +266,8 @@ class Supervisor:
             command: program and arguments.
             env: its whole environment.
             on_loss: called once, in this thread, when the lock is lost while the command runs; returns whether to stop it.
-            on_continue: called after SIGCONT: this process may have been stopped. If it calls `lose`, the command gets its
-                SIGTERM before the SIGCONT.
+            on_continue: called after SIGCONT, because this process may have been stopped. If it calls `lose`, the command gets
+                SIGTERM before SIGCONT.
 
         Raises:
             Interrupted: a signal asked to stop before the command was started.
@@ -283,7 +284,8 @@ class Supervisor:
             raise
         guarding.watch(job.process.pid)
         stopped, received = self._wait_until_over(job, guarding, on_loss, on_continue)
-        # An exception above leaves the guard running: its pipe is closed when this process ends, and it ends the command.
+        # An exception above leaves the guard running. Its pipe is closed when this process ends, and the guard then ends the
+        # command.
         guarding.dismiss()
         _adopt_orphans(wanted=False)
         status: int = job.process.returncode
@@ -331,7 +333,7 @@ class Supervisor:
         return Ending(find, self._grace, job.list_group() if signal.SIGTERM in told else ())
 
     def _wait(self, longest: float) -> bytes:
-        # One pipe for signals, the end of the command (SIGCHLD) and a loss, so that nothing is polled.
+        # One pipe reports signals, the end of the command (SIGCHLD) and a loss, so that nothing is polled.
         select.select([self._reader], [], [], longest)
         return self._drain()
 

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
-    """Do something outside the database once, however often it is requested: the async counterpart of `IdempotentEffect`.
+    """Do something outside the database once, however often it is requested. The async counterpart of `IdempotentEffect`.
 
-    Guarantees, arguments and errors are the same as for `IdempotentEffect`, with an AsyncEngine and a coroutine function. The heartbeat
-    runs on a dedicated thread, so that a blocked event loop does not lose the claim. After a cancellation the outcome is
-    unknown. A cancellation that arrives while the result is being stored does not stop that.
+    Guarantees, arguments and errors are the same as for `IdempotentEffect`, with an AsyncEngine and a coroutine function. The
+    heartbeat runs in a dedicated thread, so that a blocked event loop does not cause the loss of the claim. After a cancellation
+    the outcome is unknown. A cancellation that arrives while the result is being stored does not stop the storing.
     """
 
     _engines = ASYNC_ENGINES
@@ -32,7 +32,7 @@ class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
             fn: called with the attempt.
 
         Raises:
-            PgfenceError: as for `IdempotentEffect.run`.
+            PgfenceError: the same errors as `IdempotentEffect.run`.
         """
         reject_generator(fn)
         self._check_function(fn)

@@ -1,4 +1,4 @@
-"""The request of an effect for a key, and the meaning of the server's responses. No I/O, as for every grant."""
+"""The request of an effect for a key, and the meaning of the server's responses, without I/O."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class EffectKey(NamedTuple):
     """The values with which a key is claimed.
 
     Attributes:
-        scope: whose key it is and for which operation.
+        scope: the owner of the key and the operation.
         key: what the client sends again with each retry.
-        fingerprint: the fingerprint of the request; None compares nothing.
+        fingerprint: the fingerprint of the request; None means that nothing is compared.
         ttl: seconds after which the claim of a dead attempt expires.
         keep: seconds for which a result is kept after the work has ended, and an unfinished attempt's steps after its claim.
         takeover: whether a lost attempt is followed by another one.
@@ -107,7 +107,7 @@ class EffectRequest(AcquireRequest):
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        # Not queued in this process: the server decides, so that another payload is rejected before any waiting.
+        # It is not queued in this process. The server decides, so that another payload is rejected before any waiting.
         return ()
 
     def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:

@@ -1,6 +1,6 @@
-"""How an attempt ended with an error: messages for the traceback, for the log, and for the next caller with the key.
+"""Messages about an attempt that ended with an error, for the traceback, the log, and the next caller with the key.
 
-All of it comes from the row of the key, if the server responds.
+The messages are built from the row of the key, if the server responds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def in_progress_error(wanted: EffectKey, busy: Busy, timeout: float) -> Idempote
     who = f"attempt {busy.holder.token} at {wanted} ({busy.holder})"
     ttl = busy.ttl if isinstance(busy, Taken) and busy.ttl else wanted.ttl
     ended = busy.ended if isinstance(busy, Taken) else None
-    # A claim is renewed every third of its TTL: with less than half of it left, its process is dead or hangs.
+    # A claim is renewed every third of its TTL. If less than half of the TTL is left, its process is dead or hangs.
     if not busy.remaining or (ended is None and busy.remaining >= ttl / 2):
         return IdempotencyInProgressError(f"{who} is running{waited}", scope=wanted.scope, key=wanted.key)
     if ended is None:
@@ -96,7 +96,7 @@ def describe_lapse(wanted: EffectKey, number: int, what: str, row: Lapse | None,
         wanted: what the key was claimed with.
         number: the number of the attempt.
         what: the error.
-        row: the row of the key; None if the server was not asked or did not respond.
+        row: the row of the key; None if the server was not queried or did not respond.
         left: seconds until the claim ends, as far as this process knows.
     """
     who = f"attempt {number} at {wanted} ended with {what}"

@@ -1,4 +1,4 @@
-"""The attempt that the function of an effect is called with."""
+"""The attempt that is passed to the function of an effect."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class _Attempt:
         self._running = running
         self._codec = codec
         self._check_function = check_function
-        """Rejects a function whose result could not be stored, as far as its annotation tells."""
+        """Rejects a function whose result could not be stored, as far as its annotation shows."""
         self._completed = NOTHING
         """The result that `complete` has stored."""
         self.in_progress: dict[str, object] = {}
         """The steps that are running, each with a mark of its thread or task."""
         self.unsaved: dict[str, str] = {}
-        """What was done and may not be saved: steps with their values, and "" for the whole effect."""
+        """What was done and may not be saved. The keys are the steps, with their values, and "" for the whole effect."""
 
     def __repr__(self) -> str:
         wanted = self._running.wanted
@@ -66,14 +66,17 @@ class _Attempt:
 
     @property
     def number(self) -> int:
-        """Which attempt it is, from 1 on. While the key is remembered it only grows, so a provider can reject older ones."""
+        """The number of the attempt, starting at 1.
+
+        It only grows while the key is kept, so a provider can reject older attempts.
+        """
         return self._running.number
 
     def check(self) -> None:
-        """Raise unless this attempt is still valid as far as this process knows. No I/O, so call it as often as you like.
+        """Raise an error unless this attempt is still valid as far as this process knows. It does no I/O.
 
         Raises:
-            AttemptLostError: its claim could not be renewed in time, or another attempt has taken over.
+            AttemptLostError: the claim could not be renewed in time, or another attempt has taken over.
             IdempotencyMisuseError: the attempt has ended.
         """
         self._running.check()
@@ -131,7 +134,7 @@ class _Attempt:
         del self.unsaved[name]
 
     def _complete(self, session: Session, value: object) -> None:
-        # Not checked against this process's knowledge: the server rejects a late attempt so that its transaction cannot commit.
+        # What this process knows is not checked, because the server rejects a late attempt so that its transaction cannot commit.
         self._running.check_unfinished()
         self._codec.check(value, str(self._running.wanted))
         text = self._codec.encode(value)
@@ -153,7 +156,7 @@ class Attempt(_Attempt):
     """One attempt at an effect, for threads."""
 
     def step(self, name: str, fn: Callable[[str], R], /) -> R:
-        """Do a step and save its result; if an earlier attempt has saved it, return that result instead.
+        """Do a step and save its result, or return the result that an earlier attempt has saved.
 
         Guarantees: a step that was saved is never done again, and returns an equal value. Before a step is done, the claim is
         valid as far as this process knows.
@@ -164,11 +167,11 @@ class Attempt(_Attempt):
         Args:
             name: the name of the step, unique in the effect, by the rules of keys and without a colon. The same name returns
                 the same value.
-            fn: called with the derived key, `<key>:<name>`, which is the same in each attempt. It does not contain the scope:
-                if one account at the provider serves several scopes, the key must include them.
+            fn: called with the derived key, `<key>:<name>`, which is the same in each attempt. It does not contain the scope. If
+                one account at the provider serves several scopes, the key must include them.
 
         Raises:
-            AttemptLostError: this attempt is no longer valid; the step was not done, or was done and is not saved.
+            AttemptLostError: this attempt is no longer valid. The step was not done, or was done and not saved.
             IdempotencyMisuseError: the result cannot be stored, which raises before `fn` runs if the annotation shows
                 it; or the step is already running in this attempt.
             UnreachableError: the server did not respond, and it is unknown whether the result was saved.
@@ -178,7 +181,7 @@ class Attempt(_Attempt):
         key = self._prepare_step(name, fn)
         if (value := self._load(name)) is NOTHING:
             with self._mark_step(name):
-                # Another thread may have saved it since; or it was done, and saving it got no response.
+                # Another thread may have saved it since then, or it was done, and saving it got no response.
                 if (value := self._load(name, unsaved=True)) is NOTHING:
                     value = check_value(fn(key), fn)
                 run_sync(self._save, name, value)
@@ -191,14 +194,15 @@ class Attempt(_Attempt):
         longer valid is rejected here, and PostgreSQL has aborted its transaction. No other attempt takes over until the
         transaction has ended.
 
-        Limitations: inside a savepoint this is not guaranteed if the program swallows the rejection and rolls back to it.
+        Limitations: inside a savepoint this is not guaranteed if the program swallows the rejection and rolls back to the
+        savepoint.
 
         Args:
-            session: its transaction must end before the function returns.
+            session: the session whose transaction stores the result. The transaction must end before the function returns.
             value: the result, of the type `result`, if that was given, and of a type that can be stored.
 
         Raises:
-            AttemptLostError: this attempt is no longer valid: roll back.
+            AttemptLostError: this attempt is no longer valid. Roll back.
             IdempotencyMisuseError: the value is not of the type `result`, or cannot be stored; or the attempt was already
                 completed by a transaction that was committed or is still open.
             TransactionStateError: the connection is in autocommit.
@@ -213,14 +217,14 @@ class AsyncAttempt(_Attempt):
     """One attempt at an effect, for tasks."""
 
     async def step(self, name: str, fn: Callable[[str], Awaitable[R]], /) -> R:
-        """Do a step and save its result, or return the saved one; see `Attempt.step`."""
+        """Do a step and save its result, or return the saved result; see `Attempt.step`."""
         reject_generator(fn)
         key = self._prepare_step(name, fn)
         if (value := self._load(name)) is NOTHING:
             with self._mark_step(name):
                 if (value := self._load(name, unsaved=True)) is NOTHING:
                     value = fn(key)
-                    # A plain function has already run: rejecting its result would lose it.
+                    # A plain function has already run, and rejecting its result would lose it.
                     if isawaitable(value):
                         value = await value
                 await self._save(name, value)
@@ -243,7 +247,7 @@ def check_value(value: R, fn: Callable[..., R]) -> R:
     """Reject a coroutine where a value is expected.
 
     Raises:
-        TypeError: the value is a coroutine, of which nothing has run.
+        TypeError: the value is a coroutine, which has not run.
     """
     if iscoroutine(value):
         value.close()

@@ -1,4 +1,4 @@
-"""Effects on the runtime of leases: the rules that differ."""
+"""The rules in which effects differ from leases, whose runtime they use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EffectManager(LeaseManager):
     """Manage the claims of effects, where they differ from leases.
 
     The end of a claim sends no NOTIFY. It is a commit that must reach the disk, and commits that notify wait for each other in
-    the whole database. A waiter polls instead, at first after milliseconds, later once a second.
+    the whole database. A waiter polls instead, first after milliseconds and later once a second.
     """
 
     family: ClassVar[LeaseKind] = "effect"

@@ -93,7 +93,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
     # ------------------------------------------------------------ the function and its result
 
     def _check_function(self, fn: Callable[..., object]) -> None:
-        """Reject a function whose result could not be stored, as far as its annotation tells and `result` does not.
+        """Reject a function whose annotation shows that its result could not be stored without `result`.
 
         Raises:
             IdempotencyMisuseError: the function returns a type that only `result` could declare.
@@ -143,7 +143,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         return value
 
     async def _fail(self, attempt: _Attempt, error: BaseException) -> None:
-        """End an attempt that has no result. The error takes precedence over failures here."""
+        """End an attempt that has no result. The error takes precedence over failures of this method."""
         how, text = self._choose_end(error, attempt)
         running, kind = attempt._running, describe_error(error)
         describe: Callable[[str], str]
@@ -170,10 +170,11 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         """Return how an attempt ends with an error, and the JSON of a recorded one."""
         if isinstance(error, AttemptLostError):
             return "lost", ""
-        # If something may have been done without being saved, the outcome is unknown whatever the error is. A running step counts.
+        # If something may have been done without being saved, such as a running step, the outcome is unknown whatever the error
+        # is.
         if attempt.unsaved or attempt.in_progress:
             return "lapse", ""
-        # `Exception` does not include pgfence's errors: they count only if one of their classes is listed.
+        # `Exception` does not include pgfence's errors, which count only if one of their classes is listed.
         if errors.is_among(error, self._record):
             try:
                 return "record", errors.encode(cast("Exception", error), self._codec)
@@ -184,7 +185,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
 
     def _log_end(self, error: BaseException, attempt: _Attempt, how: End, describe: Callable[[str], str]) -> None:
         """Note on the error, and log, what happens to the key of an attempt that ended with it."""
-        if not attempt._running.ours:  # a forked child; the parent still runs the attempt
+        if not attempt._running.ours:  # this is a forked child, and the parent still runs the attempt
             return
         unsaved = attempt.unsaved or attempt.in_progress
         named = how != "lapse" or unsaved or isinstance(error, PgfenceError) or not isinstance(error, Exception)
@@ -193,7 +194,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
 
 
 def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None) -> str | None:
-    """Return why the annotated result of a function could not be stored; None if the annotation does not tell.
+    """Return why the annotated result of a function could not be stored; None if the annotation does not show it.
 
     Args:
         fn: the function.
@@ -205,7 +206,7 @@ def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None)
             return None
         alone = SimpleNamespace(__annotations__={"return": annotation})
         returns = get_type_hints(alone, getattr(fn, "__globals__", {}))["return"]
-    except Exception:  # an annotation that cannot be evaluated, for whatever reason, tells nothing
+    except Exception:  # an annotation that cannot be evaluated says nothing about the result
         return None
     if returns in (Never, NoReturn):
         return None
@@ -214,7 +215,7 @@ def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None)
     except TypeError as error:
         return str(error) if reached is None else None
     for one in found:
-        # The annotation may be a base class of one that `result` contains.
+        # The annotation may be a base class of a class that `result` contains.
         if not any(issubclass(other, one) for other in reached or ()):
             return f"it returns a {one.__qualname__}, which could not be stored. Pass result={one.__qualname__}"
     return None

@@ -1,7 +1,7 @@
-"""One attempt at an effect, from its claim to its end, whatever runs under it.
+"""One attempt at an effect, from its claim to its end.
 
-Everything that talks to the server is a coroutine; a thread drives it with `run_sync`. None of it runs in a transaction of the
-application.
+Everything that sends statements to the server is a coroutine, which a thread runs with `run_sync`. No statement runs in a
+transaction of the application.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def claim(
         manager: the manager of the engine.
         place: the table names.
         wanted: what is requested.
-        timeout: seconds to wait for another attempt; 0 does not wait.
+        timeout: seconds to wait for another attempt; 0 means not to wait.
 
     Raises:
         IdempotencyKeyReusedError: the key belongs to another payload, whatever its state.
@@ -76,9 +76,9 @@ async def claim(
 
 
 class RunningAttempt:
-    """An attempt whose claim is renewed until it ends, once: by `finish`, `finish_reply`, `confirm`, `free` or a lapse.
+    """An attempt whose claim is renewed until `finish`, `finish_reply`, `confirm`, `free` or a lapse ends it, once.
 
-    It lapses if it is garbage-collected before that.
+    The attempt lapses if it is garbage-collected before that.
     """
 
     __slots__ = ("__weakref__", "_grant", "_inside", "_manager", "_wanted", "steps")
@@ -88,7 +88,7 @@ class RunningAttempt:
         self._manager = manager
         self._grant = grant
         self._inside = False
-        """Whether a transaction of the caller ends it. Until that transaction ends, no other session can change the row."""
+        """Whether a transaction of the caller ends the attempt. Until then, no other session can change the row."""
         assert isinstance(grant.checkpoint, dict)
         self.steps = {name: json.dumps(value) for name, value in grant.checkpoint.items()}
         """What earlier attempts and this one have saved, as JSON."""
@@ -104,7 +104,7 @@ class RunningAttempt:
 
     @property
     def number(self) -> int:
-        """The number of the attempt, starting at 1. It grows with each, so what is stored with a lower one is older."""
+        """The number of the attempt, starting at 1. What is stored with a lower number is older."""
         assert self._grant.token is not None
         return self._grant.token
 
@@ -124,11 +124,11 @@ class RunningAttempt:
         return self._grant.place
 
     def remaining(self) -> float:
-        """Return the seconds for which this process trusts its claim; 0.0 if it is lost or has ended. No I/O."""
+        """Return the seconds for which this process trusts its claim, without I/O; 0.0 if the claim is lost or has ended."""
         return self._grant.get_remaining()
 
     def check(self) -> None:
-        """Raise unless the claim is valid as far as this process knows. No I/O.
+        """Raise an error unless the claim is valid as far as this process knows. It does no I/O.
 
         Raises:
             AttemptLostError: the attempt was lost.
@@ -139,7 +139,7 @@ class RunningAttempt:
             raise self._lost_error(None)
 
     def check_unfinished(self) -> None:
-        """Raise if the attempt has ended in this process. No I/O.
+        """Raise an error if the attempt has ended in this process. It does no I/O.
 
         Raises:
             IdempotencyMisuseError: the attempt has ended, or this is a forked child.
@@ -152,7 +152,8 @@ class RunningAttempt:
 
         Raises:
             AttemptLostError: another attempt has taken over.
-            IdempotencyMisuseError: the session sees no such key; or a transaction that completed it was already committed.
+            IdempotencyMisuseError: the database of the session has no such key, or a transaction that completed the attempt was
+                already committed.
         """
         if newest is None and self._inside and self._grant.state == "held":
             raise IdempotencyMisuseError(
@@ -172,7 +173,7 @@ class RunningAttempt:
 
         Raises:
             AttemptLostError: another attempt has taken over.
-            IdempotencyMisuseError: this one has ended.
+            IdempotencyMisuseError: this attempt has ended.
             UnreachableError: the server did not respond, and it is unknown whether the result was saved.
         """
         self.check()
@@ -188,7 +189,7 @@ class RunningAttempt:
     # ------------------------------------------------------------ ends
 
     async def finish(self, status: str, text: str) -> None:
-        """Store how it ended, as JSON: "done" with a result or "failed" with an error.
+        """Store how the attempt ended, as JSON: "done" with a result, or "failed" with an error.
 
         Raises:
             AttemptLostError: another attempt has taken over; nothing is stored.
@@ -206,7 +207,7 @@ class RunningAttempt:
         try:
             (newest,) = await self._execute(self._sql.finish, *values)
         except BaseException as error:
-            # Also after a cancellation or a signal: the statement may not have arrived.
+            # This is also done after a cancellation or a signal, because the statement may not have reached the server.
             self._manager.carrier.run_cleanup(partial(self._finish_later, values, error))
             if unanswered := self._unanswered_error(error):
                 raise unanswered from error
@@ -214,7 +215,7 @@ class RunningAttempt:
         self._note_finished(newest)
 
     async def confirm(self) -> bool:
-        """Return whether a transaction of the caller has finished the attempt, which ends here.
+        """End the attempt, and return whether a transaction of the caller has finished it.
 
         Raises:
             AttemptLostError: another attempt has taken over.
@@ -223,7 +224,7 @@ class RunningAttempt:
         try:
             (newest,) = await self._execute(self._sql.finish, *self._finish_values(None, None, None))
         except Exception as error:
-            if sqlstate_of(error) == LOCK_NOT_AVAILABLE:  # that transaction is still open
+            if sqlstate_of(error) == LOCK_NOT_AVAILABLE:  # the transaction is still open
                 return False
             if unanswered := self._unanswered_error(error):
                 raise unanswered from error
@@ -236,8 +237,8 @@ class RunningAttempt:
     async def free(self) -> bool | None:
         """Let any caller run immediately, because it is known that this attempt did nothing.
 
-        Returns whether it was freed: False if another attempt has the key. None if the server did not respond; it is then
-        retried in the background.
+        Returns True if the key was freed, and False if another attempt has it. Returns None if the server did not respond; the
+        statement is then retried in the background.
         """
         self._detach()
         try:
@@ -268,10 +269,12 @@ class RunningAttempt:
             return None  # the caller gets the attempt's own error, not the failure to note it
 
     def let_lapse(self, ended: str = "") -> None:
-        """Stop renewing: the outcome is unknown until the claim expires. No I/O; a note is sent in the background.
+        """Stop renewing, so that the outcome is unknown until the claim expires.
+
+        It does no I/O; a note is sent in the background.
 
         Args:
-            ended: what it ended with, for the next caller; empty for no note.
+            ended: the error that the attempt ended with, for the next caller; empty for no note.
         """
         self._stop_renewing()
         if ended and self.ours:
@@ -339,7 +342,7 @@ class RunningAttempt:
         return await self._manager.execute_with_retry(self._grant.place, text, args, seconds, self._is_retryable)
 
     def _is_retryable(self, error: BaseException) -> bool:
-        # A locked row is locked by the caller's own transaction, which ends the attempt.
+        # If the row is locked, the caller's own transaction has locked it, and ends the attempt.
         return isinstance(error, UnreachableError) if self._inside else is_retryable(error)
 
     def _finish_values(
@@ -351,9 +354,9 @@ class RunningAttempt:
         return self._wanted.keep, status, text, *response, not inside
 
     def _finish_later(self, values: Values, error: BaseException) -> None:
-        """Store it in the background, unless the server itself has rejected what is to be stored."""
+        """Store the outcome in the background, unless the server itself has rejected it."""
         if isinstance(error, TextError):
-            return  # it can never be stored
+            return  # the outcome can never be stored
         silent = isinstance(error, UnreachableError) or sqlstate_of(error) is None
         if not silent and not str(sqlstate_of(error)).startswith(_TROUBLE):
             return
@@ -362,7 +365,7 @@ class RunningAttempt:
                 f"storing the result of {self} is retried for a while: call again with the key to find out whether it was"
                 " stored"
             )
-        # The server decides by the id of the claim, so a late statement does no harm.
+        # The server checks the id of the claim, so a late statement does no harm.
         until = max(self._grant.row_deadline, clock() + LONGEST_PATIENCE)
         self._end_later(lambda sql: sql.finish_late, (self._grant.stored, *self._ids, *values), until)
 

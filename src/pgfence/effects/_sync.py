@@ -26,35 +26,39 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
 
         receipt = IdempotentEffect(engine, order.key, scope="orders", result=str).run(work)
 
-    The key is claimed first, in a separate transaction; then the function runs, outside any transaction of pgfence; then its
-    result is stored. While it runs, a thread renews the claim.
+    The key is claimed first, in a separate transaction. Then the function runs, outside any transaction of pgfence, and its
+    result is stored. While the function runs, a thread renews the claim.
 
-    Guarantees: of all callers with the same key and scope, one runs at a time, and at most one result is stored; later callers
-    get it, equal and of the same type. If an attempt dies, another one follows when its claim has expired, with the steps that
-    were saved; if the first attempt continues later, it is rejected. No connection is held while the function runs.
+    Guarantees: of all callers with the same key and scope, one runs at a time, and at most one result is stored. Later callers
+    get an equal result of the same type. If an attempt dies, another one follows when its claim has expired, with the steps that
+    were saved. If the first attempt continues later, it is rejected. No connection is held while the function runs.
 
-    Limitations: something may be done twice. An attempt may die after doing something and before that is saved, so a provider
-    that does not honour the derived key of a step may do it twice; see `Attempt.step`. Use `takeover=False` for such a provider.
+    Limitations: a step may be done twice. An attempt may die after it has done a step and before the step is saved, so a provider
+    that does not honour the derived key of the step may do it twice; see `Attempt.step`. Use `takeover=False` for such a
+    provider.
 
-    How an attempt ends: with a result or an error of `record`, the key is done; with an error of `free`, the next caller runs at
-    once. After any other error, a cancellation or a crash the outcome is unknown, and the claim is left to expire. It is also
-    left to expire, whatever `record` and `free` say, if something was done that may not be saved, if a step is still running in
-    another thread or task, or if the attempt was lost. pgfence errors count only if one of its classes is listed, not by
-    `Exception`.
+    After a result or an error of `record`, the key is done. After an error of `free`, the next caller runs immediately. After any
+    other error, a cancellation or a crash, the outcome is unknown, and the claim is left to expire. Whatever `record` and `free`
+    contain, the claim is also left to expire if something was done that may not be saved, if a step is still running in another
+    thread or task, or if the attempt was lost. pgfence errors count only if one of their classes is listed; `Exception` does not
+    include them.
 
     Args:
-        engine: an Engine, or a function that returns one. The tables must exist: `pgfence install`.
-        key: what the client sends again with each retry: 1 to 255 characters, without control characters.
-        scope: whose key it is and for which operation, by the same rules. Never the same for two clients that must not see each
-            other's results, and never one that `idempotent` is used with.
-        payload: must be equal in all requests with the same key; compared by its fingerprint. None compares nothing.
-        result: the type of the result, and of what steps return; see `idempotent`.
-        ttl: seconds after which the claim of a dead attempt expires, from 0.3 to a day. Unrelated to how long the work takes.
-        keep: seconds for which the result is kept after the work has ended, at least the ttl; for a lost attempt, seconds for
-            which its steps are kept after its claim has ended. After that the key is new again and its steps are deleted, so
-            `keep` must be longer than the client retries.
-        timeout: seconds to wait for a running attempt; 0 does not wait.
-        record: exception classes that count as results: stored, and raised again each time. They take precedence over `free`.
+        engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
+        key: the text that the client sends again with each retry, of 1 to 255 characters, without control characters.
+        scope: the owner of the key and the operation, by the same rules. Two clients that must not see each other's results need
+            different scopes. Do not use the same scope with `idempotent`.
+        payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means
+            that nothing is compared.
+        result: the type of the result, which may refer to the classes that steps return; see `idempotent`.
+        ttl: seconds after which the claim of a dead attempt expires, from 0.3 to a day. It does not limit how long the work
+            takes.
+        keep: seconds for which the result is kept after the work has ended, and for which the steps of a lost attempt are kept
+            after its claim has ended. At least the ttl. After that the key counts as new and its steps are deleted, so `keep`
+            must be longer than the time for which the client retries.
+        timeout: seconds to wait for a running attempt; 0 means not to wait.
+        record: exception classes that count as results. They are stored, and raised again each time. They take precedence over
+            `free`.
         free: exception classes after which it is known that nothing was done, or that repeating it is harmless.
         takeover: whether a lost attempt is followed by another one. With False, calls raise AttemptLostError, because the
             outcome is unknown, until an operator frees the key or `keep` has passed.
@@ -66,25 +70,25 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
     _engines = SYNC_ENGINES
 
     def run(self, fn: Callable[[Attempt], T], /) -> T:
-        """Run a function in a new attempt, or return the result that an earlier one has stored. May be called again.
+        """Run a function in a new attempt, or return the result that an earlier attempt has stored. It may be called again.
 
         Args:
             fn: called with the attempt.
 
         Raises:
             IdempotencyKeyReusedError: the key belongs to another payload, finished or in progress. Respond with 422.
-            IdempotencyInProgressError: another attempt is running; or it ended with an error, `ended_with`, and its claim has
-                not expired yet. Respond with 409; `retry_after` is the number of seconds after which to retry.
-            AttemptLostError: this attempt is no longer valid; or, with `takeover=False`, an earlier one was lost.
-            IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored. This raises before the
-                function runs if its annotation shows it; otherwise the work was done, and other callers do not get its
-                result.
-            UnreachableError: the server did not respond. Before the function, nothing was done; after it, the result is stored
-                in the background if the server recovers in time, and calling again is safe.
+            IdempotencyInProgressError: another attempt is running, or it ended with the error `ended_with` and its claim has not
+                expired yet. Respond with 409. `retry_after` is the number of seconds after which to retry.
+            AttemptLostError: this attempt is no longer valid; or, with `takeover=False`, an earlier attempt was lost.
+            IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored. If the annotation shows that, the
+                error is raised before the function runs. Otherwise the work was done, and other callers do not get its result.
+            UnreachableError: the server did not respond. If this happened before the function ran, nothing was done. If it
+                happened after that, the result is stored in the background if the server recovers in time, and calling again is
+                safe.
             SchemaError: pgfence's tables are missing, or older than version 2.
             StandbyError: the server is a standby.
             TypeError: `fn` is a coroutine or generator function.
-            Exception: what the function raised, with a note that says what happens to the key; or the recorded error.
+            Exception: the error that the function raised, with a note that says what happens to the key; or the recorded error.
         """
         check_plain_function(fn)
         self._check_function(fn)

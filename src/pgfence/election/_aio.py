@@ -44,7 +44,7 @@ class _AsyncCandidate(TermOptions[AsyncEngineSource, AsyncTerm], AsyncLockBase[A
 
 
 class AsyncElection:
-    """One leader at a time among the processes that stand for a name; see `Election`.
+    """One leader at a time among the processes that are candidates for a name; see `Election`.
 
     Guarantees, limitations, arguments and errors are the same as for `Election`, with an AsyncEngine. A loss cancels the task of
     `AsyncMember.run` and the block of `lead()`.
@@ -72,9 +72,10 @@ class AsyncElection:
         on_lost: Callable[[], object] | None = None,
         on_changed: Callable[[Holder | None], object] | None = None,
     ) -> AsyncMember:
-        """Stand for the election in a task of the running loop, from now until the member resigns.
+        """Stand for election, that is, be a candidate, in a task of the running loop, from now until the member resigns.
 
-        As in the sync class; the callbacks may be coroutine functions, and run one after the other in the member's task.
+        Arguments are the same as for the sync class. The callbacks may be coroutine functions, and run one after the other in the
+        member's task.
 
         Raises:
             RuntimeError: no event loop is running.
@@ -115,7 +116,7 @@ class AsyncElection:
 
 
 class AsyncMember:
-    """A member of an election, which stands in a task. Resign, or use it as an async context manager; see `Member`."""
+    """A member of an election, which is a candidate in a task. Resign, or use it as an async context manager; see `Member`."""
 
     def __init__(self, candidacy: Candidacy[AsyncTerm]) -> None:
         self._candidacy = candidacy
@@ -125,12 +126,12 @@ class AsyncMember:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this member is the leader, as far as this process knows. No I/O."""
+        """Whether this member is the leader, as far as this process knows, without I/O."""
         return self._candidacy.term is not None
 
     @property
     def term(self) -> AsyncTerm | None:
-        """The current term; None while this member is not the leader. No I/O."""
+        """The current term, without I/O; None while this member is not the leader."""
         return self._candidacy.term
 
     async def run(self, fn: Callable[[AsyncTerm], Awaitable[object]], /) -> None:
@@ -144,7 +145,7 @@ class AsyncMember:
 
         Raises:
             RuntimeError: `run` is already running for this member.
-            Exception: what `fn` raises, after its term was given up; the member stays a candidate until it resigns.
+            Exception: the error that `fn` raises, after its term was given up. The member stays a candidate until it resigns.
         """
 
         async def work(term: AsyncTerm) -> None:
@@ -157,7 +158,9 @@ class AsyncMember:
         await self._candidacy.lead_with(work)
 
     async def resign(self) -> None:
-        """Step down if this member leads, and stop standing. Returns when the term is released; a second time does nothing.
+        """Step down if this member leads, and stop being a candidate.
+
+        Returns when the term is released. A second call does nothing.
 
         Inside a callback or the function of `run` it returns immediately, and the member steps down afterwards.
         """

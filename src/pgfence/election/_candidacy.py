@@ -1,4 +1,4 @@
-"""A member of an election: it stands, leads, steps down and stands again. The same code serves threads and tasks.
+"""A member of an election, which is a candidate, leads, steps down and is a candidate again. Threads and tasks run the same code.
 
 follow ── the name is free: acquire ── lead: on_gained ── lost, or resigned: on_lost ── the work has ended ── release
 └─ busy: sleep until it may be free, or a release is notified ─┘
@@ -36,15 +36,15 @@ log = logging.getLogger("pgfence.election")
 TermT = TypeVar("TermT", bound="HeldLease | AsyncHeldLease")
 
 LONGEST_PAUSE = 1.0
-"""Seconds between two questions where no notification can be expected."""
+"""Seconds between two queries if no notification can be expected."""
 SHORTEST_PAUSE = 0.1
 STEP_ASIDE = 1.0
-"""Seconds before a leader that was asked to resign stands again, so that another candidate is elected."""
+"""Seconds before a leader that was asked to resign is a candidate again, so that another candidate is elected."""
 LONGEST_RETRY = 5.0
 
 
 class Candidacy(Generic[TermT]):
-    """What one member does from `stand()` to `resign()`.
+    """The work of one member from `stand()` to `resign()`.
 
     `run_member` belongs to the member's thread or task, `lead_with` to the caller of `run`; the others may be called from
     anywhere.
@@ -64,7 +64,8 @@ class Candidacy(Generic[TermT]):
         self._on_gained = on_gained
         self._on_lost = on_lost
         self._on_changed = on_changed
-        # Guards what the member's thread, the thread of `run` and the caller of `resign` share. An event must be set only once.
+        # This guards what the member's thread, the thread of `run` and the caller of `resign` share. An event must be set only
+        # once.
         self._lock = threading.Lock()
         self._ending = False
         self._sleep: WakeEvent | None = None
@@ -81,12 +82,12 @@ class Candidacy(Generic[TermT]):
 
     @property
     def term(self) -> TermT | None:
-        """The current term, or None. No I/O."""
+        """The current term, or None, without I/O."""
         term = self._term
         return None if term is None or term.lost or term.state == "released" else term
 
     def end(self) -> None:
-        """Make the member step down and stop standing. Returns immediately."""
+        """Make the member step down and stop being a candidate. Returns immediately."""
         with self._lock:
             self._ending = True
             term = self._term
@@ -97,7 +98,7 @@ class Candidacy(Generic[TermT]):
     # ------------------------------------------------------------ the member's own thread or task
 
     async def run_member(self) -> None:
-        """Stand and lead until `end`."""
+        """Be a candidate and lead until `end`."""
         try:
             while not self._ending:
                 try:
@@ -113,7 +114,7 @@ class Candidacy(Generic[TermT]):
     async def _stand(self) -> None:
         """Try to acquire the term once. Lead if that succeeds, otherwise sleep until the next try."""
         found: list[Busy] = []
-        with self._lock:  # before the question: a release that is notified during it ends the sleep after it
+        with self._lock:  # a release during the query must end the sleep after it
             event = self._sleep = self._carrier.make_event()
         manager, request = self._candidate.build(found.append)
         term = await manager.acquire(request, 0.0, self._candidate._handle)
@@ -122,7 +123,7 @@ class Candidacy(Generic[TermT]):
             return
         if found:
             await self._note_leader(found[-1].holder)
-        else:  # another member of this process leads, or asks at this moment
+        else:  # another member of this process leads, or queries the server at this moment
             row = await manager.look(request.place, request.stored)
             await self._note_leader(None if row is None else holder_of(request, row))
         await self._follow(manager, request, found[-1].remaining if found else math.inf, event)
@@ -132,10 +133,10 @@ class Candidacy(Generic[TermT]):
         if self._stop_listening is None:
             self._stop_listening = manager.heartbeat.listen(request.place, request.stored, self._wake)
             if manager.heartbeat.is_listening(request.place):
-                return  # it was listening before, so nothing wakes this member for a release between the question and here
+                return  # already listening before, so a release since the query did not wake this member
         ttl = request.terms.ttl
         longest = max(LONGEST_PAUSE, ttl / 3) if manager.heartbeat.is_listening(request.place) else LONGEST_PAUSE
-        # The jitter keeps the candidates apart that wait for the same expiry.
+        # The jitter separates candidates that wait for the same expiry.
         await self._pause(max(SHORTEST_PAUSE, min(longest, remaining + between(0.005, 0.05))), event)
 
     async def _lead(self, manager: LeaseManager, term: TermT) -> None:
@@ -184,7 +185,7 @@ class Candidacy(Generic[TermT]):
 
         Raises:
             RuntimeError: `run` is already running.
-            Exception: what the work raises; its term ends.
+            Exception: the error that the work raises; its term ends.
         """
         with self._lock:
             if self._has_runner:
@@ -249,11 +250,11 @@ class Candidacy(Generic[TermT]):
             self._stop_listening = None
 
     def _note_failure(self, error: Exception) -> float:
-        """Log that nothing could be asked, once, and return the seconds to pause."""
+        """Log once that no query was possible, and return the seconds to pause."""
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
         names = format_names((self._candidate._name,))
-        log.log(level, "the member of the election %s cannot stand now, and tries again: %s", names, error)
+        log.log(level, "the member of the election %s cannot be a candidate now, and tries again: %s", names, error)
         return min(LONGEST_RETRY, 0.25 * 2.0 ** min(self._failures, 10)) * between(0.5, 1.0)
 
     async def _note_leader(self, holder: Holder | None) -> None:

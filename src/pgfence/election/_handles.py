@@ -9,10 +9,10 @@ from pgfence.fence.handles import AsyncHeldLease, HeldLease
 
 @final
 class Term(HeldLease):
-    """A term as leader, held like a lease; its token is the number of the term, which only grows.
+    """A term as leader, held like a lease. Its token is the number of the term, which only grows.
 
-    Guarantees and limitations are the same as for `HeldLease`: write inside `begin()`, and PostgreSQL rejects what a former leader
-    still writes.
+    Guarantees and limitations are the same as for `HeldLease`. Write inside `begin()`, so that PostgreSQL rejects late writes of
+    a former leader.
     """
 
     __slots__ = ()

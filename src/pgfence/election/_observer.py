@@ -1,4 +1,4 @@
-"""Who leads, and each change: what `observe()` of both classes does."""
+"""Find out who leads, and each change, for `observe()` of both classes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Observer:
         ends_at = clock() + self._timeout
         while True:
             manager, request = self._candidate.build(_skip)
-            self._event = manager.carrier.make_event()  # before the question: a release during it ends the next sleep
+            self._event = manager.carrier.make_event()  # a release during the query must end the next sleep
             row = await manager.look(request.place, request.stored)
             holder = None if row is None else holder_of(request, row)
             leader = None if holder is None else (holder.owner, holder.token)
@@ -48,7 +48,7 @@ class Observer:
             if self._stop is None:
                 self._stop = manager.heartbeat.listen(request.place, request.stored, self._wake)
                 if manager.heartbeat.is_listening(request.place):
-                    continue  # it was listening before, so a release between the question and here wakes nobody
+                    continue  # already listening before, so a release since the query did not wake the observer
             await self._event.wait(min(left, self._choose_pause(manager, request, holder)))
 
     def _choose_pause(self, manager: LeaseManager, request: TermRequest, holder: Holder | None) -> float:
@@ -68,4 +68,4 @@ class Observer:
 
 
 def _skip(_: Busy) -> None:
-    """An observer does not contend."""
+    """Do nothing, because an observer does not contend."""

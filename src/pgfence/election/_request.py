@@ -1,4 +1,4 @@
-"""The requests to the server for a term, and the arguments of an election, for the sync and async classes. No I/O."""
+"""The requests to the server for a term, and the arguments of an election, for the sync and async classes, without I/O."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TermRequest(LeaseRequest):
     """A term.
 
     Attributes:
-        on_busy: is called with what the server returns about the current leader.
+        on_busy: called with the server's response about the current leader.
     """
 
     on_busy: Callable[[Busy], None] | None = None
@@ -56,11 +56,11 @@ class TermOptions(LeaseOptions[EngineSourceT, HandleT]):
         namespace: str | None,
     ) -> None:
         if heartbeat == "manual":
-            raise ValueError('heartbeat must be "auto" or "progress": nothing would renew a term with "manual"')
+            raise ValueError('heartbeat must be "auto" or "progress": with "manual", a term would not be renewed')
         super().__init__(engine, name, ttl=ttl, heartbeat=heartbeat, max_hold=max_hold, namespace=namespace)
 
     def with_owner(self, owner: str | None) -> Self:
-        """Return the candidate with the name that operators read."""
+        """Return the candidate with the name that operators see."""
         if owner is None:
             return self
         other = copy(self)
@@ -69,7 +69,7 @@ class TermOptions(LeaseOptions[EngineSourceT, HandleT]):
         return other
 
     def build(self, on_busy: Callable[[Busy], None]) -> tuple[LeaseManager, TermRequest]:
-        """Return the manager to ask, and what to ask for."""
+        """Return the manager and the request for a term."""
         manager, request = self._prepare()
         assert isinstance(request, TermRequest)
         return manager, replace(request, on_busy=on_busy)

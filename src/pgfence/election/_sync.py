@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pgfence._process.clock import Seconds
     from pgfence.types import Holder, OnLoss
 
-_ASYNC = "a Member runs it on a thread. Use AsyncElection"
+_ASYNC = "a Member runs it in a thread. Use AsyncElection"
 
 
 class _Candidate(TermOptions[EngineSource, Term], LockBase[Term]):
@@ -47,7 +47,7 @@ class _Candidate(TermOptions[EngineSource, Term], LockBase[Term]):
 
 
 class Election:
-    """One leader at a time among the processes that stand for a name.
+    """One leader at a time among the processes that are candidates for a name.
 
     ::
 
@@ -56,25 +56,25 @@ class Election:
         ) as member:
             serve()  # `member.is_leader` and `member.term` say what this process is
 
-    The leader holds a lease of that name, which a background thread renews; the fencing token of its term is the number of
-    the term. A `Lease`, a `Once` and an `AdvisoryLock(token=True)` of the same name exclude a leader, and are excluded by it.
+    The leader holds a lease of that name, which a background thread renews. The fencing token of its term is the number of the
+    term. A `Lease`, a `Once` and an `AdvisoryLock(token=True)` of the same name exclude a leader, and are excluded by it.
 
     Guarantees: at most one leader by token. A transaction of `term.begin()` that begins after a later term was granted is
-    rejected; the next leader waits at the gate for one that was already open. A leader that cannot renew its term is
-    notified before another leader is elected. A leader that resigns stops working before it releases the term, and
-    another candidate then takes over within moments; after a crash it takes one TTL.
+    rejected, and the next leader waits at the gate for a transaction that was already open. A leader that cannot renew its term
+    is notified before another leader is elected. A leader that resigns stops working before it releases the term, and another
+    candidate then takes over within moments. After a crash, this takes one TTL.
 
-    Limitations: work that is not fenced may overlap for as long as a paused former leader does not look at its term. Which
-    candidate wins is not guaranteed.
+    Limitations: work that is not fenced may overlap as long as a paused former leader does not check its term. It is not
+    guaranteed which candidate wins.
 
     Args:
-        engine: an Engine, or a function that returns one. Needs the tables of `pgfence install`.
+        engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         name: text, at most 255 characters with its namespace.
-        ttl: seconds that a term outlives a dead leader, 0.3 to a day.
-        heartbeat: "auto" renews the term while the process lives; "progress" only while `term.progress()` is called, so that
-            a leader that does nothing loses it.
+        ttl: seconds that a term outlives a dead leader, from 0.3 to a day.
+        heartbeat: "auto" renews the term while the process lives. "progress" renews it only while `term.progress()` is called, so
+            that a leader that does nothing loses the term.
         max_hold: seconds after which a term always ends; None means no limit.
-        namespace: instead of the configured one.
+        namespace: replaces the configured namespace.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -101,19 +101,19 @@ class Election:
         on_lost: Callable[[], object] | None = None,
         on_changed: Callable[[Holder | None], object] | None = None,
     ) -> Member:
-        """Stand for the election in the background, from now until the member resigns.
+        """Stand for election, that is, be a candidate, in the background, from now until the member resigns.
 
-        Does not raise if the server is unreachable or the tables are missing: the error is logged to `pgfence.election`, the
+        If the server is unreachable or the tables are missing, no error is raised. The error is logged to `pgfence.election`, the
         member tries again, and `is_leader` is False.
 
-        The callbacks run one after the other on the member's thread; an exception in one is logged. They must not block for
-        long: a follower cannot be elected while a callback blocks it, and a leader releases its term only after `on_lost`.
+        The callbacks run one after the other in the member's thread. Their exceptions are logged. They must not block for long,
+        because a follower cannot be elected while a callback blocks, and a leader releases its term only after `on_lost`.
 
         Args:
-            owner: the name that operators see for the leader; None: host and process id.
+            owner: the name that operators see for the leader; None means host and process id.
             on_gained: called when this member becomes the leader.
-            on_lost: called when it is no longer the leader, for whatever reason; only after `on_gained`. It should stop the
-                work: the term is released when it returns.
+            on_lost: called after `on_gained` when the member is no longer the leader, for whatever reason. It should stop the
+                work, because the term is released when it returns.
             on_changed: called with each new leader that this member sees, itself included.
 
         Raises:
@@ -136,36 +136,36 @@ class Election:
         """Wait until this process is the leader, and return its term. Release it to resign.
 
         Args:
-            owner: the name that operators see for the leader; None: host and process id.
-            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait.
+            owner: the name that operators see for the leader; None means host and process id.
+            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait.
 
         Raises:
             LockTimeoutError: another leader did not resign in time; the message names it.
-            PgfenceError: as `Lease.acquire`.
+            PgfenceError: the same errors as `Lease.acquire`.
         """
         return self._candidate.with_owner(owner).acquire(timeout=timeout)
 
     def lead(
         self, *, owner: str | None = None, timeout: Seconds | None = None, on_loss: OnLoss = "cancel"
     ) -> AbstractContextManager[Term, None]:
-        """Lead for the length of a `with` block, as `campaign`.
+        """Lead for the duration of a `with` block; see `campaign`.
 
         Args:
             owner: the name that operators see for the leader.
             timeout: seconds to wait on entering.
-            on_loss: "cancel": leaving the block after a loss raises LockLostError. "flag": it does not; look at `lost`.
+            on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag" it does not, so check `lost`.
 
         Raises:
-            PgfenceError: on entering, as `campaign`.
-            LockLostError: on leaving, unless the block itself raised.
+            PgfenceError: on entering, the same errors as `campaign`.
+            LockLostError: on leaving after a loss, unless the block itself raised an exception.
         """
         return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
 
     def observe(self, *, timeout: Seconds | None = None) -> Iterator[Holder | None]:
         """Iterate over the leaders: the current one, then each change; None while there is no leader.
 
-        At most one query a second, and one in a third of the TTL while notifications arrive. A leader whose term is
-        shorter than the time between two queries may be missed.
+        The observer queries the server at most once a second, and once per third of the TTL while notifications arrive. It may
+        miss a leader whose term is shorter than the time between two queries.
 
         Args:
             timeout: seconds to wait for a change, after which the iteration ends; None waits indefinitely.
@@ -186,7 +186,7 @@ class Election:
 
 
 class Member:
-    """A member of an election, which stands in the background. Resign, or use it as a context manager."""
+    """A member of an election, which is a candidate in the background. Resign, or use it as a context manager."""
 
     def __init__(self, candidacy: Candidacy[Term]) -> None:
         self._candidacy = candidacy
@@ -195,23 +195,23 @@ class Member:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this member is the leader, as far as this process knows. No I/O.
+        """Whether this member is the leader, as far as this process knows, without I/O.
 
-        It is False from the moment at which another process may be elected, also in a process that was paused.
+        It is False from the moment at which another process may be elected, even in a process that was paused.
         """
         return self._candidacy.term is not None
 
     @property
     def term(self) -> Term | None:
-        """The current term; None while this member is not the leader. No I/O."""
+        """The current term, without I/O; None while this member is not the leader."""
         return self._candidacy.term
 
     def run(self, fn: Callable[[Term], object], /) -> None:
-        """Call `fn(term)` in each term of this member, on this thread, until it resigns.
+        """Call `fn(term)` in each term of this member, in this thread, until the member resigns.
 
-        When `fn` returns, its term is released, and the member is a candidate again after a second, so that another
-        candidate may be elected. When the term is lost or the member resigns, `term.lost` is True and `term.check()`
-        raises: return from `fn` then. The term is released only after that, at the latest when its TTL has passed.
+        When `fn` returns, its term is released, and the member is a candidate again after a second, so that another candidate may
+        be elected. When the term is lost or the member resigns, `term.lost` is True and `term.check()` raises an error, and `fn`
+        must return. The term is released only after that, at the latest when its TTL has passed.
 
         Args:
             fn: the work of a leader.
@@ -219,7 +219,7 @@ class Member:
         Raises:
             TypeError: `fn` is a coroutine function.
             RuntimeError: `run` is already running for this member.
-            Exception: what `fn` raises, after its term was given up; the member stays a candidate until it resigns.
+            Exception: the error that `fn` raises, after its term was given up. The member stays a candidate until it resigns.
         """
         reject_coroutine(fn, _ASYNC)
 
@@ -233,7 +233,9 @@ class Member:
         run_sync(self._candidacy.lead_with, work)
 
     def resign(self) -> None:
-        """Step down if this member leads, and stop standing. Returns when the term is released; a second time does nothing.
+        """Step down if this member leads, and stop being a candidate.
+
+        Returns when the term is released. A second call does nothing.
 
         Inside a callback or the function of `run` it returns immediately, and the member steps down afterwards.
         """

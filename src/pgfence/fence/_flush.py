@@ -40,7 +40,7 @@ class _Flush:
     """The current flush of a Session."""
 
     def __init__(self, context: UOWTransaction) -> None:
-        # Weak: the context refers to the Session, which is the key of this object in _FLUSHES.
+        # The reference is weak, because the context refers to the Session, which is the key of this object in _FLUSHES.
         self._context = weakref.ref(context)
         self.locked: dict[tuple[object, Key], int] = {}
         """The tokens of rows that were locked in this flush."""
@@ -50,7 +50,7 @@ class _Flush:
     def choose_token(self, cls: type[Guarded], resource: str, connection: Connection) -> int:
         """Return the token that this transaction has for a resource. It stays the same during a flush."""
         key = cls, resource, connection
-        # Cached, so that the gate is looked up once for thousands of rows of one resource.
+        # The token is cached, so that the gate is looked up once for thousands of rows of one resource.
         token = self._tokens.get(key)
         if token is None:
             token = self._tokens[key] = choose_token(cls, resource, connection)
@@ -63,7 +63,7 @@ class _Flush:
         if context is None:
             return None
         if self._deleting is None:
-            # Computed late, because orphans are registered after before_flush and before the first mapper event.
+            # This is computed late, because orphans are registered after before_flush and before the first mapper event.
             deleted = (state for state, (is_delete, _) in context.states.items() if is_delete)
             self._deleting = {state.mapper.base_mapper for state in deleted}
         if mapper.base_mapper not in self._deleting:
@@ -91,7 +91,7 @@ def before_insert(mapper: Mapper[object], connection: Connection, target: Guarde
 
 
 def before_update(mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
-    """Check the tokens for a changed row: of its resource, and of the resource that it had before."""
+    """Check the tokens of a changed row's resource, and of the resource that the row had before."""
     if not sends_update(instance_state(target)):
         return
     cls, flush = type(target), _flush_of(target)
@@ -115,7 +115,7 @@ def forget_token(_mapper: Mapper[object], _connection: Connection, target: objec
 
 
 def check_old_row(flush: _Flush, mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
-    """Raise unless this transaction may write the row as it is stored."""
+    """Raise an error unless this transaction may write the row in its stored state."""
     cls = type(target)
     row = (
         None if has_single_resource(cls) else View(cls, lambda name: _read_old_value(mapper, connection, target, name))
@@ -123,7 +123,7 @@ def check_old_row(flush: _Flush, mapper: Mapper[object], connection: Connection,
     resource = resource_of(cls, row)
     token = flush.choose_token(cls, resource, connection)
     if cls.__fence__ == "row":
-        # Locked first, so that no newer holder can write the row between the comparison and the UPDATE.
+        # The row is locked first, so that no newer holder can write it between the comparison and the UPDATE.
         newest = _read_newest(flush, mapper, connection, target)
         if newest > token:
             reject_stale(connection, resource, token, newest)
@@ -136,7 +136,7 @@ def _read_old_value(mapper: Mapper[object], connection: Connection, target: obje
         return history.deleted[0]
     if not history.added:
         return getattr(target, name)
-    # Assigned without being loaded, so the old value must be read.
+    # The attribute was assigned without being loaded, so the old value must be read.
     column = mapper.column_attrs[name].columns[0]
     keys = zip(mapper.primary_key, identity_of(instance_state(target)), strict=True)
     found = select(column).select_from(mapper.selectable).where(*[key == value for key, value in keys])
@@ -147,7 +147,7 @@ def _read_old_value(mapper: Mapper[object], connection: Connection, target: obje
 
 
 def prelock_rows(session: Session, context: UOWTransaction, _instances: object) -> None:
-    """Lock the rows of a flush whose classes have the mode "row": few statements, in an order that all sessions share."""
+    """Lock the rows of a flush whose classes have the mode "row", with few statements, in an order that all sessions share."""
     _FLUSHES[session] = flush = _Flush(context)
     rows: dict[Mapper[object], list[Guarded]] = {}
     for target in (*session.dirty, *session.deleted):
@@ -179,7 +179,7 @@ def _lock_rows(connection: Connection, mapper: Mapper[object], keys: list[Key]) 
     token = column_of(mapper)
     columns = get_key_columns(mapper, token.table)
     found: dict[tuple[object, Key], int] = {}
-    # Sorted, so that two flushes of the same rows cannot deadlock, whatever order their objects have.
+    # The keys are sorted, so that two flushes of the same rows cannot deadlock, whatever order their objects have.
     for some in _split(sorted(keys, key=repr)):
         query: AnySelect = (
             select(*columns, token).where(tuple_(*columns).in_(some)).order_by(*columns).with_for_update()

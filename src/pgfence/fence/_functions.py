@@ -38,27 +38,27 @@ def fence(
             fence(session, "close:2026-04", token)
             session.get_one(Period, "2026-04").closed = True
 
-    Guarantees: a transaction that enters the gate after a newer token was granted is rejected. A transaction that is
-    already inside may still commit: the first transaction of the newer holder waits at the gate until the older
-    transactions inside have ended, and sees what they wrote. Transactions with the same token run concurrently. A
-    rejected transaction cannot commit even if the error is swallowed: roll back.
+    Guarantees: a transaction that enters the gate after a newer token was granted is rejected. A transaction that is already
+    inside may still commit. The first transaction of the newer holder waits at the gate until the older transactions inside have
+    ended, and can read what they wrote. Transactions with the same token run concurrently. A rejected transaction cannot commit
+    even if the error is swallowed, so roll back.
 
-    Limitations: nothing is guaranteed about writers that enter no gate, unless `pgfence.schema.add_fence` guards the tables,
-    or about effects outside this transaction. In REPEATABLE READ and SERIALIZABLE the snapshot is older than the wait: use
-    READ COMMITTED for the first transaction with a new token.
+    Limitations: nothing is guaranteed about writers that enter no gate, unless `pgfence.schema.add_fence` guards the tables, or
+    about effects outside this transaction. In REPEATABLE READ and SERIALIZABLE the snapshot is older than the wait, so use READ
+    COMMITTED for the first transaction with a new token.
 
     Args:
-        session: a Session, scoped_session or Connection; or an async one, in which case the result must be awaited.
-        resource: its name, in the configured namespace; the name of a lease is the resource of that lease.
+        session: a Session, scoped_session or Connection, or their async counterpart, in which case the result must be awaited.
+        resource: the name of the resource, in the configured namespace. The name of a lease is the resource of that lease.
         token: the token of the lease, or of an advisory lock with `token=True`.
         tokens: several resources at once, in place of `resource` and `token`. They are entered in the same order everywhere.
-        after_reads: whether statements of this transaction may precede it. What they read may be older than the last holder's
-            commit, and a write based on it would undo that commit.
+        after_reads: whether statements of this transaction may precede the entry. What they read may be older than the last
+            holder's commit, and a write that is based on it would undo that commit.
 
     Raises:
         StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was reset.
         LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or the
-            session's own `lock_timeout`. PostgreSQL has aborted this transaction: roll back.
+            session's own `lock_timeout`. PostgreSQL has aborted this transaction, so roll back.
         TransactionStateError: another statement was already sent in this transaction, or the connection is in autocommit.
         CapacityError: the server's lock table is full. PostgreSQL has aborted this transaction.
         SchemaError: pgfence's tables are missing, or this role may not use them.
@@ -93,11 +93,11 @@ def fenced(
 ) -> object:
     """Enter the gate of a resource for the rest of the transaction, as a block. Leaving the block does not leave the gate.
 
-    The block shows which statements are fenced. The gate is entered as by `fence`, with the same guarantees.
+    The block shows which statements are fenced. It enters the gate like `fence`, with the same guarantees.
 
     Args:
-        session: a Session, scoped_session or Connection; or an async one, in which case the block is an async one.
-        resource: its name, in the configured namespace.
+        session: a Session, scoped_session or Connection, or their async counterpart, in which case the block is `async with`.
+        resource: the name of the resource, in the configured namespace.
         token: the token of the lease, or of an advisory lock with `token=True`.
         tokens: several resources at once, in place of `resource` and `token`.
         after_reads: whether statements of this transaction may precede it; see `fence`.
@@ -105,8 +105,8 @@ def fenced(
     Raises:
         StaleFencingTokenError: on entering, if the token is not the newest.
         TransactionStateError: on entering, if another statement was already sent in this transaction, or in autocommit. On
-            leaving, if the transaction has ended inside the block; not raised if the block itself raised.
-        TypeError, ValueError: as for `fence`.
+            leaving, if the transaction has ended inside the block, unless the block itself raised an exception.
+        TypeError, ValueError: the same errors as `fence`.
     """
     if is_async(session):
         return AsyncHold(partial(_enter_async, session, tokens_of(resource, token), after_reads=after_reads))

@@ -1,6 +1,6 @@
 """The mixin for mapped classes. `_flush` and `_statements` check what a Session writes; `_rows` determines a row's resource.
 
-Separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not load.
+It is separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SETTINGS = ("__fence__", "__fence_resource__", "__fence_column__")
 
 
 class Fenced(Guarded):
-    """Allow writes to the rows of a mapped class only under a fencing token. A mixin.
+    """A mixin that allows writes to the rows of a mapped class only under a fencing token.
 
     ::
 
@@ -36,47 +36,48 @@ class Fenced(Guarded):
         with lease.begin(SessionLocal) as session:
             session.add(Entry(id=1, book="2026-04"))
 
-    For plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`) and SQLModel. It adds a column with
-    the highest token that wrote the row; values assigned by the program are ignored.
+    Use it for plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`) and SQLModel. It adds a column
+    with the highest token that wrote the row. Values that the program assigns are ignored.
 
     Guarantees:
-        A Session writes such a row only in a transaction that has a token for the row's resource, before the change and
-        after it: by a flush, whatever hook it calls for the row (also `post_update`, and a DELETE and an INSERT of the same
-        key that become one UPDATE), or by insert(), update() and delete() of the class. A write without the token raises an
+        A Session writes such a row only in a transaction that has a token for the row's resource, before the change and after it.
+        This applies to a flush, whatever hook it calls for the row (also `post_update`, and a DELETE and an INSERT of the same
+        key that become one UPDATE), and to insert(), update() and delete() of the class. A write without the token raises an
         error; no row is skipped silently. Rows of other classes need no token. With `__fence__ = "gate"` the transaction has
-        entered the gate: its token was the newest then and stays the newest until the transaction ends.
+        entered the gate, so its token was the newest at that time and stays the newest until the transaction ends.
 
-        `__fence__ = "row"` needs none of pgfence's tables. The token is that of the gate, if one was entered, otherwise of the
-        lease or lock of that name which this task or thread holds. It is compared with the column of each row, which is locked
-        first; in AUTOCOMMIT, where the lock does not last, a write raises TransactionStateError.
+        `__fence__ = "row"` needs none of pgfence's tables. The token is that of the gate, if one was entered. Otherwise it is
+        that of the lease or lock of that name that this task or thread holds. It is compared with the column of each row, which
+        is locked first. In AUTOCOMMIT, where the lock does not last, a write raises TransactionStateError.
 
     Limitations:
         In mode "row" no column can reject a stale INSERT of a new row, stale writes to rows that the newer holder has not
         written, and all stale writes before the newer holder's first one.
 
-        SQL in plain text, a DELETE of the Table and changes that the server makes itself (`ON DELETE CASCADE`) are not seen:
-        `schema.add_fence` guards against them with a trigger. If the resource depends on the row, or in mode "row", statements
-        whose rows cannot be determined in advance (upserts, INSERT from SELECT, most Core statements) raise an error, and in a
-        bulk update or delete the rows are read and locked first. The resource may depend on columns only. The reference shows
-        each kind of write.
+        The mixin does not detect SQL in plain text, a DELETE of the Table and changes that the server makes itself (`ON DELETE
+        CASCADE`). `schema.add_fence` guards against them with a trigger. If the resource depends on the row, or in mode "row",
+        statements whose rows cannot be determined in advance (upserts, INSERT from SELECT, most Core statements) raise an error.
+        The rows of a bulk update or delete are read and locked first. The resource may depend on columns only. The reference
+        shows each kind of write.
 
     Attributes:
-        __fence_resource__: the resource: a str, or a static method from the row to a str. The configured namespace is added.
+        __fence_resource__: the resource, as a str or as a static method that returns it for a row. The configured namespace is
+            added.
         __fence__: "gate" or "row".
-        __fence_column__: the column's name in the table; the attribute is always `fence_token`.
+        __fence_column__: the name of the column in the table. The attribute is always `fence_token`.
 
     Raises:
         FenceRequiredError: on writing, if the transaction has no token for the resource, or the rows cannot be determined.
         StaleFencingTokenError: on writing in mode "row", if a newer token wrote the row. The transaction can no longer commit.
         LockLostError: on writing in mode "row", if the lease or lock that the token would come from is lost.
         StaleDataError: SQLAlchemy's own error, on writing in mode "row", if a row to be changed or deleted no longer exists.
-        TypeError, ValueError: on mapping the class, if one of the attributes is missing or unusable, or a flush could write
-            the rows without their tokens. ValueError also for a statement that sets the column itself.
+        TypeError, ValueError: on mapping the class, if one of the attributes is missing or unusable, or a flush could write the
+            rows without their tokens. A statement that sets the column itself also raises ValueError.
     """
 
     if TYPE_CHECKING:
         fence_token: Mapped[int]
-    else:  # without an annotation: dataclasses and pydantic would make a field of it
+    else:  # without an annotation, because dataclasses and pydantic would make it a field
 
         @declared_attr
         def fence_token(cls):  # noqa: ANN202, N805
@@ -88,7 +89,7 @@ class Fenced(Guarded):
                 server_default=text("0"),
                 insert_default=lambda context: on_insert(cls, context),
                 onupdate=lambda context: on_update(cls, context),
-                # Last, because the resource may need the defaults of other columns.
+                # This column comes last, because the resource may need the defaults of other columns.
                 sort_order=_LAST,
                 info={MODEL: cls},
             )
@@ -98,7 +99,7 @@ class Fenced(Guarded):
 
 
 def check_mapping(mapper: Mapper[object], cls: type[Guarded]) -> None:
-    """Raise unless a table has the mixin's column and all classes of its rows have the same fence settings.
+    """Raise an error unless a table has the mixin's column and all classes of its rows have the same fence settings.
 
     Raises:
         TypeError: the column is missing or not the mixin's, or the settings differ.
@@ -140,7 +141,7 @@ def _check_relationships(mapper: Mapper[object], _cls: type[object]) -> None:
 
 
 def _reject_fenced_secondary(prop: RelationshipProperty[object]) -> None:
-    """Raise if a flush would write rows of a fenced class as rows of a secondary table, without checking a token."""
+    """Raise an error if a flush would write rows of a fenced class as rows of a secondary table, without checking a token."""
     for mapper in prop.parent.registry.mappers:
         if issubclass(mapper.class_, Guarded) and prop.secondary in mapper.tables:
             raise TypeError(
@@ -150,7 +151,7 @@ def _reject_fenced_secondary(prop: RelationshipProperty[object]) -> None:
 
 
 def _check_post_update(prop: RelationshipProperty[object]) -> None:
-    """Raise if a `post_update` writes another table than the one with the token."""
+    """Raise an error if a `post_update` writes another table than the one with the token."""
     to_many = prop.direction is RelationshipDirection.ONETOMANY
     written = prop.mapper if to_many else prop.parent
     if not issubclass(written.class_, Guarded):

@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "fence_token"
 MODEL = "pgfence_fence"
-"""In the `info` of the column: the class, for migrations that compare its table with the database."""
+"""The key in the `info` of the column for the class, for migrations that compare its table with the database."""
 MODES = ("gate", "row")
 _MISSING = object()
 _SCHEMAS = "schema_translate_map"
 
 
 class Guarded:
-    """The base of the mixin, for the modules below it. Has no annotations at run time, because pydantic reads them."""
+    """The base of the mixin, for the modules below it. It has no annotations at run time, because pydantic reads them."""
 
     if TYPE_CHECKING:
         __fence__: ClassVar[Literal["gate", "row"]]
-        # Any: users override it with a str, or a static method whose row is of their own class.
+        # The type is Any, because users override it with a str, or with a static method whose row is of their own class.
         __fence_resource__: Any
         __fence_column__: ClassVar[str]
     else:
@@ -51,7 +51,7 @@ class Guarded:
 
 
 def check_settings(cls: type[Guarded]) -> None:
-    """Raise unless the settings of a class that is being mapped are usable."""
+    """Raise an error unless the settings of a class that is being mapped are usable."""
     if cls.__fence__ not in MODES:
         raise ValueError(f"{cls.__name__}.__fence__ must be 'gate' or 'row', not {cls.__fence__!r}")
     asked = getattr(cls, "__fence_resource__", None)
@@ -77,7 +77,7 @@ def column_of(mapper: Mapper[object]) -> Column[int]:
 
 
 class View:
-    """A past or future state of a row: a function provides its column values, the class its methods and properties."""
+    """A past or future state of a row. A function provides its column values, and the class its methods and properties."""
 
     def __init__(self, cls: type[Guarded], look: Callable[[str], object], *, exact: bool = True) -> None:
         """Create a view of a row.
@@ -85,7 +85,7 @@ class View:
         Args:
             cls: the class of the row.
             look: returns the value of an attribute.
-            exact: False if the row may belong to a subclass. Reading what subclasses define differently then raises.
+            exact: False if the row may belong to a subclass. Reading what subclasses define differently then raises an error.
         """
         self._cls = cls
         self._look = look
@@ -163,7 +163,7 @@ def resource_of(cls: type[Guarded], row: object) -> str:
     """Return the resource of a row, without the namespace.
 
     Raises:
-        TypeError: the class's own function returned something else.
+        TypeError: the class's own function did not return a str.
     """
     asked = cls.__fence_resource__
     found = asked if isinstance(asked, str) else asked(row)
@@ -212,7 +212,8 @@ def _find_held_token(name: str, place: TableNames) -> int | None:
     owner = find_task_contender() or THREADS.get_contender()
     for hold in reversed(owner.holds):
         if hold.stored == name and hold.token is not None and not place.contradicts(hold.place):
-            # A lease that has expired on this process's clock must not write, even if the server would still accept it.
+            # The holder of a lease that has expired on this process's clock must not write, even if the server would still accept
+            # it.
             hold.check()
             return hold.token
     return None
@@ -231,10 +232,10 @@ def read_schema_options(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def reject_stale(connection: Connection, resource: str, token: int, newest: int) -> Never:
-    """Raise because a newer token wrote a row, and make the transaction unable to commit."""
+    """Raise the error for a row that a newer token wrote, and make the transaction unable to commit."""
     error = StaleFencingTokenError(
-        f"token {token} for {resource!r} is stale: a row was written under token {newest}, so a newer holder has taken over."
-        " Nothing of this transaction is committed: roll back",
+        f"token {token} for {resource!r} is stale: a row was written under token {newest}, so a newer holder has taken over. "
+        f"Nothing of this transaction is committed: roll back",
         resource=resource,
         token=token,
         newest=newest,

@@ -122,7 +122,7 @@ def _reject_assigned(work: Work) -> None:
     values += [row for many in getattr(statement, "_multi_values", ()) for row in many if isinstance(row, dict)]
     values.append(dict.fromkeys(getattr(statement, "_select_names", None) or ()))
     if any(name in names for row in values for name in map(find_value_name, row)):
-        raise ValueError(f"{work.cls.__name__}.{ATTRIBUTE} is set by pgfence and must not be assigned: leave it out")
+        raise ValueError(f"{work.cls.__name__}.{ATTRIBUTE} is set by pgfence and must not be assigned: omit it")
 
 
 def values_of(statement: object) -> Iterator[tuple[str, object]]:
@@ -150,7 +150,7 @@ def _bind_to_rows(work: Work) -> None:
     rows = _read(work, query, parameters)
     tokens = [_choose_token(work, row) for row in rows]
     keys = get_key_columns(work.mapper, work.mapper.local_table)
-    # Also restricted by key: a row that matches the criteria only after the read was not checked.
+    # The statement is also restricted by key, because a row that matches the criteria only after the read was not checked.
     listed = _build_key_table(keys, [_key_of(work, row) for row in rows], tokens)
     bound = statement.where(*_match_keys(keys, listed))
     work.state.statement = bound.values({ATTRIBUTE: listed.c[_NEW]}) if isinstance(bound, Update) and inside else bound
@@ -226,7 +226,7 @@ def _key_of(work: Work, row: AnyRow) -> Key:
 def _build_key_table(
     keys: Sequence[ColumnElement[object]], rows: Sequence[Key], tokens: Sequence[int]
 ) -> TableValuedAlias:
-    """Return a table of primary keys, each with its token: one array for each column, however many rows there are."""
+    """Return a table of primary keys, each with its token. It has one array for each column, however many rows there are."""
     arrays = [_build_array([row[i] for row in rows], key.type) for i, key in enumerate(keys)]
     columns = [column(f"key_{i}", key.type) for i, key in enumerate(keys)]
     rows_of = func.unnest(*arrays, _build_array(tokens, BigInteger())).table_valued(*columns, column(_NEW, BigInteger))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class _RowGoneError(StaleDataError, DontWrapMixin):
-    """A StaleDataError that SQLAlchemy does not wrap in another error when it is raised inside a statement."""
+    """A StaleDataError that SQLAlchemy does not wrap in another error if it is raised inside a statement."""
 
 
 def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
@@ -65,8 +65,8 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
     """Read and lock the one row that an UPDATE writes.
 
     Raises:
-        FenceRequiredError: the statement does not identify it by its primary key.
-        StaleDataError: the row does not exist. One that appears before the UPDATE runs would be written unchecked.
+        FenceRequiredError: the statement does not identify the row by its primary key.
+        StaleDataError: the row does not exist. A row that appears before the UPDATE runs would be written without a check.
     """
     table = column_of(mapped(cls)).table
     named = _find_named_row(context)

@@ -50,7 +50,7 @@ class _HasToken(_Handle):
 
     @property
     def token(self) -> int:
-        """The fencing token of this grant. No I/O."""
+        """The fencing token of this grant, without I/O."""
         token = self._hold.token
         assert token is not None
         return token
@@ -61,7 +61,7 @@ class _HasToken(_Handle):
         return {self._hold.stored: self.token}
 
     def _check_resources(self, resources: tuple[str, ...]) -> None:
-        """Raise if this token must not be compared with those of other resources."""
+        """Raise an error if this token must not be compared with those of other resources."""
 
 
 class _Leased(_HasToken):
@@ -79,29 +79,32 @@ class _Leased(_HasToken):
 
     @property
     def lease_id(self) -> UUID:
-        """Which grant this is. No I/O."""
+        """The id of this grant, without I/O."""
         return self._grant.lease_id
 
     @property
     def expires_at(self) -> datetime:
-        """The time until which it is held, by the server's clock, as of the last renewal. No I/O."""
+        """The time until which it is held, by the server's clock, as of the last renewal, without I/O."""
         return self._grant.expires_at
 
     @property
     def last_checkpoint(self) -> Json:
-        """What the holder before had committed last when this one was granted. No I/O."""
+        """The checkpoint that the previous holder had committed last when this lease was granted, without I/O."""
         return self._grant.checkpoint
 
     def remaining(self) -> float:
-        """Return the seconds for which this process still considers it held, after the safety margin; 0.0 if expired. No I/O."""
+        """Return the seconds, less the safety margin, for which this process considers it held; 0.0 if expired.
+
+        It does no I/O.
+        """
         return self._grant.get_remaining()
 
     def progress(self) -> None:
-        """Report that the work is progressing: with `heartbeat="progress"` the lease is renewed only then. No I/O."""
+        """Report progress of the work. With `heartbeat="progress"`, the lease is renewed only after that. It does no I/O."""
         self._grant.progress()
 
     def abandon(self) -> None:
-        """Stop renewing without releasing, so that the lease expires with its TTL. No I/O.
+        """Stop renewing without releasing, so that the lease expires after its TTL. It does no I/O.
 
         Raises:
             LockNotHeldError: the handle was already released.
@@ -112,23 +115,23 @@ class _Leased(_HasToken):
 class FencedHeld(_HasToken, Held):
     """A lock or lease that is held and has a fencing token, a number that only grows for its name.
 
-    Limitations: the token alone does not stop any writer. Only a transaction that enters a gate with it is rejected if
-    the token is stale by then: use `begin`, or `fence` as the first statement.
+    Limitations: the token alone does not stop any writer. Only a transaction that enters a gate with a stale token is rejected,
+    so use `begin`, or `fence` as the first statement.
     """
 
     __slots__ = ()
 
     def fence(self, session: SyncWork, *resources: str) -> None:
-        """Enter the gate in a transaction that you began, as its first statement. It stays entered until the transaction ends.
+        """Enter the gate in a transaction that you began, as its first statement. The transaction stays inside until it ends.
 
         Args:
             session: a Session or Connection.
-            resources: the resources whose gates are entered; by default the one of its name.
+            resources: the resources whose gates are entered; by default the resource of its name.
 
         Raises:
-            StaleFencingTokenError: another token is valid now; nothing of the transaction can be committed.
+            StaleFencingTokenError: another token is valid now. Nothing of the transaction can be committed.
             LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or
-                the session's own `lock_timeout`. This transaction is aborted: roll back.
+                the session's own `lock_timeout`. This transaction is aborted, so roll back.
             TransactionStateError: the connection is in autocommit, or another statement was already sent.
             LockLostError, LockNotHeldError: the lock or lease is no longer held, as far as this process knows.
             SchemaError: the tables are missing, or this role may not use them.
@@ -143,17 +146,17 @@ class FencedHeld(_HasToken, Held):
     def begin(self, factory: object, *resources: str) -> AbstractContextManager[object, None]:
         """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
 
-        Guarantees: a transaction that enters the gate after a newer token was granted is rejected. A transaction that
-        is already inside may still commit; the newer holder waits for it at the gate.
+        Guarantees: a transaction that enters the gate after a newer token was granted is rejected. A transaction that is already
+        inside may still commit, and the newer holder waits for it at the gate.
 
         Limitations: nothing is guaranteed about what was read before the block.
 
         Args:
             factory: a sessionmaker, which yields a Session; or an Engine, which yields a Connection.
-            resources: the resources whose gates are entered; by default the one of its name.
+            resources: the resources whose gates are entered; by default the resource of its name.
 
         Raises:
-            PgfenceError: on entering, as for `fence`; inside the block, if a fence rejects a statement.
+            PgfenceError: on entering, the same errors as `fence`; inside the block, if a fence rejects a statement.
         """
         return begin_fenced(factory, _collect_tokens(self, resources), self._hold.place)
 
@@ -161,30 +164,30 @@ class FencedHeld(_HasToken, Held):
 class HeldLease(_Leased, FencedHeld):
     """A lease that is held. Release it, or use it as a context manager.
 
-    `state`, `lost` and `check()` use the clock of this process: after a pause they report a loss before any I/O.
+    `state`, `lost` and `check()` use the clock of this process, so after a pause they report a loss before any I/O.
     """
 
     __slots__ = ()
 
     def renew(self, ttl: Seconds | None = None) -> None:
-        """Renew the lease now, from now on with another TTL if one is given.
+        """Renew the lease now. If a TTL is given, it applies from now on.
 
-        Needed with `heartbeat="manual"`, and rarely otherwise.
+        You need this with `heartbeat="manual"`, and rarely otherwise.
 
         Raises:
             LockLostError: the lease is lost.
             LockNotHeldError: the handle was released.
             UnreachableError: the server did not respond. The lease is held until its deadline, and the heartbeat keeps trying.
-            ValueError, TypeError: as for the `ttl` of a lease.
+            ValueError, TypeError: the TTL is not usable; see `Lease`.
         """
         run_sync(self._leases.renew, self._grant, ttl_of(ttl))
 
     def checkpoint(self, session: SyncWork, data: Json) -> None:
-        """Save what the next holder can resume from, in your transaction, which enters the gate of this lease.
+        """Save a checkpoint, from which the next holder can resume, in your transaction, which enters the gate of this lease.
 
         Args:
             session: a Session or Connection, preferably the one from `begin()`.
-            data: JSON; replaces what was saved before.
+            data: JSON, which replaces the previous checkpoint.
 
         Raises:
             StaleFencingTokenError: another token is valid now.
@@ -201,7 +204,8 @@ class HeldLease(_Leased, FencedHeld):
         The other process has one TTL to adopt it.
 
         Raises:
-            LockLostError, LockNotHeldError, UnreachableError: as for `renew`; the lease is not handed over then.
+            LockLostError, LockNotHeldError, UnreachableError: the lease could not be renewed, and is not handed over; see
+                `renew`.
         """
         return run_sync(self._leases.hand_over, self._grant)
 
@@ -219,7 +223,7 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
     __slots__ = ()
 
     async def fence(self, session: AsyncWork, *resources: str) -> None:
-        """Enter the gate in a transaction that you began, as its first statement. It stays entered until the transaction ends.
+        """Enter the gate in a transaction that you began, as its first statement. The transaction stays inside until it ends.
 
         Arguments and errors are the same as for `FencedHeld.fence`.
         """
@@ -248,7 +252,7 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
         await self._leases.renew(self._grant, ttl_of(ttl))
 
     async def checkpoint(self, session: AsyncWork, data: Json) -> None:
-        """Save what the next holder can resume from; arguments and errors are the same as for `HeldLease.checkpoint`."""
+        """Save a checkpoint; arguments and errors are the same as for `HeldLease.checkpoint`."""
         self.check()
         name, token, text = self._hold.stored, self.token, encode_json(data, "a checkpoint")
         issued = self._grant.place

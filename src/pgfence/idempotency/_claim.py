@@ -47,7 +47,8 @@ R = TypeVar("R")
 
 log = logging.getLogger("pgfence.idempotency")
 
-# Only passed to a routing Session to select its engine, never executed. A Session that routes reads must send this to the primary.
+# This is only passed to a routing Session to select its engine, and never executed. A Session that routes reads must route it to
+# the primary.
 _WRITE = update(table("pgfence_idempotency_key"))
 _CONTEXT = ErrorContext(
     sql.NEEDED,
@@ -97,7 +98,7 @@ def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
 
     Raises:
         IdempotencyKeyReusedError, IdempotencyInProgressError: the key is not available; the transaction is usable.
-        IdempotencyMisuseError: this transaction has already claimed it.
+        IdempotencyMisuseError: this transaction has already claimed the key.
         Exception: the recorded error.
     """
     connection = connection_of(session)
@@ -140,10 +141,10 @@ def _wait(
 
 
 def complete(session: Session, call: KeyCall[T], claimed: Claim[T], value: T) -> None:
-    """Store the result: now, or together with the COMMIT, which then raises the errors below.
+    """Store the result now, or together with the COMMIT, which then raises the errors below.
 
     Raises:
-        IdempotencyMisuseError: it cannot be stored, or the claim no longer exists.
+        IdempotencyMisuseError: the result cannot be stored, or the claim no longer exists.
     """
     text = call.codec.encode(value)
     if claimed.savepoint is not None:
@@ -152,8 +153,8 @@ def complete(session: Session, call: KeyCall[T], claimed: Claim[T], value: T) ->
 
 
 def _release(session: Session, call: KeyCall[T], claimed: Claim[T], savepoint: SessionTransaction) -> None:
-    """Flush what the work has left pending, and release the savepoint."""
-    # Before the release, so that an error of the flush counts as one of the work and can be recorded.
+    """Flush the pending changes of the work, and release the savepoint."""
+    # This comes before the release, so that an error of the flush counts as an error of the work and can be recorded.
     try:
         session.flush()
     except Exception as error:
@@ -170,7 +171,7 @@ def _release(session: Session, call: KeyCall[T], claimed: Claim[T], savepoint: S
 
 
 def record(session: Session, call: KeyCall[T], claimed: Claim[T], error: Exception) -> None:
-    """Roll back what was done since the claim, and store the error instead."""
+    """Roll back the work that was done since the claim, and store the error instead."""
     text = errors.encode(error, call.codec)
     if claimed.savepoint is not None:
         claimed.savepoint.rollback()

@@ -28,7 +28,7 @@ _SESSION = re.compile(r"\b(?:Session|AsyncSession|scoped_session|async_scoped_se
 
 
 class _RequiredFields(string.Formatter):
-    """`str.format` that rejects None: a field that is None would give all calls without a value the same key."""
+    """A `str.format` that rejects None, because a field that is None would give all calls without a value the same key."""
 
     def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, str]:
         found: tuple[object, str] = super().get_field(field_name, args, kwargs)
@@ -59,23 +59,25 @@ def idempotent_call(
         @idempotent_call(key="{event_id}", scope="webhook:orders")
         def webhook(session: Session, event_id: str, amount: int) -> bool: ...
 
-    The session is the one parameter that is annotated as a session; the type of the result is the return annotation. The
+    The session is the one parameter that is annotated as a session. The type of the result is the return annotation. The
     function runs in the session's transaction, which the caller commits.
 
     Args:
         key: a `str.format` template over the call's arguments. Separate two fields by a character that neither contains.
-        scope: a template as for `key`.
-        payload: names of the arguments that must be equal in all calls with the same key; None compares nothing.
-        timeout: as for `idempotent`.
-        keep: as for `idempotent`.
-        record: as for `idempotent`.
+        scope: a template like `key`.
+        payload: the names of the arguments that must be equal in all calls with the same key. None means that nothing is
+            compared.
+        timeout: see `idempotent`.
+        keep: see `idempotent`.
+        record: see `idempotent`.
 
     Raises:
-        TypeError: at decoration, if not exactly one parameter is a session, the function is a generator function, `payload` is
-            a str, or a result of the return annotation cannot be stored. If that annotation is not defined yet, at the call.
+        TypeError: at decoration, if not exactly one parameter is a session, the function is a generator function, `payload` is a
+            str, or a result of the return annotation cannot be stored. If the annotation is not defined yet, it is checked at the
+            call.
         ValueError: at decoration, if a field of a template, or a name in `payload`, is not a parameter. At a call, if a field
             of a template is None.
-        PgfenceError: at a call, as for `idempotent`.
+        PgfenceError: at a call, the same errors as `idempotent`.
     """
     return _Decorator(key, scope, payload, {"timeout": timeout, "keep": keep, "record": record})
 

@@ -99,7 +99,7 @@ def idempotent(
         )
         receipt = call.run(charge)
 
-    or, where a function does not fit::
+    or, if a function is not suitable::
 
         with idempotent(session, key, scope="import", result=int) as op:
             if op.replayed:
@@ -107,33 +107,34 @@ def idempotent(
             op.complete(do_the_work())
 
     Guarantees: of all transactions that request the same key and scope, one does the work and commits it together with its
-    result; the others wait for it, then get that result, equal and of the same type. If it rolls back, or its process dies,
-    one of the others does the work. No outcome aborts the caller's transaction or raises an IntegrityError. A transaction in
-    which the work was begun and not finished cannot commit: if it raises, roll back the whole transaction, or to a savepoint
-    around the call.
+    result. The others wait for it, and then get an equal result of the same type. If it rolls back, or its process dies, one of
+    the others does the work. No outcome aborts the caller's transaction or raises an IntegrityError. A transaction in which the
+    work was begun and not finished cannot commit. If the work raises, roll back the whole transaction, or to a savepoint around
+    the call.
 
-    With psycopg the result is sent together with the COMMIT, unless anything listens for statements; it is sent before it if a
-    savepoint, a setting or another key follows. Commit through SQLAlchemy: the driver's own `commit()` does not send it, and
-    PostgreSQL rejects that COMMIT.
+    With psycopg the result is sent together with the COMMIT, unless anything listens for statements. It is sent before the COMMIT
+    if a savepoint, a setting or another key follows. Commit through SQLAlchemy, because the driver's own `commit()` does not send
+    the result, and PostgreSQL rejects that COMMIT.
 
     A key that is requested and then neither run nor entered raises a RuntimeWarning when it is garbage-collected.
 
-    Limitations: nothing is guaranteed about effects outside the database, or after `keep`. If a Session has several engines,
-    only writes through the engine of the key are committed with it. In REPEATABLE READ and SERIALIZABLE a transaction cannot
-    see a result that was committed after its own snapshot, and gets IdempotencyInProgressError with SQLSTATE 40001.
+    Limitations: nothing is guaranteed about effects outside the database, or after `keep`. If a Session has several engines, only
+    writes through the engine of the key are committed with it. In REPEATABLE READ and SERIALIZABLE a transaction cannot read a
+    result that was committed after its own snapshot, and gets IdempotencyInProgressError with SQLSTATE 40001.
 
     Args:
-        session: a Session or scoped_session, or an async one. You commit its transaction.
-        key: what the client sends again with each retry: 1 to 255 characters, without control characters.
-        scope: whose key it is and for which operation, for example tenant, user and operation, by the same rules. The same key
-            in another scope is another key. Never use the same scope for two clients that must not see each other's results.
-        payload: must be equal in all requests with the same key; compared by its fingerprint. None compares nothing.
+        session: a Session or scoped_session, or their async counterpart. You commit its transaction.
+        key: the text that the client sends again with each retry, of 1 to 255 characters, without control characters.
+        scope: the owner of the key and the operation, for example tenant, user and operation, by the same rules. The same key in
+            another scope is a different key. Two clients that must not see each other's results need different scopes.
+        payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means
+            that nothing is compared.
         result: the type of the result. Dataclasses, pydantic models, named tuples and enumerations can be stored if this type
             contains them, and a result of another type is rejected. With None only JSON and the standard library's types of
             numbers, texts, times and collections can be stored.
-        timeout: seconds to wait for another transaction that has the key. None is the configured default, `math.inf` waits
-            indefinitely, 0 does not wait.
-        keep: seconds for which the result is kept after the work has ended. After that the key is new again.
+        timeout: seconds to wait for another transaction that has the key. None means the configured default, `math.inf` to wait
+            indefinitely, and 0 not to wait.
+        keep: seconds for which the result is kept after the work has ended. After that the key counts as new.
         record: exception classes that count as a result. An error of these classes, or of their subclasses, rolls back what
             was done since the claim (a savepoint, two more round trips), is stored, and is raised again for each retry. Commit
             the transaction nevertheless, or nothing is stored. An error of the flush at the end counts as an error of the work.
@@ -141,12 +142,12 @@ def idempotent(
     Raises:
         IdempotencyKeyReusedError: on entering, if the key belongs to another payload, finished or in progress. Respond with 422.
         IdempotencyInProgressError: on entering, if the holder of the key did not end within the timeout. Respond with 409.
-        IdempotencyMisuseError: on leaving, if the block has not read `op.replayed` or not called `op.complete()`; or the
-            result is not of the type `result`, or cannot be stored. On entering, if this transaction has already claimed the
-            key; or the stored result cannot be read. From COMMIT, if the work was begun and not finished (SQLSTATE PF004), or
-            the claim was rolled back inside the block; nothing is committed then.
+        IdempotencyMisuseError: on leaving, if the block has not read `op.replayed` or not called `op.complete()`, or if the
+            result is not of the type `result` or cannot be stored. On entering, if this transaction has already claimed the key,
+            or the stored result cannot be read. From COMMIT, if the work was begun and not finished (SQLSTATE PF004), or the
+            claim was rolled back inside the block. In these cases nothing is committed.
         TransactionStateError: the connection is in autocommit.
-        DeadlockError: this transaction holds a key that the other one waits for.
+        DeadlockError: this transaction holds a key that the other transaction waits for.
         SchemaError: pgfence's tables are missing, or older than version 2.
         StandbyError: the server is a standby, or the transaction is read-only; PostgreSQL has aborted it.
         CapacityError: the server's lock table is full; PostgreSQL has aborted the transaction.
@@ -177,7 +178,7 @@ def insert_once(session: SyncSession, instance: T, key: Sequence[str | Queryable
 def insert_once(
     session: SyncSession | AnyAsyncSession, instance: T, key: Sequence[str | QueryableAttribute[Any]]
 ) -> T | Coro[T]:
-    """Insert a row once by its unique key; later callers get the row that was inserted first.
+    """Insert a row once by its unique key. Later callers get the row that was inserted first.
 
     ::
 
@@ -185,26 +186,26 @@ def insert_once(
             session, Payment(order_id=7, amount=100), key=[Payment.order_id]
         )
 
-    Guarantees: if the row was inserted, the instance itself is returned, flushed; otherwise the instance that has the key is
-    returned, and the one that was passed is not in the session. There is no IntegrityError for this key, and the transaction
+    Guarantees: if the row was inserted, the instance itself is returned, flushed. Otherwise the instance that has the key is
+    returned, and the instance that was passed is not in the session. There is no IntegrityError for this key, and the transaction
     remains usable. The server waits for an unfinished insert of another transaction, up to the session's `lock_timeout`.
 
     Limitations: the existing row may have other values. In REPEATABLE READ and SERIALIZABLE a row that was committed after the
     snapshot cannot be read, and raises IdempotencyInProgressError with SQLSTATE 40001.
 
     Args:
-        session: a Session or scoped_session; or an async one, in which case the result must be awaited. Pending changes are
-            flushed.
+        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. Pending
+            changes are flushed.
         instance: a new instance of a mapped class, with the columns of the key set.
-        key: attributes, or their names, that form a primary key, a unique constraint or a unique index of the table; not a
-            deferred one, and not an index over some rows or over an expression.
+        key: attributes, or their names, that form a primary key, a unique constraint or a unique index of the table. The
+            constraint must not be deferred, and the index must not be partial or over an expression.
 
     Raises:
-        ValueError: no such unique key is declared; an attribute belongs to another class; or one of them is None.
+        ValueError: no such unique key is declared, an attribute belongs to another class, or an attribute is None.
         TypeError: the instance is not of a mapped class, the session is not a session, or the key is not a list.
-        IntegrityError: another constraint is violated; or this one, but a query of the class does not find the row that has
-            the key: it belongs to another class of the same table, is hidden by a filter or a policy, or the server rounds the
-            value. Under row-level security the server does not say which constraint it was.
+        IntegrityError: another constraint is violated. Or this constraint is violated, but a query of the class does not find the
+            row that has the key, because the row belongs to another class of the same table, a filter or a policy hides it, or
+            the server rounds the value. Under row-level security the server does not say which constraint it was.
         IdempotencyInProgressError: see Limitations.
         UnreachableError: the server cannot be reached.
     """

@@ -1,4 +1,4 @@
-"""What `idempotent` returns: a key under which a function is run, or a block entered."""
+"""The key that `idempotent` returns, under which a function is run or a block is entered."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Op(Generic[T]):
 
     @property
     def replayed(self) -> bool:
-        """Whether the work was done earlier. If so, `result` is the stored result, and the block has nothing to do."""
+        """Whether the work was done earlier. In that case, `result` is the stored result, and the block has nothing to do."""
         self._read = True
         return self._claim.replayed
 
@@ -60,7 +60,7 @@ class Op(Generic[T]):
         return cast("T", self._value)
 
     def complete(self, value: T, /) -> None:
-        """Set the result of the work, which the end of the block stores in the caller's transaction.
+        """Set the result of the work, which is stored in the caller's transaction at the end of the block.
 
         Args:
             value: the result, of the type `result`, if that was given, and of a type that can be stored; see `idempotent`.
@@ -162,15 +162,15 @@ class Idem(_KeyBase[T]):
         self._given = session
 
     def run(self, fn: Callable[[], T], /) -> T:
-        """Run a function under the key, or return what it returned the first time.
+        """Run a function under the key, or return the stored result.
 
         Args:
-            fn: does the work in the session's transaction. It must not commit.
+            fn: the function that does the work in the session's transaction. It must not commit.
 
         Raises:
             TypeError: `fn` is a coroutine function; nothing was requested.
-            IdempotencyMisuseError: its result is not of the type `result`, or cannot be stored.
-            PgfenceError: as on entering the block.
+            IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored.
+            PgfenceError: the same errors as on entering the block.
         """
         self._used = True
         reject_coroutine(fn, "it needs an AsyncSession")
@@ -180,7 +180,7 @@ class Idem(_KeyBase[T]):
             value = fn()
             op.complete(value)
             return value
-        raise AssertionError  # unreachable: the block above swallows no exception
+        raise AssertionError  # unreachable, because the block above swallows no exception
 
     async def _run(self, work: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return work(unwrap_session(self._given), *args, **kwargs)
@@ -204,14 +204,14 @@ class AsyncIdem(_KeyBase[T]):
         self._given = session
 
     async def run(self, fn: Callable[[], Awaitable[T]], /) -> T:
-        """Run a coroutine function under the key, or return what it returned the first time.
+        """Run a coroutine function under the key, or return the stored result.
 
         Args:
-            fn: does the work in the session's transaction. It must not commit.
+            fn: the function that does the work in the session's transaction. It must not commit.
 
         Raises:
-            IdempotencyMisuseError: its result is not of the type `result`, or cannot be stored.
-            PgfenceError: as on entering the block.
+            IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored.
+            PgfenceError: the same errors as on entering the block.
         """
         async with self as op:
             if op.replayed:
@@ -219,7 +219,7 @@ class AsyncIdem(_KeyBase[T]):
             value = await fn()
             op.complete(value)
             return value
-        raise AssertionError  # unreachable: the block above swallows no exception
+        raise AssertionError  # unreachable, because the block above swallows no exception
 
     async def _run(self, work: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return await unwrap_session(self._given).run_sync(work, *args, **kwargs)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TRIES = 2
-"""The second one is for a row that was deleted again between the INSERT and the SELECT."""
+"""The number of tries. The second one is for a row that was deleted again between the INSERT and the SELECT."""
 
 
 class _UniqueKey(NamedTuple, Generic[T]):
@@ -32,7 +32,7 @@ class _UniqueKey(NamedTuple, Generic[T]):
 
 
 def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute[Any]]) -> T:
-    """Insert an instance, or return the one that has its key; see `insert_once`."""
+    """Insert an instance, or return the instance that has its key; see `insert_once`."""
     state: InstanceState[T] | None = inspect(instance, raiseerr=False)
     if not isinstance(state, InstanceState):
         raise TypeError(f"insert_once() takes a new instance of a mapped class, not a {type(instance).__name__}")
@@ -45,10 +45,12 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
     open_connection(session, {"mapper": mapper, "clause": wanted.query})
     refused: IntegrityError | None = None
     for _ in range(_TRIES):
-        # Select first, because a failed INSERT is logged as an ERROR by the server.
+        # The SELECT comes first, because the server logs a failed INSERT as an ERROR.
         if (found := session.scalars(wanted.query).one_or_none()) is not None:
             return found
-        savepoint = session.begin_nested()  # flushes pending changes, whose errors must not be taken for this row's
+        savepoint = (
+            session.begin_nested()
+        )  # this flushes pending changes, whose errors must not count as errors of this row
         try:
             with savepoint:
                 session.add(instance)
@@ -61,7 +63,8 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
         except DBAPIError as error:
             if sqlstate_of(error) != SERIALIZATION_FAILURE:
                 raise
-            # In SERIALIZABLE, for a row that was committed while this INSERT waited for it: the snapshot cannot see it.
+            # This happens in SERIALIZABLE for a row that was committed while this INSERT waited for it, because the snapshot does
+            # not contain the row.
             raise _invisible_row_error("there may be", mapper, instance, wanted) from error
         else:
             return instance
@@ -132,5 +135,5 @@ def _find_unique(columns: Sequence[ColumnElement[Any]]) -> Iterator[set[object]]
 
 
 def _strip_order(expression: object) -> object:
-    """Return the column of `column.desc()`; anything else is returned as it is."""
+    """Return the column of `column.desc()`. Return any other object unchanged."""
     return getattr(expression, "element", expression) if getattr(expression, "modifier", None) else expression

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[AsyncHeldLease]):
-    """Hold a lock that expires and brings a fencing token: the async counterpart of `Lease`.
+    """Hold a lock that expires and has a fencing token. The async counterpart of `Lease`.
 
-    Guarantees, limitations, arguments and errors are the same as for `Lease`, with an AsyncEngine. The heartbeat runs on a dedicated
-    thread, so that a blocked event loop does not lose the lease. A loss cancels the block of `hold()`.
+    Guarantees, limitations, arguments and errors are the same as for `Lease`, with an AsyncEngine. The heartbeat runs in a
+    dedicated thread, so that a blocked event loop does not cause the loss of the lease. A loss cancels the block of `hold()`.
     """
 
     _engines = ASYNC_ENGINES
     _handle = AsyncHeldLease
 
     async def try_acquire(self) -> AsyncHeldLease | None:
-        """Try once, without waiting. One round trip on a warm connection.
+        """Try once, without waiting. It takes one round trip on an open connection.
 
-        Returns None if the lease is held, even by this same task: trying cannot deadlock.
+        Returns None if the lease is held, even by this same task, because a try cannot deadlock.
 
         Raises:
             PgfenceError: the same errors as `acquire`.
@@ -39,13 +39,14 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         """Wait until the lease is held.
 
         Args:
-            timeout: seconds. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A wait continues
-                through a server outage until its timeout; with None only if the server had already responded that the lease
-                is held.
+            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A
+                wait continues through a server outage until its timeout. With None, it does so only if the server had already
+                responded that the lease is held.
 
         Raises:
             LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder.
-            SelfDeadlockError: this task holds the lease, or waiting would deadlock within this process. Not with `timeout=0`.
+            SelfDeadlockError: this task holds the lease, or waiting would deadlock within this process. Not raised with
+                `timeout=0`.
             UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
                 background.
             SchemaError: the tables are missing or too old, or this role may not use them.
@@ -55,13 +56,13 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
 
     @staticmethod
     async def adopt(engine: AsyncEngineSource, ref: LeaseRef) -> AsyncHeldLease:
-        """Take over a lease that another process handed over; this process renews it from now on.
+        """Take over a lease that another process handed over. This process renews it from now on.
 
-        A reference can be used once: a second `adopt` raises LockLostError.
+        A reference can be used only once, and a second `adopt` raises LockLostError.
 
         Args:
             engine: an AsyncEngine, or a function that returns one.
-            ref: what `hand_over()` returned.
+            ref: the reference that `hand_over()` returned.
 
         Raises:
             LockLostError: the lease has expired, was already adopted, or was evicted.

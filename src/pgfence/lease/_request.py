@@ -91,7 +91,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
             holders = await self._find_holders()
         except (
             UnreachableError
-        ):  # the server became unreachable after it reported the lease as held: the timeout still counts
+        ):  # the server became unreachable after it reported the lease as held, so the timeout still counts
             holders = []
         raise manager.begin_call(request, 0.0).build_timeout_error(holders)
 
@@ -109,7 +109,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         asked, known = (place, namespace, self._names), self._request
         if known is None or known[0] != asked:
             request = self._create_request(place, namespace if self._namespace is None else self._namespace)
-            # The local value is returned: another thread may set `_request` for another engine's tables in between.
+            # The local value is returned, because another thread may set `_request` for another engine's tables in between.
             self._request = known = asked, request
         return known[1]
 

@@ -17,27 +17,28 @@ if TYPE_CHECKING:
 
 
 class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
-    """Hold a lock that expires and has a fencing token. It is a row of the database, independent of any connection.
+    """Hold a lock that expires and has a fencing token. It is stored in a row and does not depend on a connection.
 
-    While it is held, a dedicated thread renews it every third of the TTL. Works through any pooler.
+    While it is held, a dedicated thread renews it every third of the TTL. It works through any pooler.
 
     Guarantees: one holder per name until `expires_at`, by the server's clock. A holder that dies loses the lease after at most
     one TTL. Tokens only grow. A holder that cannot renew the lease considers it lost shortly before the server can grant it to
-    another.
+    another holder.
 
-    Limitations: a former holder may still be running. Write inside `begin()`: PostgreSQL rejects a transaction that
+    Limitations: a former holder may still be running. Write inside `begin()`, because PostgreSQL rejects a transaction that
     begins after a newer token was granted.
 
     Args:
-        engine: an Engine, or a function that returns one. The tables must exist: `pgfence install`.
+        engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         name: a str, at most 255 characters including its namespace.
-        ttl: seconds after which a dead holder loses the lease, from 0.3 to a day (a timedelta may be longer). Unrelated to
+        ttl: seconds after which a dead holder loses the lease, from 0.3 to a day (a timedelta may be longer). It does not limit
             how long the work takes.
         max_hold: seconds after which the lease ends even if the holder is alive. None means no limit.
         min_hold: seconds for which no other holder gets the lease, even if it is released earlier; at most the TTL.
         lock_delay: seconds for which no holder gets the lease after it expired without a release.
-        heartbeat: "auto" renews the lease while the process lives; "progress" only while `progress()` is called; "manual" never.
-        owner: an identity of the holder, for operators. None is host and process id.
+        heartbeat: "auto" renews the lease while the process lives, "progress" only while `progress()` is called, and "manual"
+            never.
+        owner: an identity of the holder, for operators. None means host and process id.
         purpose: a description of the work, for operators.
         metadata: JSON for operators, stored in the row.
         namespace: replaces the configured namespace.
@@ -51,9 +52,9 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     _handle = HeldLease
 
     def try_acquire(self) -> HeldLease | None:
-        """Try once, without waiting. One round trip on a warm connection.
+        """Try once, without waiting. It takes one round trip on an open connection.
 
-        Returns None if the lease is held, even by this same thread: trying cannot deadlock.
+        Returns None if the lease is held, even by this same thread, because a try cannot deadlock.
 
         Raises:
             PgfenceError: the same errors as `acquire`.
@@ -64,14 +65,14 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         """Wait until the lease is held.
 
         Args:
-            timeout: seconds. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A wait continues
-                through a server outage until its timeout; with None only if the server had already responded that the lease
-                is held.
+            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A
+                wait continues through a server outage until its timeout. With None, it does so only if the server had already
+                responded that the lease is held.
 
         Raises:
             LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder.
             WaitCancelledError: the event of `cancel_waits()` was set.
-            SelfDeadlockError: this thread holds the lease, or waiting would deadlock within this process. Not with
+            SelfDeadlockError: this thread holds the lease, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
             UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
                 background.
@@ -82,13 +83,13 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
 
     @staticmethod
     def adopt(engine: EngineSource, ref: LeaseRef) -> HeldLease:
-        """Take over a lease that another process handed over; this process renews it from now on.
+        """Take over a lease that another process handed over. This process renews it from now on.
 
-        A reference can be used once: a second `adopt` raises LockLostError.
+        A reference can be used only once, and a second `adopt` raises LockLostError.
 
         Args:
             engine: an Engine, or a function that returns one.
-            ref: what `hand_over()` returned.
+            ref: the reference that `hand_over()` returned.
 
         Raises:
             LockLostError: the lease has expired, was already adopted, or was evicted.

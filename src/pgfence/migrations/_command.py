@@ -1,4 +1,4 @@
-"""Determine what the `alembic` command that runs env.py is about to do, as far as known before `context.configure()`."""
+"""Determine what the `alembic` command that runs env.py is about to do, as far as it is known before `context.configure()`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ TABLE = "alembic_version"
 NEEDED = (1, 18, 0)
 """The first version of Alembic that loads plugins, and with them the operations."""
 
-# Names of the functions that commands pass to run_migrations() and that only read. All others may write, and are locked.
+# The names of the functions that commands pass to run_migrations() and that only read. All other functions may write, and take
+# the lock.
 _LOOKS = {
     "_display_current_history",
     "display_version",
@@ -54,13 +55,13 @@ def is_read_only() -> bool:
         return False
     if function == "retrieve_migrations" and (reason := find_too_old()):
         log.warning("fences and version triggers are not compared: %s", reason)
-    # Alembic itself does this only for `current`: `check` and `revision` would create the version table.
+    # Alembic itself does this only for `current`, so `check` and `revision` would create the version table.
     environment.context_opts["dont_mutate"] = True
     return True
 
 
 def find_too_old() -> str | None:
-    """Return what this version of Alembic lacks; None if it loads plugins' operations."""
+    """Return what this version of Alembic lacks; None if it loads the operations of plugins."""
     version = getattr(sys.modules.get("alembic"), "__version__", "")
     if not version or tuple(int(digits) for digits in re.findall(r"\d+", version)[:3]) >= NEEDED:
         return None
@@ -134,8 +135,8 @@ def find_version_table() -> VersionTable:
 def is_at_head(connection: Connection) -> bool:
     """Return whether the command is an upgrade for which Alembic finds nothing to apply.
 
-    Alembic's own traversal decides: with `depends_on`, or with a destination before the head, an up-to-date version table does
-    not contain the heads.
+    Alembic's own traversal decides, because with `depends_on`, or with a destination before the head, an up-to-date version table
+    does not contain the heads.
     """
     environment = _find_environment()
     if environment is None or not (destination := _target_of(environment)):

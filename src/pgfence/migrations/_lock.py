@@ -45,12 +45,12 @@ def migration_lock(
                 with context.begin_transaction():
                     context.run_migrations()
 
-    Guarantees: the session that migrates holds the lock from before the version is read until the block ends, whatever commits
-    in between, so it is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY. While it
-    waits, the connection is in autocommit and holds no snapshot; the block gets it without a transaction. No revision is
-    recorded after the lock is lost. If the process dies, even in the middle of a statement, the server releases the lock after
-    at most a second (on Linux). `alembic current`, `check` and other commands that only read take no lock, and neither does an
-    upgrade for which Alembic finds nothing to apply.
+    Guarantees: the session that migrates holds the lock from before the version is read until the block ends, whatever commits in
+    between, so it is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY. While it waits,
+    the connection is in autocommit and holds no snapshot. The block gets the connection without a transaction. No revision is
+    recorded after the lock is lost. If the process dies, even in the middle of a statement, the server releases the lock after at
+    most a second (on Linux). `alembic current`, `check` and other commands that only read take no lock. An upgrade for which
+    Alembic finds nothing to apply takes no lock either.
 
     Limitations: waiters are not ordered. Processes that migrate without this lock, and other version tables with other keys,
     are not excluded.
@@ -58,23 +58,24 @@ def migration_lock(
     Args:
         connection: the connection that migrates, outside a transaction. In Alembic's async template use the lock in the function
             that `run_sync` calls.
-        timeout: seconds to wait. None is the configured default (30 s), `math.inf` waits indefinitely.
-        key: replaces the key computed from the version table's schema and name, which are read from the ini file
-            (`version_table`, `version_table_schema`): pass the key that older releases of the project use, or one for several
+        timeout: seconds to wait. None means the configured default (30 s), and `math.inf` to wait indefinitely.
+        key: replaces the key that is computed from the version table's schema and name, which are read from the ini file
+            (`version_table`, `version_table_schema`). Pass the key that older releases of the project use, or one key for several
             version tables. With a key the lock is always taken, even if the default version table shows nothing to apply.
-        unsupported: what to do on a database other than PostgreSQL: "skip" logs it and does nothing, "raise" raises.
+        unsupported: what to do on a database other than PostgreSQL. "skip" logs a line and does nothing, and "raise" raises an
+            error.
 
     Raises:
-        LockTimeoutError: another process is migrating; the message says which one, and what it is doing.
-        LockLostError: in the block, before a revision is recorded, if the session that held the lock has ended or released it;
-            also instead of a driver error that ends the block, if the session has ended.
+        LockTimeoutError: another process is migrating. The message names that process and its current statement.
+        LockLostError: in the block, before a revision is recorded, if the session that held the lock has ended or released it. If
+            the session has ended, it is also raised in place of a driver error that ends the block.
         TransactionStateError: the connection is in a transaction, on entering or on leaving; or the returned block is entered a
             second time.
         alembic.util.CommandError: an upgrade to `head` with several heads, two revisions with one id, or a cycle of revisions.
         PoolerError, StandbyError: session locks are not safe on this server.
-        UnsupportedServerError: the server is not a PostgreSQL that pgfence supports, and `unsupported="raise"`.
-        UnreachableError: the server cannot be reached, which ends the wait because the connection is yours. Or it does not
-            respond: a wait then ends a few seconds after its timeout, and a release after 30 s.
+        UnsupportedServerError: pgfence does not support the server, and `unsupported="raise"` was passed.
+        UnreachableError: the server cannot be reached, which ends the wait because the connection is yours. Or the server does
+            not respond; a wait then ends a few seconds after its timeout, and a release after 30 s.
         TypeError, ValueError: an argument cannot be used.
     """
     if not isinstance(connection, Connection):

@@ -1,7 +1,8 @@
-"""The migration lock: a session lock of the lock manager on the connection that migrates, with its own way to wait.
+"""The migration lock, a session lock of the lock manager on the connection that migrates, with its own way to wait.
 
-Of the ways to wait that were tried together with CREATE INDEX CONCURRENTLY, only polling in autocommit neither hung nor
-deadlocked: a session that waits in the server, or is idle in a transaction, keeps a snapshot for which the index build waits.
+Of the ways to wait that were tested together with CREATE INDEX CONCURRENTLY, only polling in autocommit neither hung nor
+deadlocked. A session that waits in the server, or is idle in a transaction, keeps a snapshot, and the index build waits for that
+snapshot.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class MigrationLock:
     """One lock on the caller's connection, which is returned in its original state."""
 
     def __init__(self, connection: Connection, key: LockKey, limit: float) -> None:
-        """Describe the lock.
+        """Create a lock that is not held.
 
         Args:
             connection: the connection that migrates.
@@ -110,7 +111,7 @@ class MigrationLock:
                 raise unreachable from error
             raise
         finally:
-            with suppress(Exception):  # a broken connection has no mode, and its own error is more useful
+            with suppress(Exception):  # a broken connection has no mode, and the error of the connection is more useful
                 dbapi_connection.autocommit = before
 
     @contextmanager
@@ -242,7 +243,7 @@ class MigrationLock:
                 event.remove(self._connection, name, listener)
 
     def expect_held(self) -> None:
-        """Raise unless this session still holds the lock. One round trip, in the caller's transaction."""
+        """Raise an error unless this session still holds the lock. It takes one round trip, in the caller's transaction."""
         try:
             with self._limit_time(self._hold.session, STATEMENT_BUDGET):
                 held = activity.is_mine(self._connection, (self._key,))
@@ -323,7 +324,7 @@ class MigrationLock:
         """Release the lock after a failed migration, or close the connection. The migration's own error is kept.
 
         Raises:
-            LockLostError: it failed because the session has ended.
+            LockLostError: the migration failed because the session has ended.
         """
         lost = not self._is_attached()
         try:
@@ -344,7 +345,7 @@ class MigrationLock:
             raise self._lost_error() from error
 
     def _explain_wait(self, error: BaseException) -> None:
-        """Add a note to the error of a statement that hit `lock_timeout`: which sessions hold locks on tables."""
+        """Add a note to the error of a statement that `lock_timeout` ended. It lists the sessions that hold locks on tables."""
         with self._use_autocommit(self._hold.session, STATEMENT_BUDGET) as own:
             found = migration_lock.describe_lockers(own)
         if found:
