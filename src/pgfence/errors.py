@@ -189,6 +189,14 @@ class CapacityError(PgfenceError):
         self.limit = limit
 
 
+class KeyCollisionError(PgfenceError):
+    """Two names have the same 64-bit key, so a lock of one excludes a lock of the other. Nothing is held."""
+
+    def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
 class SchemaError(PgfenceError):
     """pgfence's tables or functions are missing, too old or altered, or this role may not use them.
 

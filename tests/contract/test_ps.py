@@ -268,7 +268,9 @@ def test_a_role_sees_what_it_may_and_is_told_what_is_missing(
         assert (transaction.holder.kind, transaction.state) == ("transaction", "in transaction")
         assert session.holder.since is None and session.holder.host is None
         assert "pg_read_all_stats" in rows.hidden[0] and "pgfence_lease" in rows.hidden[1]
-        admin.execute(f'GRANT SELECT ON pgfence_lease, pgfence_gate, pgfence_idempotency_key TO "{user}"')
+        admin.execute(
+            f'GRANT SELECT ON pgfence_lease, pgfence_gate, pgfence_idempotency_key, pgfence_lock_name TO "{user}"'
+        )
         admin.execute(f'GRANT pg_read_all_stats TO "{user}"')
         rows = monitoring.ps(watcher)
         assert rows.hidden == () and find(rows, f"{name}:t").state == "idle in transaction"

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.twins
 TABLES = {
     *("lease", "gate", "checkpoint", "audit", "slot", "schema_version", "idempotency_key"),
     *("semaphore", "permit_waiter", "rate_limit", "rate_take", "resign_request"),
-    *("partition_set", "partition_member"),
+    *("partition_set", "partition_member", "lock_name"),
 }
 TAKE = "SELECT granted, token FROM {} (%s, gen_random_uuid()::text, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL, 'lease')"
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pgfence._sql import advisory, server, transaction
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.key_arrays import encode_keys
+from pgfence._sql.storage import TableNames
 from pgfence._sql.ticket_queue import HAS_TICKETS, LEAVE, build_wait_for_keys, build_wait_for_turn
 from pgfence.keys import LockKey, resolve
 from support.rows import every_row
@@ -83,7 +84,10 @@ def texts() -> list[str]:
     return [*found, *blocks, HAS_TICKETS.format("1"), LEAVE]
 
 
-@every_row("text", [*texts(), server.READ_FACTS, *server.SET_UP.values()])
+@every_row(
+    "text",
+    [*texts(), server.READ_FACTS, *(server.build_set_up(TableNames(), style) for style in ("format", "numeric"))],
+)
 def test_every_function_is_named_with_its_schema(text: str) -> None:
     """A search path cannot put another function in the place of PostgreSQL's own."""
     called = re.findall(r"(?<![\w.])([a-z_]\w*)\s?\(", text, re.IGNORECASE)

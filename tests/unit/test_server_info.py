@@ -116,9 +116,10 @@ def test_an_unsupported_server_is_said_to_be_that_first() -> None:
 
 def test_facts_are_read_from_one_row() -> None:
     """Milliseconds become seconds, the settings a mapping of text."""
-    row = (7, False, "PostgreSQL 16", 160000, 1500, 6400, 12, 1, "99.5", json.dumps({"lock_timeout": "70"}))
+    row = (7, False, "PostgreSQL 16", 160000, 1500, 6400, 12, 1, "99.5", json.dumps({"lock_timeout": "70"}), True)
     facts = ServerInfo.of(row, set_up=True)
     assert (facts.backend_pid, facts.deadlock_timeout, facts.settings) == (7, 1.5, {"lock_timeout": "70"})
+    assert facts.has_names
 
 
 @every_row(

@@ -243,7 +243,11 @@ def _list_hidden(query: HoldQuery, access: Access) -> Iterable[str]:
             "This role is not a member of pg_read_all_stats: of other roles' sessions it cannot see the address, the state and"
             " the time. GRANT pg_read_all_stats TO <role>"
         )
-    lacking = [query.place.name(table) for table in ("lease", "gate", "idempotency_key") if access.is_denied(table)]
+    lacking = [
+        query.place.name(table)
+        for table in ("lease", "gate", "idempotency_key", "lock_name")
+        if access.is_denied(table)
+    ]
     if lacking:
         yield f"This role may not read {', '.join(lacking)}: GRANT SELECT ON {', '.join(lacking)} TO <role>"
     if access.is_readable("idempotency_key") and not statements.should_list_attempts(query, access):

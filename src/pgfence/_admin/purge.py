@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, overload
 from pgfence._admin.connection import run_on_engine
 from pgfence._sql import purge as statements
 from pgfence._sql.errors import translate_connect_error, translate_error
+from pgfence._sql.lock_names import forget_old_names
 from pgfence._sql.sqlstate import sqlstate_of
 from pgfence._sql.storage import table_names_of
 from pgfence.errors import PgfenceError
@@ -31,6 +32,8 @@ def purge(engine: Engine | AsyncEngine, batch: int) -> object:
     place = table_names_of(engine)
 
     def delete_batches(connection: Connection) -> int:
+        with connection.begin():
+            forget_old_names(connection, place)
         done, end = 0, statements.BEGINNING
         while True:
             count, end = statements.purge(connection, place, batch, end)

@@ -19,6 +19,7 @@ from pgfence._sql import server
 from pgfence._sql.addresses import describe_server, warn_of_slow_hosts
 from pgfence._sql.errors import translate_connect_error
 from pgfence._sql.params import style_of
+from pgfence._sql.storage import table_names_of
 from pgfence.errors import PgfenceError, PoolerError
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def open_connection(
         driver = engine.dialect.get_driver_connection(dbapi_connection)
         # One round trip sets up the session and reads the facts. Through a declared pooler nothing is set, because the settings
         # would stay on the pooled server connection.
-        facts = server.read_facts(connection, _get_driver_pid(driver), set_up=pooler in {"auto", "direct"})
+        place = table_names_of(engine)
+        facts = server.read_facts(connection, _get_driver_pid(driver), place, set_up=pooler in {"auto", "direct"})
         if any_pooler:
             judge_server(engine, facts)
         else:

@@ -187,6 +187,7 @@ OF_ERRORS = {
     "PoolerError": Problem("pooler", 500, _INTERNAL),
     "UnsupportedServerError": Problem("unsupported_server", 500, _INTERNAL),
     "TransactionStateError": Problem("transaction_state", 500, _INTERNAL),
+    "KeyCollisionError": Problem("key_collision", 500, _INTERNAL),
     "SchemaError": Problem("schema", 500, _INTERNAL),
     "FenceRequiredError": Problem("fence_required", 500, _INTERNAL),
     "IdempotencyMisuseError": Problem("idempotency_misuse", 500, _INTERNAL),

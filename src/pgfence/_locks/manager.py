@@ -16,6 +16,7 @@ from pgfence._holds.wait_plan import WaitPlan
 from pgfence._locks.acquisition import Acquisition, timeout_of
 from pgfence._locks.errors import build_in_transaction_error, translate_lock_error
 from pgfence._locks.looks import look_on, look_quietly
+from pgfence._locks.names import UNTRANSLATED, note_names
 from pgfence._locks.outages import build_gone_error
 from pgfence._locks.own_holds import find_holds_on, find_self_deadlock
 from pgfence._locks.server_wait import ServerWait
@@ -25,7 +26,6 @@ from pgfence._process.clock import Deadline, clock
 from pgfence._process.lifecycle import MUTEX, PROCESS, make_weak_method
 from pgfence._process.monitor import MONITOR
 from pgfence._sql import server
-from pgfence._sql.encoding import TextError
 from pgfence._sql.errors import is_connection_lost
 from pgfence._sql.params import style_of
 from pgfence._sql.token import TokenSql
@@ -189,7 +189,9 @@ class LockManager:
                     if not granted and call.waits:
                         call.note_held()
                         granted = await self._wait(session, call)
-                except TextError:
+                    if granted:
+                        await note_names(self.engine, session, sql, call.budget)
+                except UNTRANSLATED:
                     raise
                 except Exception as error:
                     raise translate_lock_error(session, error, sql) from error
@@ -224,9 +226,8 @@ class LockManager:
     async def _make_room(self, session: LockConnection, call: LockAcquisition) -> None:
         """Reject a large request that would fill the server's lock table, after counting its entries if necessary."""
         if self.pool.lock_table.needs_count(len(call.wanted.keys)):
-            self.pool.lock_table.note_count(
-                await session.fetch_value(self.engine, server.LOCK_TABLE_USE, (), limit=call.budget)
-            )
+            used = await session.fetch_value(self.engine, server.LOCK_TABLE_USE, (), limit=call.budget)
+            self.pool.lock_table.note_count(used)
         self.pool.lock_table.check_room(len(call.wanted.keys))
 
     async def _wait(self, session: LockConnection, call: LockAcquisition) -> bool:
@@ -340,8 +341,7 @@ class LockManager:
                 return False, False
             if hold in hold.owner.holds:
                 hold.owner.holds.remove(hold)
-            session = hold.session
-            session.hold = None
+            (session := hold.session).hold = None
             if hold.reason is not None or session.dead or session.in_user_hands or not session.ours:
                 return True, False
             # At most 16 times in a row and for at most 20 ms, because a process that waits in the server would starve otherwise.

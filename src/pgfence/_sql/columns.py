@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import CreateColumn
 
-from pgfence._sql.storage import KEYS, LEASES, LIMITS, VERSION, TableNames
+from pgfence._sql.storage import KEYS, LEASES, LIMITS, NAMES, VERSION, TableNames
 
 if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import Dialect
@@ -58,9 +58,7 @@ def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tup
     keys = add_table("idempotency_key", *_define_idempotency_key(place), *_define_idempotency_key_since_3(version))
     if version < LIMITS:
         return *first, keys
-    return (
-        *first,
-        keys,
+    limits = (
         add_table("semaphore", *_define_semaphore()),
         add_table("permit_waiter", *_define_permit_waiter()),
         add_table("rate_limit", *_define_rate_limit()),
@@ -69,6 +67,9 @@ def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tup
         add_table("partition_set", *_define_partition_set()),
         add_table("partition_member", *_define_partition_member()),
     )
+    if version < NAMES:
+        return *first, keys, *limits
+    return *first, keys, *limits, add_table("lock_name", *_define_lock_name())
 
 
 def _define_time(name: str, **options: Any) -> Column[Any]:
@@ -259,6 +260,14 @@ def _define_partition_member() -> tuple[SchemaItem, ...]:
         # The order in which members joined. Not a time, because the clock may be set back.
         Column("number", BigInteger, Identity(always=True), nullable=False),
         Column("ttl", Double, nullable=False),
+        _define_time("seen_at", nullable=False),
+    )
+
+
+def _define_lock_name() -> tuple[SchemaItem, ...]:
+    return (
+        Column("key", BigInteger, primary_key=True, autoincrement=False),
+        Column("name", Text, nullable=False),
         _define_time("seen_at", nullable=False),
     )
 

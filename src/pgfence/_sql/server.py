@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pgfence._sql.errors import standby_error
+from pgfence._sql.lock_names import has_names_sql
 from pgfence._sql.params import style_of
 from pgfence.errors import (
     CapacityError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import Dialect
 
     from pgfence._sql.params import ParamStyle, Row
+    from pgfence._sql.storage import TableNames
     from pgfence.config import PoolerSetting
 
 OLDEST = 14
@@ -62,7 +64,7 @@ _FACTS = (
     " (SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks),"
     " (SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks WHERE probe.got AND locktype = 'advisory'"
     " AND pid = pg_catalog.pg_backend_pid()), EXTRACT(epoch FROM pg_catalog.pg_postmaster_start_time())::text,"
-    " {settings} FROM probe"
+    " {settings}, {names} FROM probe"
 )
 # The previous values come from the view's own snapshot, so the filter can change the settings in the same query.
 SETTINGS = (
@@ -71,7 +73,8 @@ SETTINGS = (
     " WHERE s.name <> 'client_connection_check_interval' OR pg_catalog.strpos(pg_catalog.version(), 'linux') > 0)"
 )
 _VALUES = ", ".join(f"('{name}', '{value}')" for name, value in OURS.items())
-READ_FACTS = _FACTS.format(settings=SETTINGS.format(values=_VALUES, action="true"))
+_READ_FACTS = _FACTS.format(settings=SETTINGS.format(values=_VALUES, action="true"), names="{names}")
+READ_FACTS = _READ_FACTS.format(names="false")
 # Nothing is set if the server process is not the one that the driver connected to, because that session belongs to a pooler,
 # which may give it to another client next.
 _SET_UP = _FACTS.format(
@@ -79,9 +82,9 @@ _SET_UP = _FACTS.format(
         values=_VALUES,
         action="CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) CAST({0} AS integer)"
         " THEN pg_catalog.set_config(s.name, o.value, false) IS NOT NULL ELSE true END",
-    )
+    ),
+    names="{names}",
 )
-SET_UP: dict[ParamStyle, str] = {"format": _SET_UP.format("%s"), "numeric": _SET_UP.format("$1")}
 
 BACKEND_PID = "SELECT pg_catalog.pg_backend_pid()"
 STARTED = "SELECT EXTRACT(epoch FROM pg_catalog.pg_postmaster_start_time())::text"
@@ -106,6 +109,8 @@ class ServerInfo:
     """The settings before pgfence changed any, in the units of pg_settings."""
     set_up: bool
     """Whether pgfence's own settings are in force."""
+    has_names: bool = False
+    """Whether the names of locks can be stored."""
 
     @property
     def statement_timeout(self) -> float:
@@ -114,26 +119,35 @@ class ServerInfo:
 
     @classmethod
     def of(cls, row: Row, *, set_up: bool) -> ServerInfo:
-        pid, standby, version, number, deadlock_ms, limit, used, seen, started, settings = row
+        pid, standby, version, number, deadlock_ms, limit, used, seen, started, settings, names = row
         deadlock, found = deadlock_ms / 1000, json.loads(settings)
-        return cls(pid, standby, version, number, deadlock, limit, used, seen, started, found, set_up)
+        return cls(pid, standby, version, number, deadlock, limit, used, seen, started, found, set_up, names)
 
 
 UNKNOWN = ServerInfo(0, False, "", 0, 1.0, 0, 0, 0, "", {}, False)
 """The facts before anything was read."""
 
 
-def read_facts(connection: Connection, driver_pid: int, *, set_up: bool) -> ServerInfo:
+def build_set_up(place: TableNames, style: ParamStyle) -> str:
+    """Return the statement that sets up a session and reads the facts; it takes the process id of the server."""
+    return _SET_UP.format("%s" if style == "format" else "$1", names=has_names_sql(place, style))
+
+
+def read_facts(connection: Connection, driver_pid: int, place: TableNames, *, set_up: bool) -> ServerInfo:
     """Return the facts for a connection in autocommit; `set_up` also prepares the session for holding locks.
 
     Args:
         connection: a new connection of pgfence.
         driver_pid: the process id of the server, as the driver received it when it connected.
+        place: the table names.
         set_up: whether to set what an idle holder needs.
     """
     if not set_up:
-        return ServerInfo.of(connection.exec_driver_sql(READ_FACTS).one(), set_up=False)
-    row = connection.exec_driver_sql(SET_UP[style_of(connection.dialect)], (driver_pid,)).one()
+        text = _READ_FACTS.format(names=has_names_sql(place, None))
+        return ServerInfo.of(
+            connection.exec_driver_sql(text, execution_options={"no_parameters": True}).one(), set_up=False
+        )
+    row = connection.exec_driver_sql(build_set_up(place, style_of(connection.dialect)), (driver_pid,)).one()
     return ServerInfo.of(row, set_up=True)
 
 

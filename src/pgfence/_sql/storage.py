@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pgfence.config import HasDialect
 
-VERSION = 5
+VERSION = 6
 """The version of the tables and functions that this release creates. Fences and guards need only version 1."""
 KEYS = 2
 """The version that idempotency keys and effects need."""
@@ -25,6 +25,8 @@ GATE_TRIGGER = 4
 """The first version with a trigger on the gate table."""
 LIMITS = 5
 """The version that semaphores, rate limits, elections and partitions need."""
+NAMES = 6
+"""The first version with the names of advisory locks. They are for operators; no feature needs them."""
 
 # Functions that look up rows set `enable_seqscan = off`, because a session caches a function's plan. Otherwise, a plan that was
 # created while the table was tiny would scan the whole table until the next ANALYZE.
@@ -34,6 +36,7 @@ FILES = {
     3: ("lease", "token", "slot", "effects"),
     4: ("gate",),
     5: ("lease", "semaphore", "rate_limit", "partitions"),
+    6: ("names",),
 }
 _CREATED = re.compile(r"^CREATE FUNCTION @(\w+)@", re.MULTILINE)
 WHERE = "SELECT pg_catalog.current_database(), pg_catalog.current_setting('search_path')"

@@ -1,0 +1,57 @@
+"""Store the names of session locks for operators, on the connection that has just got the lock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence._process.callbacks import log
+from pgfence._sql.encoding import TextError
+from pgfence._sql.errors import is_connection_lost
+from pgfence._sql.lock_names import list_new_names, note_sql, record_names
+from pgfence._sql.storage import table_names_of
+from pgfence.errors import KeyCollisionError
+from pgfence.keys import unqualify_name
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from pgfence._connections.connection import LockConnection
+    from pgfence._sql.advisory import LockSql
+
+UNTRANSLATED = (TextError, KeyCollisionError)
+"""Errors of an acquire call that are raised as they are."""
+
+
+async def note_names(engine: Engine, session: LockConnection, sql: LockSql, limit: float) -> None:
+    """Store the names that this process has not stored yet. Without the table, nothing is sent.
+
+    Raises:
+        KeyCollisionError: a key belongs to another name.
+    """
+    if not session.facts.has_names:
+        return
+    place = table_names_of(engine)
+    if not (new := list_new_names(engine.dialect, place, sql.keys)):
+        return
+    args = (list(new), list(new.values()))
+    try:
+        other: str | None = await session.fetch_value(engine, note_sql(place, sql.style), args, limit=limit)
+    except Exception as error:
+        if session.dead or is_connection_lost(error):
+            raise
+        # Only operators need names, so an error must not end the lock.
+        log.debug("the names of locks cannot be stored: %s", error)
+        other = None
+    if other is not None:
+        raise _collision_error(new, other)
+    record_names(engine.dialect, place, new)
+
+
+def _collision_error(new: dict[int, str], other: str) -> KeyCollisionError:
+    names = [unqualify_name(name) for name in new.values()]
+    mine, shown = ", ".join(map(repr, names)), unqualify_name(other)
+    return KeyCollisionError(
+        f"the lock name {shown!r} has the same 64-bit key as one of {mine}, so their locks exclude each other. Nothing is held."
+        " Rename one of them, or use another namespace",
+        names=(*names, shown),
+    )

@@ -1,0 +1,90 @@
+"""Store the names of advisory locks, so that operators see names and not numbers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pgfence._sql.params import call
+from pgfence._sql.storage import quote_literal
+from pgfence.keys import SEPARATOR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, MutableMapping
+
+    from sqlalchemy import Connection
+    from sqlalchemy.engine.interfaces import Dialect
+
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
+    from pgfence.keys import LockKey
+
+MOST_REMEMBERED = 10_000
+"""So many keys are remembered as stored. Beyond it they are forgotten all at once, and names are sent again."""
+_REMEMBERED = "_pgfence_names"
+LAPSED = "DELETE FROM {lock_name} WHERE seen_at < pg_catalog.clock_timestamp() - interval '30 days'"
+
+
+@cache
+def has_names_sql(place: TableNames, style: ParamStyle | None) -> str:
+    """Return the condition that names can be stored: the table exists, and the role has the privileges.
+
+    Args:
+        place: the table names.
+        style: the parameter style of the statement; None if it has no parameters.
+    """
+    there = (
+        "pg_catalog.pg_table_is_visible(c.oid)"
+        if place.schema is None
+        else "c.relnamespace = (SELECT n.oid FROM pg_catalog.pg_namespace AS n WHERE n.nspname ="
+        f" {quote_literal(place.schema)})"
+    )
+    rights = "".join(
+        f" AND pg_catalog.has_table_privilege(c.oid, '{right}')" for right in ("SELECT", "INSERT", "UPDATE")
+    )
+    text = (
+        f"EXISTS (SELECT FROM pg_catalog.pg_class AS c WHERE c.relname = {quote_literal(place.prefix + 'lock_name')}"
+        f" AND {there} AND pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE'){rights})"
+    )
+    return text.replace("%", "%%") if style == "format" else text
+
+
+@cache
+def note_sql(place: TableNames, style: ParamStyle) -> str:
+    """Return the statement that takes keys and names, and returns a name that has the key of another one, or NULL."""
+    return f"SELECT {call(place, style, 'note_names_v1', 'bigint[], text[]')}"
+
+
+def list_new_names(dialect: Dialect, place: TableNames, keys: Iterable[LockKey]) -> dict[int, str]:
+    """Return the names that this process has not stored yet, as they are stored, by key."""
+    known = _remembered_of(dialect, place)
+    return {
+        key.value: key._hashed.removeprefix(SEPARATOR)
+        for key in keys
+        if key.name is not None and key._hashed is not None and key.value not in known
+    }
+
+
+def record_names(dialect: Dialect, place: TableNames, keys: Iterable[int]) -> None:
+    """Remember that these keys have been stored."""
+    known = _remembered_of(dialect, place)
+    if len(known) > MOST_REMEMBERED:
+        known.clear()
+    known.update(keys)
+
+
+def _remembered_of(dialect: Dialect, place: TableNames) -> set[int]:
+    home: MutableMapping[str, Any] = vars(dialect)
+    found: set[int] = home.setdefault(_REMEMBERED, {}).setdefault(place, set())
+    return found
+
+
+def forget_old_names(connection: Connection, place: TableNames) -> None:
+    """Delete the names that no process has used for 30 days, if the table exists and the role may."""
+    text = (
+        f"SELECT {has_names_sql(place, None)} AND pg_catalog.has_table_privilege(pg_catalog.to_regclass("
+        f"{quote_literal(place.name('lock_name'))}), 'DELETE')"
+    )
+    options = {"no_parameters": True}
+    if connection.exec_driver_sql(text, execution_options=options).scalar_one():
+        connection.exec_driver_sql(LAPSED.format(lock_name=place.name("lock_name")), execution_options=options)

@@ -1,0 +1,132 @@
+"""Names of session locks are stored after the grant, once for each process, and only where the table exists."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine, event, make_url
+
+from pgfence import AdvisoryLock, KeyCollisionError, LockKey, ReadWriteLock, TransactionLock, monitoring, schema
+from pgfence.config import configure
+from support.locking import freed, lock
+from support.servers import role
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psycopg
+    from sqlalchemy import Engine
+
+    from support.worlds import World
+
+pytestmark = [pytest.mark.twins]
+
+
+@pytest.fixture
+def engine(dsn: str) -> Iterator[Engine]:
+    """An engine of psycopg, where the driver does not matter."""
+    engine = create_engine(make_url(dsn).set(drivername="postgresql+psycopg"))
+    yield engine
+    engine.dispose()
+
+
+def stored(admin: psycopg.Connection[Any], *names: str, prefix: str = "pgfence_") -> list[str]:
+    """Return the stored names of keys."""
+    keys = [LockKey.of(name).value for name in names]
+    rows = admin.execute(f"SELECT name FROM {prefix}lock_name WHERE key = ANY (%s) ORDER BY name", [keys]).fetchall()
+    return [row[0] for row in rows]
+
+
+def count_statements(engine: Any) -> list[str]:
+    """Return a list to which each statement on the engine's connections is added."""
+    seen: list[str] = []
+
+    @event.listens_for(getattr(engine, "sync_engine", engine), "before_cursor_execute")
+    def see(_connection: Any, _cursor: Any, text: str, *_: Any) -> None:
+        seen.append(text)
+
+    return seen
+
+
+@pytest.mark.usefixtures("tables")
+@pytest.mark.every_driver
+async def test_the_first_use_stores_the_name_and_later_ones_do_not(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """One statement more at the first use of a name in this process, and none after that."""
+    engine = world.engine()
+    seen = count_statements(engine)
+    async with world.enter(lock(world, engine, name, f"{name}:2").hold()):
+        assert stored(admin, name, f"{name}:2") == [name, f"{name}:2"]
+    assert sum("note_names" in text for text in seen) == 1
+    async with world.enter(lock(world, engine, name).hold()):
+        (row,) = await world.call(monitoring.ps, engine, name)
+    assert sum("note_names" in text for text in seen) == 1
+    assert (row.label, row.holder.kind) == (name, "session")
+
+
+@pytest.mark.one_driver
+def test_without_the_table_nothing_is_sent(name: str, engine: Engine) -> None:
+    """A lock costs the statements of its try and its release, as before."""
+    configure(engine, prefix="no_such_")
+    AdvisoryLock(engine, f"{name}:warm").acquire().release()
+    seen = count_statements(engine)
+    AdvisoryLock(engine, name).acquire().release()
+    assert len(seen) == 2 and not any("note_names" in text for text in seen)
+
+
+@pytest.mark.one_driver
+@pytest.mark.usefixtures("tables")
+def test_without_privileges_nothing_is_sent_and_nothing_fails(
+    name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A role that may not write to the table takes locks as before."""
+    with role(admin, dsn, {}) as login:
+        engine = create_engine(make_url(login).set(drivername="postgresql+psycopg"))
+        seen = count_statements(engine)
+        AdvisoryLock(engine, name).acquire().release()
+        engine.dispose()
+    assert not any("note_names" in text for text in seen) and stored(admin, name) == []
+
+
+@pytest.mark.one_driver
+@pytest.mark.usefixtures("tables")
+def test_a_refused_try_and_the_connection_of_the_caller_store_nothing(
+    name: str, engine: Engine, admin: psycopg.Connection[Any]
+) -> None:
+    """Never before the grant, and never on a connection or in a transaction of the application."""
+    with engine.connect() as other:
+        with AdvisoryLock(other, name).hold():
+            assert AdvisoryLock(engine, name).try_acquire() is None
+        with TransactionLock.begin(engine, f"{name}:t"):
+            pass
+    assert stored(admin, name, f"{name}:t") == []
+
+
+@pytest.mark.usefixtures("tables")
+async def test_a_key_of_another_name_is_a_collision(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """It is raised at the first use, it names both, and nothing is held afterwards."""
+    admin.execute("INSERT INTO pgfence_lock_name VALUES (%s, 'other', now())", [LockKey.of(name).value])
+    with pytest.raises(KeyCollisionError, match="other") as caught:
+        await world.call(lock(world, world.engine(), name).acquire)
+    assert set(caught.value.names) == {name, "other"}
+    await freed(admin, name)
+
+
+@pytest.mark.one_driver
+def test_purge_forgets_names_that_are_not_used_any_more(
+    name: str, engine: Engine, admin: psycopg.Connection[Any]
+) -> None:
+    """After 30 days without a process that has started to use them; names of reader/writer locks are stored too."""
+    configure(engine, prefix="names_")
+    schema.create_all(engine)
+    try:
+        for each in (name, f"{name}:old"):
+            ReadWriteLock(engine, each).write.acquire().release()
+        age = "UPDATE names_lock_name SET seen_at = seen_at - interval '31 days' WHERE name = %s"
+        admin.execute(age, [f"{name}:old"])
+        monitoring.purge(engine)
+        assert stored(admin, name, f"{name}:old", prefix="names_") == [name]
+    finally:
+        schema.drop_all(engine)
