@@ -107,7 +107,7 @@ def test_the_settings_of_the_applications_engine_count(
         (["--sql", "--dsn", "postgresql://h/d"], "--sql contacts no server"),
         (["--sql", "--engine", "a:b"], "--sql contacts no server"),
         (["--schema", "", "--sql"], "schema must not be empty"),
-        (["--dsn", "postgresql://h/d", "--schema", ""], "schema must not be empty"),
+        (["--dsn", "postgresql://h/d", "--schema", ""], "--schema is empty"),
         (["--prefix", "p" * 41, "--sql"], "longer than 40 bytes"),
         (["--dsn", "sqlite:///x"], "pgfence needs PostgreSQL"),
         (["extra"], ""),

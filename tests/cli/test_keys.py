@@ -184,7 +184,7 @@ def test_a_key_under_which_nothing_is_stuck(name: str, capfd: pytest.CaptureFixt
 @every_row(
     ("words", "said"),
     [
-        (["--older-than", "-1"], "older_than"),
+        (["--older-than", "-1"], "--older-than"),
         (["--json", "free", "s", "k", *WHY], "write --json after `free`"),
         (["free", "s", "k", *WHY], "--yes"),
         (["free", "s", "k", "--reason", " ", "--yes"], "reason"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -32,11 +34,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if argv is not None:
         return _perform(words)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the encoding of the terminal does not have must not end the command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     # Modules are loaded once and stay. The garbage collector would need a tenth of the run time to search them.
     gc.set_threshold(100_000)
-    code = _perform(words)
+    code = _end_output(_perform(words))
     gc.freeze()
     return code
+
+
+def _end_output(code: int) -> int:
+    """Write what is left of stdout, and return the exit code."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except OSError as error:
+        # The interpreter would try again at its end, and print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(error, BrokenPipeError):
+            return code or Code.SIGNAL + signal.SIGPIPE
+        Console().warn(f"error: cannot write to stdout: {error.strerror}")
+        return code or Code.OUTPUT
 
 
 def _perform(words: Sequence[str]) -> int:

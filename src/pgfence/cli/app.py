@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import signal
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from pgfence.cli.codes import Code, CommandExit
 from pgfence.cli.parser import Group, Option
+from pgfence.cli.report import Console
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MODULES = {
     "run": "run_command",
@@ -29,6 +38,16 @@ MODULES = {
 class _Commands(Group):
     """The commands, imported one by one."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parse the options of the group; `--help` also prints."""
+        with _catch_output_errors():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        with _catch_output_errors():
+            return super().invoke(ctx)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(MODULES)
 
@@ -38,6 +57,21 @@ class _Commands(Group):
         found = getattr(import_module(f"pgfence.cli.{MODULES[cmd_name]}"), cmd_name.replace("-", "_"))
         assert isinstance(found, click.Command)
         return found
+
+
+@contextmanager
+def _catch_output_errors() -> Iterator[None]:
+    """End without a traceback if stdout cannot be written: the reader of a pipe has ended, or the disk is full."""
+    try:
+        yield
+    except BrokenPipeError:
+        # Like other programs in a pipeline, as in `pgfence ps | head -1`.
+        raise CommandExit(Code.SIGNAL + signal.SIGPIPE) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        Console().warn(f"error: cannot write to stdout: {error.strerror}")
+        raise CommandExit(Code.OUTPUT) from None
 
 
 def _show_version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:

@@ -19,6 +19,8 @@ class Code(IntEnum):
     """No connection to the server, or the server has no room for another lock."""
     BUG = 70
     """An unexpected error; its traceback is printed."""
+    OUTPUT = 74
+    """The command is done, but its output could not be written."""
     BUSY = 75
     """Another process holds the lock. A later attempt may succeed."""
     LOST = 76

@@ -13,6 +13,10 @@ from pgfence.cli.report import Console
     "demo",
     short_help="Watch how pgfence works on a throwaway PostgreSQL.",
     cls=Command,
+    examples={
+        "pgfence demo": "Start a server and watch",
+        "pgfence demo --seconds 1 --json": "A short run, for a program",
+    },
     codes=[
         ("0", "Everything went as it should."),
         ("1", "A guarded act lost money, or no process took over from a dead holder."),

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     short_help="End the current hold on a name.",
     cls=Command,
     arguments={"NAME": "Name of a lease or of an advisory lock."},
+    examples={
+        'pgfence evict close:2026-04 --reason "look" --dry-run': "Only show the holder",
+        'pgfence evict close:2026-04 --reason "hung since 3 a.m."': "Show the holder, ask, end its hold",
+        'pgfence evict --ask scheduler --reason "deploy" --yes': "Ask the leader of an election to resign",
+    },
     codes=[
         ("0", "Evicted; asked, with --ask; or shown, with --dry-run."),
         (

@@ -9,7 +9,7 @@ import click
 
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
-from pgfence.cli.parser import Command, Option
+from pgfence.cli.parser import Command, Option, is_unicode
 from pgfence.cli.report import Console
 from pgfence.migrations import _environment as environment
 
@@ -19,6 +19,10 @@ from pgfence.migrations import _environment as environment
     short_help="Create an Alembic environment for parallel upgrades.",
     cls=Command,
     arguments={"DIR": "Directory of the environment; must be new or empty."},
+    examples={
+        "pgfence init migrations": "Create the folder migrations and alembic.ini",
+        "pgfence init -t async migrations": "For an application with an AsyncEngine",
+    },
     codes=[
         ("0", "The environment was created."),
         ("64", "Misuse: no such template, or the directory is not empty."),
@@ -63,6 +67,8 @@ def init(directory: Path | None, template: str, ini: Path, path: bool, quiet: bo
         return
     if directory is None:
         raise MisuseError("give the directory to create, for example `pgfence init migrations`")
+    if not is_unicode(f"{directory}{ini}"):
+        raise MisuseError("DIR and --config must be valid Unicode, because Alembic writes them to the ini file")
     if "%" in str(directory):
         raise MisuseError(f"{directory}: a percent sign has a special meaning in the ini file; choose another name")
     kept = ini.exists()

@@ -18,6 +18,11 @@ from pgfence.errors import PgfenceError
     "install",
     short_help="Create pgfence's tables and functions.",
     cls=Command,
+    examples={
+        "pgfence install": "Create what is missing, in the schema that the search path finds first",
+        "pgfence install --schema locks": "In a schema of their own",
+        "pgfence install --sql | psql shop": "Through psql, for a role that may not log in from here",
+    },
     codes=[
         ("0", "Everything is installed."),
         ("64", "Misuse."),

@@ -17,6 +17,9 @@ from pgfence.keys import LockKey
     short_help="Print the 64-bit key of a lock name.",
     cls=Command,
     arguments={"NAME": "Name of a lock."},
+    examples={
+        "pgfence key nightly-billing --namespace shop": "The key of a name in a namespace",
+    },
     codes=[("0", "The key was printed."), ("64", "Misuse: the name or the namespace cannot be used.")],
 )
 @click.argument("name", metavar="NAME")

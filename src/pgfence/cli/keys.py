@@ -16,6 +16,7 @@ from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.parser import Command, Group, Option
 from pgfence.cli.report import AdminReport, Console, choose_code, confirm, expect_answer, format_columns, run_reported
+from pgfence.cli.running import check_seconds
 from pgfence.cli.server import open_engine
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     short_help="List unfinished idempotency keys, or free one.",
     cls=Group,
     invoke_without_command=True,
+    examples={
+        "pgfence keys --older-than 900": "Keys that were claimed a quarter of an hour ago or earlier",
+        "pgfence keys --scope checkout --json": "For a program",
+    },
     codes=[
         ("0", "Success, also if no keys are unfinished."),
         ("64", "Misuse."),
@@ -84,6 +89,7 @@ def keys(
         if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
             raise MisuseError(f"write {_build_option(given[0])} after `{context.invoked_subcommand}`")
         return
+    check_seconds(older_than, "--older-than")
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         try:
             found = monitoring.stuck_keys(target, older_than=older_than, prefix=scope)
@@ -117,6 +123,9 @@ def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
     arguments={
         "SCOPE": "Scope of the key, as the application passes it.",
         "KEY": "The key, as the client sent it.",
+    },
+    examples={
+        'pgfence keys free checkout order-1001 --reason "no such charge"': "Show the attempt, ask, free the key",
     },
     codes=[
         ("0", "Freed; or shown, with --dry-run."),

@@ -6,8 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pgfence.cli.codes import MisuseError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text from the command line has no bytes that could not be decoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Option(click.Option):
@@ -44,6 +55,16 @@ class Command(click.Command):
         self._arguments = arguments or {}
         self._examples = examples or {}
         self._codes = codes
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse them, and reject options that are not text in the encoding of the terminal."""
+        left = super().parse_args(ctx, args)
+        for parameter in self.get_params(ctx):
+            value = ctx.params.get(parameter.name or "")
+            # Without the value, which may contain a password.
+            if isinstance(parameter, click.Option) and isinstance(value, str) and not is_unicode(value):
+                raise MisuseError(f"{parameter.opts[0]} must be valid Unicode")
+        return left
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         """Return the words of the usage line."""

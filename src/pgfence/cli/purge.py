@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     "purge",
     short_help="Delete expired idempotency keys.",
     cls=Command,
+    examples={
+        "pgfence purge --quiet": "In the crontab of one host or of all of them",
+    },
     codes=[
         ("0", "Done, also if no key had expired."),
         ("64", "Misuse."),

@@ -68,6 +68,8 @@ def settle(engine: Engine, **given: str | None) -> None:
     said: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if not said:
         return
+    if said.get("schema") == "":
+        raise MisuseError("--schema is empty: give a name, or leave the option out to use the search path")
     known = config_of(engine)
     # `events` is not compared, because it is no argument of configure().
     try:
@@ -89,6 +91,8 @@ def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str]
     """
     if dsn is not None and path is not None:
         raise MisuseError("give --dsn or --engine, not both")
+    if dsn == "":
+        raise MisuseError("--dsn is empty: give a database URL, or leave the option out")
     if path is not None:
         return _import(path)
     for text, source in ((dsn, "--dsn"), (environ.get("DATABASE_URL"), "DATABASE_URL")):

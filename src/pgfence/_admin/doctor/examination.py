@@ -71,6 +71,7 @@ def examine(engine: Engine | AsyncEngine, alembic_ini: Path | None, select: Call
     style_of(engine.dialect)
     lock_engine, lock_config = find_lock_engine(engine, config)
     server = describe_server(_unwrap(engine))
+    environment = [] if alembic_ini is None else list(check_environment(alembic_ini))
 
     def work(connection: Connection) -> Diagnosis:
         version, number, role = read_version(connection)
@@ -81,8 +82,7 @@ def examine(engine: Engine | AsyncEngine, alembic_ini: Path | None, select: Call
         connection.rollback()
         examined = Examined(snapshot, config, lock_config.pooler, place, detect_pooler(_unwrap(lock_engine)))
         found = [finding for check in _CHECKS for finding in check(examined)]
-        if alembic_ini is not None:
-            found += check_environment(alembic_ini)
+        found += environment
         found.sort(key=lambda one: (_SEVERITIES.index(one.severity), _ORDER.index(one.code)))
         checked = [code for code in _ORDER if alembic_ini is not None or not code.startswith("alembic-")]
         return Diagnosis(server, version, role, found, checked)
