@@ -133,13 +133,15 @@ def test_the_control_loses_money_and_no_guarded_act_does(
     }
     assert (shown["processes"], shown["embedded"], shown["seconds_per_act"]) == (4, False, 1.0)
     assert (shown["verdict"], shown["exit_code"]) == ("ok", 0)
-    paused, slots, election, contention, retries = shown["scenes"]
+    paused, slots, election, partitions, contention, retries = shown["scenes"]
     assert (paused["scene"], paused["verdict"], paused["late_fenced"]) == ("paused", "ok", 0)
     assert paused["late"] > 0
     assert (slots["scene"], slots["verdict"]) == ("slots", "ok")
     assert slots["slots"] == slots["runs"] >= 50
     assert (election["scene"], election["verdict"], election["overlapping"]) == ("election", "ok", 0)
     assert election["terms"] >= 3 and election["writes"] >= 3
+    assert (partitions["scene"], partitions["verdict"], partitions["disordered"]) == ("partitions", "ok", 0)
+    assert partitions["taken"] > 0 and partitions["events"] > 0
     assert (contention["scene"], contention["verdict"], contention["accounts_off"]) == ("contention", "ok", 0)
     assert (retries["scene"], retries["verdict"], retries["keyed_twice"], retries["differ"]) == ("retries", "ok", 0, 0)
     assert retries["plain_twice"] > 0 and retries["keyed_ended"] > 0

@@ -14,7 +14,7 @@ from pgfence import schema
 from pgfence._demo.bank import SCHEMA
 from pgfence._demo.errors import DemoError
 from pgfence._demo.scenario import create_engine_for, start_processes
-from pgfence._demo.scenarios import contention, election, paused, retries, slots
+from pgfence._demo.scenarios import contention, election, partitions, paused, retries, slots
 from pgfence._demo.workload import Verdict
 from support.rows import every_row
 from support.servers import database
@@ -95,6 +95,43 @@ def test_a_write_of_a_former_leader_is_counted(stage: Engine) -> None:
         for term in (1, 1, 2, 1, 2):
             connection.execute(election._WRITE, {"term": term, "leader": "a"})
         assert connection.execute(election._COUNT).one() == (2, 5, 1)
+
+
+@every_row(
+    ("done", "taken", "disordered", "verdict"),
+    [
+        (True, 4, 0, Verdict.OK),
+        (False, 4, 0, Verdict.GUARD_FAILED),
+        (True, 0, 0, Verdict.GUARD_FAILED),
+        (True, 4, 1, Verdict.GUARD_FAILED),
+    ],
+)
+def test_partitions_are_judged_by_their_owners_and_their_order(
+    done: bool, taken: int, disordered: int, verdict: Verdict
+) -> None:
+    """The others take the partitions of a stopped worker, it gets a share again, and each key has one writer at a time."""
+    assert partitions._judge(done=done, taken=taken, disordered=disordered) is verdict
+
+
+def test_events_out_of_order_and_moved_partitions_are_counted(stage: Engine) -> None:
+    """The table is read: a number that was used twice, and the partition that another worker wrote to after the stop."""
+    with stage.begin() as connection:
+        connection.exec_driver_sql(partitions._TABLE)
+        events = [
+            ("a", 1, 0, "0"),
+            ("b", 1, 1, "0"),
+            ("c", 1, 2, "1"),
+            ("a", 2, 0, "1"),
+            ("a", 2, 0, "0"),
+            ("c", 2, 2, "1"),
+        ]
+        for number, (key, count, part, worker) in enumerate(events):
+            if number == 3:
+                at = connection.scalar(partitions._NOW)
+            values = {"key": key, "number": count, "part": part, "worker": worker, "token": 1}
+            connection.execute(partitions._WRITE, values)
+        assert connection.execute(partitions._COUNT).one() == (6, 1)
+        assert connection.execute(partitions._TAKEN, {"stopped": at, "worker": "0"}).one()[0] == 1
 
 
 def test_a_balance_that_differs_from_its_journal_is_found(stage: Engine) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pgfence._demo.workload import Verdict
 
 _PATIENCE = 60.0
+_LOOK = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +146,20 @@ def start_processes() -> Iterator[Callable[..., ScenarioProcess]]:
         finally:
             for process in started:
                 process.close()
+
+
+def fork_process(work: Callable[[], object]) -> int:
+    """Fork a process that calls `work`, and lives until this process ends. Return its process id."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        work()
+        while os.getppid() == parent:
+            time.sleep(_LOOK)
+    finally:
+        os._exit(0)
 
 
 def say(**words: object) -> None:

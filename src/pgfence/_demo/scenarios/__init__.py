@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pgfence._demo.scenarios import contention, election, paused, retries, slots
+from pgfence._demo.scenarios import contention, election, partitions, paused, retries, slots
 
-SCENES = (paused.SCENE, slots.SCENE, election.SCENE, contention.SCENE, retries.SCENE)
+SCENES = (paused.SCENE, slots.SCENE, election.SCENE, partitions.SCENE, contention.SCENE, retries.SCENE)

@@ -10,13 +10,22 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import text
 
 from pgfence import schema
 from pgfence._demo.bank import SCHEMA
-from pgfence._demo.scenario import Scenario, ScenarioResult, create_engine_for, read_part, say, start_processes
+from pgfence._demo.scenario import (
+    Scenario,
+    ScenarioResult,
+    create_engine_for,
+    fork_process,
+    read_part,
+    say,
+    start_processes,
+)
 from pgfence._demo.workload import Verdict
 from pgfence._process.clock import clock
 from pgfence.election import Election
@@ -131,23 +140,10 @@ def _wait_for_leader(engine: Engine, *, after: int) -> Leader | None:
 
 
 def main() -> None:
-    """Fork the candidates, and report their process ids. They end with this process."""
+    """Fork the candidates, and report their process ids."""
     url = read_part()["url"]
-    say(candidates={str(number): _fork(str(number), url) for number in range(CANDIDATES)})
+    say(candidates={str(number): fork_process(partial(_stand, str(number), url)) for number in range(CANDIDATES)})
     read_part()
-
-
-def _fork(name: str, url: str) -> int:
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        _stand(name, url)
-        while os.getppid() == parent:
-            time.sleep(_LOOK)
-    finally:
-        os._exit(0)
 
 
 def _stand(name: str, url: str) -> None:

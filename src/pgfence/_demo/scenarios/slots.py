@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PROCESSES = 20
 SLOTS = 50
-EVERY = timedelta(milliseconds=200)
+EVERY = timedelta(milliseconds=150)
 SKEW = 600.0
 _JOB = 0.001
 _LOOK = 0.1
