@@ -28,7 +28,11 @@ ROWS: list[Row] = [
     ("a+ b+ a- b-", ["step 3: 'a' left, but 'b' had entered", "step 4: 'b' left, but no holder"], {"a"}),
     ("a+2 a- b+1 b-", ["step 3: 'b' entered with token 1 after 'a' had 2"], set()),
     ("a+2 a- b+2 b-", ["step 3: 'b' and 'a' have the same token 2"], set()),
-    ("a+3:x a-:x b+2:y b-:y b+2:x b-:x", ["step 5 of 'x': 'b' entered with token 2 after 'a' had 3"], set()),
+    (
+        "a+3:x a-:x b+2:y b-:y b+2:x b-:x c+2:x c-:x",
+        [f"step {step} of 'x': '{who}' entered with token 2 after 'a' had 3" for step, who in ((5, "b"), (7, "c"))],
+        set(),
+    ),
 ]
 
 

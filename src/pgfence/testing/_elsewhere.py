@@ -14,6 +14,7 @@ from pgfence._api.locks import AsyncLockBase, LockBase
 from pgfence.advisory import AdvisoryLock
 from pgfence.config import configure
 from pgfence.errors import LockLostError, LockNotHeldError
+from pgfence.keys import LockKey
 from pgfence.read_write import ReadWriteLock
 from pgfence.testing._server import open_engine
 
@@ -29,8 +30,6 @@ AH = TypeVar("AH", bound=AsyncHeld)
 
 PATIENCE = 10.0
 """Seconds that a helper waits for a lock. If the code under test holds it, the test fails with an error that names the holder."""
-GATE_PATIENCE = 1.0
-"""Seconds that a helper's engine waits where no timeout is given: at a gate."""
 
 
 class OtherThread:
@@ -88,7 +87,7 @@ class Engines:
         key = text, schema, prefix
         if key not in self._engines:
             engine = self._engines[key] = open_engine(text)
-            configure(engine, schema=schema, prefix=prefix, default_timeout=GATE_PATIENCE)
+            configure(engine, schema=schema, prefix=prefix)
         return self._engines[key]
 
     def close(self) -> None:
@@ -145,6 +144,11 @@ class Holds:
     def _build_lock(self, names: tuple[Any, ...], *, shared: bool) -> LockBase[Any] | AsyncLockBase[Any]:
         if len(names) == 1 and isinstance(names[0], (LockBase, AsyncLockBase)):
             return names[0]
+        if not all(isinstance(name, (str, LockKey)) for name in names):
+            raise TypeError(
+                f"pgfence_holds takes names, or one lock of an engine, not {', '.join(map(repr, names))}: instead of a"
+                " TransactionLock pass its names"
+            )
         if not shared:
             return AdvisoryLock(self._engine(), *names, namespace=self._namespace)
         if len(names) != 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
@@ -19,7 +19,7 @@ from pgfence._sql import testing as statements
 from pgfence._sql.sqlstate import NO_RIGHT, sqlstate_of
 from pgfence._sql.storage import TableNames
 from pgfence.advisory import AdvisoryLock
-from pgfence.errors import LockNotHeldError, LockTimeoutError
+from pgfence.errors import LockNotHeldError
 from pgfence.keys import SEPARATOR, LockKey, qualify_name, unqualify_name
 from pgfence.lease import Lease
 from pgfence.testing import _processes
@@ -202,12 +202,10 @@ class PgfenceFaults:
     def steal(self, target: Any) -> AbstractContextManager[Any, None]:
         """Let another holder take over a lock inside a `with` block, and yield the other holder's handle.
 
-        A lease expires and is granted to another contender, with the next token, which then enters the gate: writes with
-        the old token are rejected from then on. The former holder is not notified: it considers the lease held until its
-        next renewal, as after a pause. A session lock is lost by `kill` and then held by another session.
-
-        A transaction of the former holder that is inside the gate is not disturbed, as in real life: it may commit, and the
-        other holder enters the gate later.
+        A lease expires and is granted to another contender, with the next token: a transaction with the old token that enters
+        the gate from then on is rejected, and one that is inside already may commit. The former holder is not notified: it
+        considers the lease held until its next renewal, as after a pause. A session lock is lost by `kill` and then held by
+        another session.
 
         Args:
             target: a handle; or the name of a lease, as for `expire`.
@@ -229,11 +227,7 @@ class PgfenceFaults:
             engine, place, (row, *_) = self._find_lease(target)
             namespace, _, name = row[0].rpartition(SEPARATOR)
             _expire(engine, place, [row])
-            thief = stack.enter_context(hold_elsewhere(Lease(engine, name, ttl=60, namespace=namespace)))
-            # A writer inside the gate keeps it until its transaction ends.
-            with suppress(LockTimeoutError), thief.begin(engine):
-                pass
-            yield thief
+            yield stack.enter_context(hold_elsewhere(Lease(engine, name, ttl=60, namespace=namespace)))
 
     # ------------------------------------------------------------ the server's clock
 
