@@ -146,6 +146,15 @@ def plain(session: nox.Session) -> None:
 
 
 @nox.session
+def prometheus(session: nox.Session) -> None:
+    """Check the alert rules and the dashboard with promtool and a running Prometheus, which must be on the PATH."""
+    if missing := [name for name in ("prometheus", "promtool") if shutil.which(name) is None]:
+        session.skip(f"not found on the PATH: {', '.join(missing)}. On Debian: apt-get install prometheus")
+    session.install("-e", ".[embedded,otel]", "opentelemetry-sdk", "opentelemetry-exporter-prometheus")
+    session.run("python", "tests/telemetry/prometheus.py")
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation and run its doctests. Warnings are errors."""
     session.install("-e", ".[asyncio,embedded]", *group("docs"))

@@ -35,6 +35,7 @@ MODULES = (
     "pgfence.migrations.operations",
     "pgfence.monitoring",
     "pgfence.schema",
+    "pgfence.telemetry",
     "pgfence.testing",
     "pgfence.wsgi",
 )

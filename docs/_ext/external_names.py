@@ -16,6 +16,7 @@ SITES = {
     "python": "https://docs.python.org/3/",
     "sqlalchemy": "https://docs.sqlalchemy.org/en/20/",
     "alembic": "https://alembic.sqlalchemy.org/en/latest/",
+    "opentelemetry": "https://opentelemetry-python.readthedocs.io/en/latest/",
 }
 
 

@@ -41,7 +41,7 @@ class Config:
     pooler: PoolerSetting = "auto"
     on_event: Callable[[Event], object] | None = None
     events: EventHub = field(default_factory=EventHub, compare=False, repr=False)
-    """The listeners of the engine, `on_event` included. Others can be added at any time."""
+    """Who is notified of events, `on_event` included. Telemetry can be added at any time."""
 
 
 DEFAULT = Config()
@@ -112,7 +112,7 @@ def configure(
         raise ValueError(
             "this engine already has other settings: call configure() once, before the first use of the engine"
         )
-    new.events.set_application(on_event)
+    new.events.set_listener(on_event)
 
 
 def expect_place(schema: str | None, prefix: str) -> None:
@@ -162,7 +162,7 @@ def config_of(thing: HasDialect, *, pin: bool = False) -> Config:
 
 
 def events_of(thing: HasDialect) -> EventHub:
-    """Return the listeners to the events of an engine. There they are before the settings, and remain the same."""
+    """Return who is notified of the events of an engine: one object, which exists before the settings are made."""
     home = vars(_get_dialect(thing))
     hub: EventHub = home.get(_EVENTS) or home.setdefault(_EVENTS, EventHub())
     return hub

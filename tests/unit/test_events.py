@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -10,21 +11,46 @@ from sqlalchemy import create_engine
 
 from pgfence._process.events import EventHub, build_log_fields, emit_event
 from pgfence.config import config_of, configure, events_of
+from pgfence.types import ProcessPause
 
 if TYPE_CHECKING:
     import pytest
 
+    from pgfence.types import Event
 
-def test_a_listener_that_raises_is_logged_and_the_others_are_called(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the caller nor the next listener sees its exception, and the application's listener comes first."""
-    hub, seen = EventHub(), []
-    hub.set_application(lambda _: 1 / 0)
-    hub.add(seen.append, lambda *_: 1 / 0)
+
+class Noting:
+    """An observer that keeps what it is passed, or raises."""
+
+    def __init__(self, seen: list[Any], *, raises: bool = False) -> None:
+        self.seen = seen
+        self.raises = raises
+
+    def observe_lock(self, *values: Any) -> None:
+        self.seen.append(values[:3])
+        if self.raises:
+            raise RuntimeError("observer")
+
+    def observe(self, event: Event) -> None:
+        self.observe_lock(event.event)
+
+    def observe_timing(self, *values: Any) -> None:
+        self.observe_lock(*values)
+
+
+def test_exceptions_of_listener_and_observer_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the caller nor the other of the two sees them."""
+    hub, seen, heard = EventHub(), [], []
+    hub.set_listener(lambda event: heard.append(event) or 1 / 0)
+    hub.set_observer(Noting(seen, raises=True))
+    pause = ProcessPause("paused", None, None, None, None, datetime.now(UTC), 1.0, 5.0, 0.5)
     with caplog.at_level(logging.ERROR, "pgfence.advisory"):
         emit_event(hub, "acquired", "a, b", "advisory", waited=0.5)
         hub.record("pause", 0.1)
-    assert caplog.text.count("ZeroDivisionError") >= 2
-    (event,) = seen
+        hub.emit(pause)
+    assert caplog.text.count("RuntimeError: observer") == 3
+    assert caplog.text.count("ZeroDivisionError: ") == 2
+    event, other = heard
     assert (event.event, event.name, event.kind, event.waited, event.held) == (
         "acquired",
         "a, b",
@@ -33,31 +59,29 @@ def test_a_listener_that_raises_is_logged_and_the_others_are_called(caplog: pyte
         None,
     )
     assert event.at.tzinfo is not None
+    assert other is pause
+    assert seen == [("acquired", "a, b", "advisory"), ("pause", 0.1), ("paused",)]
 
 
 def test_without_a_listener_no_event_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the time is read."""
+    """Not even the time is read, also if there is an observer."""
     monkeypatch.setattr("pgfence._process.events.LockEvent", None)
     monkeypatch.setattr("pgfence._process.events.datetime", None)
-    emit_event(EventHub(), "acquired", "a", "advisory")
+    hub = EventHub()
+    assert not hub.active
+    emit_event(hub, "acquired", "a", "advisory")
+    hub.set_observer(Noting([]))
+    assert hub.active
+    emit_event(hub, "acquired", "a", "advisory")
 
 
-def test_listeners_can_be_added_before_and_after_the_settings() -> None:
-    """`configure()` accepts an engine that already has other listeners, and its own is called too."""
-    engine, seen = create_engine("postgresql+psycopg://"), []
-
-    def add(what: str) -> Any:
-        return lambda event: seen.append((what, event.event))
-
-    early, timing = add("early"), print
-    events_of(engine).add(early, timing)
-    configure(engine, on_event=add("application"))
-    events_of(engine.execution_options(isolation_level="AUTOCOMMIT")).add(add("late"), timing)
-    emit_event(config_of(engine).events, "lost", "a", "lease")
-    assert seen == [("application", "lost"), ("early", "lost"), ("late", "lost")]
-    events_of(engine).remove(early, timing)
-    emit_event(config_of(engine).events, "lost", "a", "lease")
-    assert [what for what, _ in seen[3:]] == ["application", "late"]
+def test_an_observer_can_be_set_before_and_after_the_settings() -> None:
+    """`configure()` accepts an engine that is observed already; copies of an engine share what is notified."""
+    engine, heard, seen = create_engine("postgresql+psycopg://"), [], []
+    events_of(engine).set_observer(Noting(seen))
+    configure(engine, on_event=lambda event: heard.append(event.event))
+    emit_event(config_of(engine.execution_options(isolation_level="AUTOCOMMIT")).events, "lost", "a", "lease")
+    assert (heard, seen) == (["lost"], [("lost", "a", "lease")])
 
 
 def test_log_records_have_the_documented_fields() -> None:

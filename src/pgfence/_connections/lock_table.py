@@ -22,6 +22,11 @@ class LockTable:
         self._limit = 0
         self._warned = False
 
+    @property
+    def use(self) -> tuple[int, int]:
+        """The entries in use when they were last counted, and the capacity; 0 if it is not known."""
+        return self._used, self._limit
+
     def needs_count(self, keys: int) -> bool:
         """Return whether the locks must be counted before a large request is checked."""
         # The last count may be old and does not include what this process has released since, so a request is never rejected

@@ -7,7 +7,7 @@ messages.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
@@ -36,14 +36,8 @@ def format_names(names: tuple[str, ...]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-class HoldDetails(NamedTuple):
-    """What events and log records say about a hold, besides its names and its token."""
-
-    kind: str
-    owner: str | None = None
-    lease_id: UUID | None = None
-    ttl: float | None = None
-    attempt: int | None = None
+HoldDetails: TypeAlias = "tuple[str, str | None, UUID | None, float | None, int | None]"
+"""What events and log records say about a hold, besides its names and its token: kind, owner, lease id, TTL, attempt."""
 
 
 class BaseHold:
@@ -108,12 +102,12 @@ class BaseHold:
         contended: bool = False,
     ) -> None:
         """Pass an event of this hold to the listeners. The caller must not hold the mutex."""
-        if events.listeners:
+        if events.active:
             kind, owner, lease_id, ttl, attempt = self.get_details()
             emit_event(
                 events,
                 event,
-                ", ".join(self.names),
+                self.names[0] if len(self.names) == 1 else ", ".join(self.names),
                 kind,
                 owner=owner,
                 lease_id=lease_id,
@@ -256,7 +250,7 @@ class Hold(BaseHold, Generic[SessionT]):
         self.session = session
 
     def get_details(self) -> HoldDetails:
-        return HoldDetails(self.sql.kind)
+        return self.sql.kind, None, None, None, None
 
     @property
     def keys(self) -> tuple[LockKey, ...]:

@@ -195,6 +195,10 @@ class LocalQueue:
         """Return the entries of one queue, first to last."""
         return self._lines.get(place, ())
 
+    def count_waiting(self) -> int:
+        """Return how many entries wait, in this process or at the server."""
+        return len({id(entry) for line in self._lines.values() for entry in line if entry.hold is None})
+
     def __len__(self) -> int:
         return len(self._lines)
 

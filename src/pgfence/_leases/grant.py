@@ -7,7 +7,7 @@ import math
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from pgfence._holds.hold import BaseHold, HoldDetails, format_names
+from pgfence._holds.hold import BaseHold, format_names
 from pgfence._leases import terms
 from pgfence._process.clock import clock
 from pgfence._process.events import build_log_fields
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from uuid import UUID
 
+    from pgfence._holds.hold import HoldDetails
     from pgfence._holds.queue import QueueEntry
     from pgfence._leases.request import AcquireRequest, Granted
     from pgfence._leases.terms import Heartbeat, LeaseKind
@@ -145,7 +146,7 @@ class Grant(BaseHold):
 
     def get_details(self) -> HoldDetails:
         attempt = self.token if self.kind == "effect" else self.attempt if self.kind == "slot" else None
-        return HoldDetails(self.kind, self.label, self.lease_id, self.ttl, attempt)
+        return self.kind, self.label, self.lease_id, self.ttl, attempt
 
     @property
     def loss_reason(self) -> LossReason | None:
@@ -302,7 +303,7 @@ class Pauses:
         if ttl is None:
             return
         margin = terms.compute_margin(ttl)
-        if events.listeners:
+        if events.active:
             events.emit(ProcessPause("paused", None, None, None, None, datetime.now(UTC), late, ttl, margin))
         if late > 2 * self._longest:
             self._longest = late

@@ -245,7 +245,7 @@ class LeaseManager(LeaseStatements):
 
     def _report_grant(self, grant: Grant, told: Granted, call: LeaseAcquisition | None = None) -> None:
         """Emit the events of a grant; `call` is None for a lease that was adopted."""
-        if (events := self.config.events).listeners:
+        if (events := self.config.events).active:
             waited = None if call is None else clock() - call.began
             grant.emit(events, "acquired", waited=waited, contended=call is not None and call.contended)
             if told.reclaimed:

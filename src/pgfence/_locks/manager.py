@@ -270,7 +270,7 @@ class LockManager:
         # The connection may have died before the hold was attached, in which case `hold` missed the loss.
         if session.dead is not None:
             session.on_connection_lost(session.dead)
-        if (events := self.config.events).listeners:
+        if (events := self.config.events).active:
             hold.emit(events, "acquired", waited=clock() - call.began, contended=call.contended)
         return hold
 

@@ -1,10 +1,10 @@
-"""The listeners to the events of one engine: that of `configure(on_event=...)` and those of `pgfence.telemetry`."""
+"""Pass the events of one engine to the listener of `configure(on_event=...)` and to `pgfence.telemetry`."""
 
 from __future__ import annotations
 
 import logging
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from pgfence.types import LockEvent
 
@@ -14,61 +14,82 @@ if TYPE_CHECKING:
 
     from pgfence.types import Event
 
-    Listener: TypeAlias = Callable[[Event], object]
     Timing: TypeAlias = Literal["renewal", "pause"]
-    TimingListener: TypeAlias = Callable[[Timing, float], object]
 
 log = logging.getLogger("pgfence.advisory")
 
+_FAILED = "a callback of a lock failed"
+
+
+class EventObserver(Protocol):
+    """What telemetry does with events. A lock's is passed as values, because building a `LockEvent` costs as much as a statement."""
+
+    def observe_lock(
+        self,
+        event: str,
+        name: str,
+        kind: str,
+        token: int | None,
+        owner: str | None,
+        waited: float | None,
+        held: float | None,
+        reason: str | None,
+        contended: bool,
+    ) -> object: ...
+
+    def observe(self, event: Event) -> object: ...
+
+    def observe_timing(self, what: Timing, seconds: float) -> object:
+        """Note the duration of a renewal, or the delay with which the heartbeat's thread woke up."""
+
 
 class EventHub:
-    """The listeners of one engine.
+    """Who is notified of the events of one engine.
 
-    Callers check `listeners` before they build an event, so that an event nobody listens to costs nothing.
+    Callers check `active` before they compute what an event contains, so that an event nobody listens to costs nothing.
     """
 
-    __slots__ = ("_added", "_application", "listeners", "timings")
+    __slots__ = ("active", "listener", "observer")
 
     def __init__(self) -> None:
-        self._application: tuple[Listener, ...] = ()
-        self._added: tuple[Listener, ...] = ()
-        self.listeners: tuple[Listener, ...] = ()
-        """All listeners, the application's first."""
-        self.timings: tuple[TimingListener, ...] = ()
-        """Called with each duration of a renewal, and each delay with which the heartbeat's thread woke up."""
+        self.listener: Callable[[Event], object] | None = None
+        self.observer: EventObserver | None = None
+        self.active = False
 
-    def set_application(self, listener: Listener | None) -> None:
+    def set_listener(self, listener: Callable[[Event], object] | None) -> None:
         """Set the listener of `configure(on_event=...)`."""
-        self._application = () if listener is None else (listener,)
-        self.listeners = self._application + self._added
+        self.listener = listener
+        self.active = self.listener is not None or self.observer is not None
 
-    def add(self, listener: Listener, timing: TimingListener) -> None:
-        """Add listeners in addition to the application's."""
-        self._added = (*self._added, listener)
-        self.timings = (*self.timings, timing)
-        self.listeners = self._application + self._added
-
-    def remove(self, listener: Listener, timing: TimingListener) -> None:
-        """Remove listeners that were added."""
-        self._added = tuple(each for each in self._added if each != listener)
-        self.timings = tuple(each for each in self.timings if each != timing)
-        self.listeners = self._application + self._added
+    def set_observer(self, observer: EventObserver) -> None:
+        """Set the observer, which is notified in addition to the listener."""
+        self.observer = observer
+        self.active = True
 
     def emit(self, event: Event) -> None:
-        """Call all listeners, without a lock of pgfence held. Their exceptions are logged."""
-        for listener in self.listeners:
+        """Pass on an event that is not a `LockEvent`. Not under a lock of pgfence. Exceptions are logged."""
+        if (observer := self.observer) is not None:
+            try:
+                observer.observe(event)
+            except Exception:
+                log.exception(_FAILED)
+        self.notify(event)
+
+    def notify(self, event: Event) -> None:
+        """Call the listener. Its exception is logged, because it must not affect the lock."""
+        if (listener := self.listener) is not None:
             try:
                 listener(event)
             except Exception:
-                log.exception("a callback of a lock failed")
+                log.exception(_FAILED)
 
     def record(self, what: Timing, seconds: float) -> None:
-        """Pass a duration to the timing listeners. Their exceptions are logged."""
-        for timing in self.timings:
+        """Pass a duration to the observer."""
+        if (observer := self.observer) is not None:
             try:
-                timing(what, seconds)
+                observer.observe_timing(what, seconds)
             except Exception:
-                log.exception("a callback of a lock failed")
+                log.exception(_FAILED)
 
 
 def emit_event(
@@ -87,9 +108,14 @@ def emit_event(
     attempt: int | None = None,
     contended: bool = False,
 ) -> None:
-    """Call the listeners, if there are any. Not under the mutex or another lock of pgfence, because a listener may block."""
-    if events.listeners:
-        events.emit(
+    """Notify observer and listener. Not under the mutex or another lock of pgfence, because a listener may block."""
+    if (observer := events.observer) is not None:
+        try:
+            observer.observe_lock(event, name, kind, token, owner, waited, held, reason, contended)
+        except Exception:
+            log.exception(_FAILED)
+    if events.listener is not None:
+        events.notify(
             LockEvent(
                 event=event,
                 name=name,

@@ -110,7 +110,7 @@ def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
     answer = _send(connection, place, lambda: sql.claim(connection, place, row, 0))
     if answer.outcome == "busy" and limit:
         answer, waits = _wait(connection, place, row, call, limit), True
-    if events.listeners and answer.outcome in _EVENTS:
+    if events.active and answer.outcome in _EVENTS:
         event = "refused" if answer.outcome == "busy" and not limit else _EVENTS[answer.outcome]
         contended = waits or event == "refused"
         emit_event(

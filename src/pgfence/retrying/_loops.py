@@ -112,7 +112,7 @@ class Retries:
 
     def _emit_event(self, attempt: AttemptRun, outcome: Outcome, error: Exception | None, pause: float) -> None:
         events = attempt.config.events
-        if not events.listeners:
+        if not events.active:
             return
         what = TransactionAttempt(
             event=outcome,

@@ -248,7 +248,7 @@ class TransactionLockBase(Guided):
         return True
 
     def _emit_end(self, config: Config, event: str, began: float, *, contended: bool = True) -> None:
-        if (events := config.events).listeners:
+        if (events := config.events).active:
             names, waited = ", ".join(self._list_labels()), clock() - began
             emit_event(events, event, names, "transaction", waited=waited, contended=contended)
 

@@ -7,7 +7,8 @@ from datetime import timedelta
 
 import pgfence.monitoring as monitoring
 from app import async_engine, engine
-from pgfence import Event, Holder, LockEvent, ProcessPause, configure, embedded, schema
+from opentelemetry.metrics import get_meter_provider
+from pgfence import Event, Holder, LockEvent, ProcessPause, configure, embedded, schema, telemetry
 from typing_extensions import assert_type
 
 
@@ -29,11 +30,13 @@ def set_up() -> None:
         pooler="session",
         on_event=listen,
     )
+    telemetry.instrument(engine, meter_provider=get_meter_provider())
     schema.create_all(engine)
     schema.add_fence(engine, "ledger", resource="close")
 
 
 async def set_up_async() -> None:
+    telemetry.instrument(async_engine)
     await schema.create_all(async_engine)
 
 

@@ -225,7 +225,7 @@ def report_failure(engine: Engine, events: EventHub, task: HeartbeatTask, error:
     if first:
         where, fields = describe_server(engine), build_log_fields("renewal_failed")
         log.warning("no response from %s, retrying until the deadlines of the leases: %s", where, error, extra=fields)
-    if events.listeners and isinstance(task, RenewTask):
+    if events.active and isinstance(task, RenewTask):
         for grant in task.requests:
             grant.emit(events, "renewal_failed", reason=type(error).__name__)
 

@@ -1,0 +1,1 @@
+"""What `pgfence.telemetry` measures."""

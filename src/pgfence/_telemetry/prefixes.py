@@ -1,0 +1,31 @@
+"""The prefixes of names, as values of an attribute: bounded, however many names an application uses."""
+
+from __future__ import annotations
+
+import re
+
+LIMIT = 100
+"""The number of different prefixes. All further ones share one value."""
+OTHER = "_other"
+
+_END = re.compile("[:/#,]")
+
+
+class Prefixes:
+    """The prefixes seen so far. Not thread-safe in the sense that the limit may be exceeded by a few."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def limit(self, value: str) -> str:
+        """Return the value if it is one of the first, otherwise the value that all others share."""
+        if value in self._seen:
+            return value
+        if len(self._seen) >= LIMIT:
+            return OTHER
+        self._seen.add(value)
+        return value
+
+    def find(self, name: str | None) -> str:
+        """Return the part of a name before the first colon, slash or number sign, for the first name of several."""
+        return self.limit(_END.split(name or "", maxsplit=1)[0])

@@ -1,0 +1,89 @@
+"""What the process holds and waits for at this moment, read when metrics are collected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pgfence._holds.registry import ManagerRegistry
+from pgfence._leases.heartbeat.looks import list_grants
+from pgfence._leases.heartbeat.service import HeartbeatService
+from pgfence._leases.manager import LeaseManager
+from pgfence._locks.manager import LockManager
+from pgfence._process.clock import clock
+from pgfence._process.lifecycle import MUTEX, PROCESS
+from pgfence._telemetry import metrics
+from pgfence.config import config_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from sqlalchemy.engine.interfaces import Dialect
+
+    from pgfence._holds.hold import BaseHold
+    from pgfence._telemetry.metrics import Metric
+    from pgfence._telemetry.prefixes import Prefixes
+
+
+class DialectOnly(NamedTuple):
+    """A dialect, in the place of its engine."""
+
+    dialect: Dialect
+
+
+class Sample(NamedTuple):
+    """One value of a gauge, with the values of the metric's attributes except the database."""
+
+    metric: Metric
+    values: tuple[str, ...]
+    value: float
+
+
+def read_state(dialect: Dialect, prefixes: Prefixes) -> Iterator[Sample]:
+    """Yield the state of an engine in this process, and of its `lock_engine`, without a statement."""
+    managers = list(_list_managers(dialect))
+    other = config_of(DialectOnly(dialect)).lock_engine
+    if other is not None and not callable(other):
+        managers += _list_managers(other.dialect)
+    ages: dict[tuple[str, str], list[float]] = {}
+    for each in managers:
+        if isinstance(each, HeartbeatService):
+            _add_ages(ages, list_grants(each), prefixes)
+        elif isinstance(each, (LockManager, LeaseManager)):
+            if isinstance(each, LockManager):
+                holds = [session.hold for session in list(each.pool.sessions)]
+                _add_ages(ages, [hold for hold in holds if hold is not None], prefixes)
+            yield from _read_manager(each)
+    kinds: dict[str, int] = {}
+    for (kind, prefix), found in ages.items():
+        kinds[kind] = kinds.get(kind, 0) + len(found)
+        yield Sample(metrics.HOLD_AGE, (kind, prefix), max(found))
+    for kind, count in kinds.items():
+        yield Sample(metrics.HELD, (kind,), count)
+
+
+def _list_managers(dialect: Dialect) -> Iterator[object]:
+    found = list(vars(dialect).get(ManagerRegistry.ATTRIBUTE, {}).values())
+    return (each for each in found if each.pid == PROCESS.pid)
+
+
+def _add_ages(ages: dict[tuple[str, str], list[float]], holds: Iterable[BaseHold], prefixes: Prefixes) -> None:
+    now = clock()
+    for hold in holds:
+        key = hold.get_details()[0], prefixes.find(hold.names[0])
+        ages.setdefault(key, []).append(now - hold.since)
+
+
+def _read_manager(manager: LockManager | LeaseManager) -> Iterator[Sample]:
+    pool, name = manager.pool, manager.family if isinstance(manager, LeaseManager) else "session"
+    with MUTEX:
+        waiting = manager.queue.count_waiting()
+        idle = len(pool.state.idle)
+        used = pool.state.open - idle
+    yield Sample(metrics.WAITERS, (name,), waiting)
+    yield Sample(metrics.CONNECTIONS, (name, "idle"), idle)
+    yield Sample(metrics.CONNECTIONS, (name, "used"), used)
+    yield Sample(metrics.CONNECTIONS_MAX, (name,), pool.state.limit)
+    taken, limit = pool.lock_table.use
+    if limit:
+        yield Sample(metrics.LOCK_TABLE_USAGE, (), taken)
+        yield Sample(metrics.LOCK_TABLE_LIMIT, (), limit)

@@ -1,0 +1,89 @@
+"""OpenTelemetry metrics and spans of locks, leases, idempotency keys, fences and versions.
+
+Requires the extra `otel`, which installs the API of OpenTelemetry. An application also needs the SDK and an exporter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from pgfence.config import events_of
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import MeterProvider
+    from opentelemetry.trace import TracerProvider
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence._telemetry.recorder import Recorder
+
+__all__ = ["instrument"]
+
+_ATTRIBUTE = "_pgfence_telemetry"
+_SCOPE = "pgfence"
+
+_RECORDERS: weakref.WeakKeyDictionary[object, Recorder] = weakref.WeakKeyDictionary()
+"""The recorder of each meter provider. Engines share one, because a meter has each instrument once."""
+
+
+class _Global:
+    """The key of the global meter provider, which may be set later."""
+
+
+_GLOBAL = _Global()
+
+
+def instrument(
+    engine: Engine | AsyncEngine,
+    meter_provider: MeterProvider | None = None,
+    tracer_provider: TracerProvider | None = None,
+) -> None:
+    """Report what happens to the locks, leases and keys of an engine as OpenTelemetry metrics and spans.
+
+    Call it once for each engine, at any time, before or after `configure()`; a listener that was set with
+    `configure(on_event=...)` is still called. A second call with the same providers does nothing.
+
+    The metrics are collected by the reader of the meter provider. An acquire or release only appends its event to a list; durations
+    are recorded when the metrics are collected. Of more than 1,000 durations with the same attributes between two collections, a
+    random sample of 1,000 is recorded. Counters count everything.
+
+    Spans are added only to a trace that is already being recorded: `pgfence.acquire` for a call that found another holder,
+    `pgfence.hold` for the time from the grant to the release, and `pgfence.transaction.attempt` for each attempt of
+    `run_transaction`. A span is created when it ends, so spans of the work inside a hold are its siblings.
+
+    Limitations: locks on your own Connection are not part of the gauges. A process that ends without a last collection loses the
+    events since the collection before.
+
+    Args:
+        engine: an Engine or AsyncEngine.
+        meter_provider: the provider of the metrics; None is the global one.
+        tracer_provider: the provider of the spans; None is the global one.
+
+    Raises:
+        ModuleNotFoundError: OpenTelemetry is not installed.
+        ValueError: the engine already reports to other providers.
+        TypeError: the engine is not an engine.
+    """
+    hub = events_of(engine)
+    try:
+        from opentelemetry import metrics, trace
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("OpenTelemetry is not installed: pip install 'pgfence[otel]'") from error
+    from pgfence._telemetry.observer import EngineObserver
+    from pgfence._telemetry.recorder import Recorder
+    from pgfence._telemetry.spans import SpanWriter
+
+    providers = (meter_provider, tracer_provider)
+    if (before := vars(engine.dialect).setdefault(_ATTRIBUTE, providers)) is not providers:
+        if before != providers:
+            raise ValueError("this engine already reports to other providers: call instrument() once for each engine")
+        return
+    key = _GLOBAL if meter_provider is None else meter_provider
+    recorder = _RECORDERS.get(key)
+    if recorder is None:
+        recorder = _RECORDERS[key] = Recorder(metrics.get_meter(_SCOPE, meter_provider=meter_provider))
+    database = engine.url.database or ""
+    recorder.add_engine(database, engine.dialect)
+    spans = SpanWriter(trace.get_tracer(_SCOPE, tracer_provider=tracer_provider), database)
+    hub.set_observer(EngineObserver(recorder, spans, database))
