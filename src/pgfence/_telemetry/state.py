@@ -30,7 +30,7 @@ class DialectOnly(NamedTuple):
     dialect: Dialect
 
 
-class Sample(NamedTuple):
+class GaugeValue(NamedTuple):
     """One value of a gauge, with the values of the metric's attributes except the database."""
 
     metric: Metric
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
     value: float
 
 
-def read_state(dialect: Dialect, prefixes: Prefixes) -> Iterator[Sample]:
+def read_state(dialect: Dialect, prefixes: Prefixes) -> Iterator[GaugeValue]:
     """Yield the state of an engine in this process, and of its `lock_engine`, without a statement."""
     managers = list(_list_managers(dialect))
     other = config_of(DialectOnly(dialect)).lock_engine
@@ -56,9 +56,9 @@ def read_state(dialect: Dialect, prefixes: Prefixes) -> Iterator[Sample]:
     kinds: dict[str, int] = {}
     for (kind, prefix), found in ages.items():
         kinds[kind] = kinds.get(kind, 0) + len(found)
-        yield Sample(metrics.HOLD_AGE, (kind, prefix), max(found))
+        yield GaugeValue(metrics.HOLD_AGE, (kind, prefix), max(found))
     for kind, count in kinds.items():
-        yield Sample(metrics.HELD, (kind,), count)
+        yield GaugeValue(metrics.HELD, (kind,), count)
 
 
 def _list_managers(dialect: Dialect) -> Iterator[object]:
@@ -73,17 +73,17 @@ def _add_ages(ages: dict[tuple[str, str], list[float]], holds: Iterable[BaseHold
         ages.setdefault(key, []).append(now - hold.since)
 
 
-def _read_manager(manager: LockManager | LeaseManager) -> Iterator[Sample]:
+def _read_manager(manager: LockManager | LeaseManager) -> Iterator[GaugeValue]:
     pool, name = manager.pool, manager.family if isinstance(manager, LeaseManager) else "session"
     with MUTEX:
         waiting = manager.queue.count_waiting()
         idle = len(pool.state.idle)
         used = pool.state.open - idle
-    yield Sample(metrics.WAITERS, (name,), waiting)
-    yield Sample(metrics.CONNECTIONS, (name, "idle"), idle)
-    yield Sample(metrics.CONNECTIONS, (name, "used"), used)
-    yield Sample(metrics.CONNECTIONS_MAX, (name,), pool.state.limit)
+    yield GaugeValue(metrics.WAITERS, (name,), waiting)
+    yield GaugeValue(metrics.CONNECTIONS, (name, "idle"), idle)
+    yield GaugeValue(metrics.CONNECTIONS, (name, "used"), used)
+    yield GaugeValue(metrics.CONNECTIONS_MAX, (name,), pool.state.limit)
     taken, limit = pool.lock_table.use
     if limit:
-        yield Sample(metrics.LOCK_TABLE_USAGE, (), taken)
-        yield Sample(metrics.LOCK_TABLE_LIMIT, (), limit)
+        yield GaugeValue(metrics.LOCK_TABLE_USAGE, (), taken)
+        yield GaugeValue(metrics.LOCK_TABLE_LIMIT, (), limit)
