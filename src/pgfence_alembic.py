@@ -39,13 +39,14 @@ class Directives:
 
         Args:
             operations: `op` itself.
-            schema: the schema, created if it is missing. None: the schema in which the search path finds an installation, which
-                is then left as it is, or else the first one on the search path.
+            schema: the schema, which is created if it does not exist. None means the schema in which the search path finds an
+                installation, which is then not changed, or otherwise the first schema on the search path.
             prefix: prefix of the names of tables and functions.
-            version: version of tables and functions, so that the migration does the same with a later release; None: the newest.
+            version: version of tables and functions, so that the migration does the same with a later release; None means the
+                newest.
 
         Raises:
-            ValueError: this release does not know the version, the schema is empty or the prefix too long.
+            ValueError: this release does not know the version, the schema is empty, or the prefix is too long.
             SchemaError: this role may not create them, or existing ones differ from what pgfence creates.
         """
         ours = _operations()
@@ -59,7 +60,7 @@ class Directives:
 
         Args:
             operations: `op` itself.
-            schema: their schema; None: the first one on the search path.
+            schema: their schema; None means the first schema on the search path.
             prefix: prefix of their names.
 
         Raises:
@@ -106,8 +107,8 @@ class Directives:
         Like `pgfence.schema.add_fence`, with the settings of `configure` as arguments. A fence of another resource is replaced.
         The separate fence of a partition is merged with that of its parent, and is dropped with it.
 
-        The table and its partitions, on a second call only those that lack something, are locked in SHARE ROW EXCLUSIVE mode:
-        the lock waits for the transactions that have written there, and new writers wait behind it, for at most the session's
+        The table and its partitions, on a second call only those that lack something, are locked in SHARE ROW EXCLUSIVE mode. The
+        lock waits for the transactions that have written there, and new writers wait behind it, for at most the session's
         `lock_timeout` (`DDL_WAIT` in pgfence's templates). The mode is ACCESS EXCLUSIVE, which also blocks readers, if a resource
         for the whole table replaces one for each row, and in a script (`--sql`) if a fence exists.
 
@@ -140,7 +141,7 @@ class Directives:
         pgfence_schema: str | None = None,
         prefix: str = "pgfence_",
     ) -> None:
-        """Drop the fence of a table. A missing fence is not an error; a partition keeps the fence of its parent.
+        """Drop the fence of a table. A missing fence is not an error. A partition keeps the fence of its parent.
 
         The table and its partitions are locked in ACCESS EXCLUSIVE mode: the lock waits for the transactions that have read or
         written there, and new readers and writers wait behind it, for at most the session's `lock_timeout` (`DDL_WAIT` in
@@ -174,8 +175,8 @@ class Directives:
         """Make the server increment the version of each row on every UPDATE, whichever program sends it.
 
         Like `pgfence.schema.add_version_trigger`, with the settings of `configure` as arguments. pgfence's tables are not needed.
-        Partitions are covered. Tables that inherit from this one with INHERITS are not: each needs a separate trigger, otherwise
-        an UPDATE of its rows, also through this table, does not change their version.
+        Partitions are covered. Tables that inherit from this one with INHERITS are not covered. Each of them needs a separate
+        trigger. Otherwise an UPDATE of its rows, even through this table, does not change their version.
 
         Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode: the lock waits for the
         transactions that have written there, and new writers wait behind it, for at most the session's `lock_timeout`
@@ -209,7 +210,9 @@ class Directives:
         pgfence_schema: str | None = None,
         prefix: str = "pgfence_",
     ) -> None:
-        """Drop the version trigger of a table. A missing one is not an error. Its function is kept: other tables may use it.
+        """Drop the version trigger of a table.
+
+        A missing trigger is not an error. Its function is kept, because other tables may use it.
 
         The table and its partitions are locked in ACCESS EXCLUSIVE mode: the lock waits for the transactions that have read or
         written there, and new readers and writers wait behind it, for at most the session's `lock_timeout` (`DDL_WAIT` in
@@ -242,13 +245,13 @@ class Directives:
         unique: bool = False,
         **kw: Any,
     ) -> None:
-        """Create an index with CONCURRENTLY, without blocking writers. Safe to repeat after an interrupted build.
+        """Create an index with CONCURRENTLY, without blocking writers. It can be repeated after an interrupted build.
 
-        An INVALID index of that name, which a failed or killed build leaves behind, is dropped first. A valid one is kept if it is
-        the same: an empty temporary table of the same name and columns shows how PostgreSQL describes the wanted index, with
-        method, columns, expressions, order, predicate and options, but not the tablespace. An index whose text also contains
-        the schema (`shop.entry.id`), or passes the row to a function of the table's type, cannot be created there. It counts as
-        the same only if it is written exactly as PostgreSQL writes it, which the error quotes.
+        An INVALID index of that name, which a failed or killed build leaves behind, is dropped first. A valid index is kept if it
+        is the same. To compare the two, PostgreSQL describes the wanted index on an empty temporary table of the same name and
+        columns, with method, columns, expressions, order, predicate and options, but not the tablespace. An index whose text also
+        contains the schema (`shop.entry.id`), or passes the row to a function of the table's type, cannot be created there. It
+        counts as the same only if it is written exactly as PostgreSQL writes it, which the error quotes.
 
         A script (`--sql`) also drops an invalid index, and accepts any other one of that name as the wanted one. Earlier steps
         of the migration are committed first, because CONCURRENTLY runs outside of a transaction. It waits for older transactions
@@ -261,7 +264,7 @@ class Directives:
             columns: column names, or `sqlalchemy.text` for expressions.
             schema: schema of table and index.
             unique: create a unique index.
-            **kw: as for `op.create_index`, e.g. postgresql_where.
+            **kw: further arguments of `op.create_index`, such as postgresql_where.
 
         Raises:
             ValueError: another object has that name, or an index that differs or cannot be compared; or the table is partitioned,
@@ -290,7 +293,7 @@ class Directives:
 
 
 def setup(plugin: Plugin) -> None:
-    """Register the directives and the comparison. Called by Alembic."""
+    """Register the directives and the comparison. Alembic calls this."""
     try:
         _register(plugin)
     except Exception:  # noqa: BLE001

@@ -1,4 +1,4 @@
-"""Functions for operators: look at the server and its locks, end holds, and read who ended which."""
+"""Functions for operators, which examine the server and its locks, end holds, and read who ended them."""
 
 from __future__ import annotations
 
@@ -64,18 +64,17 @@ def evict(
     """End the holder of a lease or a session lock, fence it off, and record that, all in one transaction.
 
     The token in the name's row and in its gate is incremented, the lease ends, and a row with reason and actor is written to the
-    audit table. The call waits at most 2 s for writers with the old token that are inside the gate; after that no write
-    with the old token can commit. A lease's handle is lost with the reason "evicted": in this process, for the same
-    engine, when this function returns; in other processes within moments by a notification from the server, or at the
-    next renewal if the notification does not arrive (through a pooler, or for a lease acquired within the last two
-    seconds). Sessions that hold an advisory lock with that name are terminated: their holders are notified immediately,
-    with the reason "killed". A name whose lease was already released still gets a higher token, so that a late writer
-    is rejected.
+    audit table. The call waits at most 2 s for writers with the old token that are inside the gate. After that, no write with the
+    old token can commit. The handle of a lease is lost with the reason "evicted". In this process, for the same engine, this
+    happens when this function returns. Other processes are notified by the server within moments, or at the next renewal if the
+    notification does not arrive (through a pooler, or for a lease acquired within the last two seconds). Sessions that hold an
+    advisory lock with that name are terminated, and their holders are notified immediately, with the reason "killed". A name
+    whose lease was already released still gets a higher token, so that a late writer is rejected.
 
     Limitations: the holder may still be running. Only transactions that enter the gate of this name are fenced.
 
     Args:
-        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
+        engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         name: the name, in the configured namespace; of a permit of the semaphore `NAME` it is `NAME#i`, as `holders()` shows; of a
             partition it is `NAME/i`.
         reason: the reason, for the audit table; not empty.
@@ -88,8 +87,8 @@ def evict(
     Raises:
         ValueError: the name, the reason or the actor cannot be used; or it is the name of a semaphore or of partitions.
         TypeError: one of these arguments is not a str, or the engine is not an engine.
-        LockTimeoutError: a transaction that writes with the old token is still open; `holders` has the candidates. Nothing was
-            done.
+        LockTimeoutError: a transaction that writes with the old token is still open, and `holders` lists the candidates. Nothing
+            was done.
         SchemaError: the tables are missing, or this role lacks privileges. Nothing was done.
         StandbyError: the server accepts no writes. Nothing was done.
         UnreachableError: the server did not respond. If the connection was lost partway, check before you retry.
@@ -114,11 +113,11 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
     third of a TTL later. It calls `on_lost`, ends its work, releases the term, and waits a second before it is a
     candidate again, so that another candidate is elected.
 
-    Limitations: a leader that hangs, or was elected through `campaign()` and does not look at its term, does not resign. Use
+    Limitations: a leader that hangs, or was elected through `campaign()` and does not check its term, does not resign. Use
     `evict`, which fences it.
 
     Args:
-        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
+        engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         name: the name of the election, in the configured namespace.
         reason: the reason, for the audit table; not empty.
         actor: the person or program that asks, for the audit table; None is this process's user and host.
@@ -127,11 +126,10 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
         The leader that was asked; None if there was no leader, and nothing was done.
 
     Raises:
-        ValueError: the name is held by something other than an election; or the name, the reason or the actor cannot be
-            used.
+        ValueError: the holder of the name is not the leader of an election; or the name, the reason or the actor cannot be used.
         TypeError: one of these arguments is not a str, or the engine is not an engine.
-        SchemaError: the tables are missing or older than version 5, or this role may not do it.
-        StandbyError: this server takes no writes.
+        SchemaError: the tables are missing or older than version 5, or this role lacks privileges.
+        StandbyError: the server accepts no writes.
         UnreachableError: the server did not respond.
     """
     request = build_resign_request(engine, name, reason=reason, actor=actor)
@@ -148,16 +146,16 @@ def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix:
     """Return the idempotency keys whose effect was begun and not finished, the oldest first.
 
     These are keys of `IdempotentEffect` and of the middlewares whose attempt is running or was lost. A key that was freed after a
-    known failure is not listed, and neither is one in a caller's transaction, which other sessions cannot see before it has a
-    result.
+    known failure is not listed. A key in a caller's transaction is not listed either, because other sessions cannot read it
+    before it has a result.
 
-    `prefix` applies to scopes: the same filter is `--scope` on the command line, where `--prefix` is the prefix of the tables.
+    `prefix` applies to scopes. On the command line, the same filter is `--scope`, while `--prefix` is the prefix of the tables.
 
-    Guarantees: no lock is taken, and nothing that is stored under a key leaves the server: no result, no payload, and only the
-    names of its steps. The table is read from end to end.
+    Guarantees: no lock is taken. Of the data that is stored under a key, only the names of its steps leave the server, and no
+    result or payload. The whole table is read.
 
     Args:
-        engine: an Engine; or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.
+        engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.
         older_than: the minimum number of seconds since the key was first claimed.
         prefix: the beginning of the scope, without the configured namespace.
 
@@ -182,16 +180,16 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
 
     In one transaction the claim of the attempt ends and a row with reason and actor is written to the audit table. The next
     caller runs the next attempt, with the steps that are done so far. An attempt that is still running gets AttemptLostError at
-    its next renewal or step; what it stores after this is rejected.
+    its next renewal or step, and PostgreSQL rejects what it stores after that.
 
-    The scope comes first, as in `pgfence keys free`; in the other order they do not match any key, and the result is
+    The scope comes first, as in `pgfence keys free`. In the other order, the arguments do not match any key, and the result is
     None.
 
-    Limitations: the attempt may still be running, and may have had effects outside the database. Check those first: the next
-    caller repeats the step that was not finished, under the same derived key.
+    Limitations: the attempt may still be running, and may have had effects outside the database. Check these effects first,
+    because the next caller repeats the step that was not finished, under the same derived key.
 
     Args:
-        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
+        engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         scope: the scope of the key, without the configured namespace.
         key: the key.
         reason: the reason, for the audit table; not empty.
@@ -224,17 +222,17 @@ def purge(engine: Engine, *, batch: int = 1000) -> int: ...
 def purge(engine: Engine | AsyncEngine, *, batch: int = 1000) -> object:
     """Delete expired idempotency keys in small transactions, and return how many were deleted.
 
-    An expired key is new to the next caller, whether it was purged or not; purging keeps the table small. The keys of all
+    An expired key counts as new for the next caller, whether or not it was purged. Purging keeps the table small. The keys of all
     namespaces in the table are purged.
 
-    Guarantees: a key that has not expired is kept, and so is one whose attempt is running. No other transaction waits for the
-    purge longer than one batch takes. Any number of processes may purge at the same time.
+    Guarantees: a key that has not expired is kept, as is a key whose attempt is running. No other transaction waits for the purge
+    longer than one batch takes. Any number of processes may purge at the same time.
 
     Limitations: keys that expire during the purge, or that another transaction has locked, are left to the next purge.
-    Autovacuum makes the space available for reuse; the table's files do not shrink.
+    Autovacuum makes the space available for reuse, but the table's files do not shrink.
 
     Args:
-        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
+        engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         batch: the number of keys in one transaction, from 1 to 100,000.
 
     Raises:
@@ -260,15 +258,16 @@ def doctor(engine: Engine | AsyncEngine, *, alembic_ini: str | PathLike[str] | N
     """Examine the server, the role and the settings of an engine, and return what pgfence does not work well with.
 
     The list of findings is in the documentation, on the page "Check an installation". Call it with the engine of your
-    application: settings and privileges belong to its role.
+    application, because settings and privileges belong to its role.
 
-    Guarantees: nothing is changed, and no lock is taken. It needs no privilege; what the role may not see is a finding, too.
+    Guarantees: nothing is changed, and no lock is taken. It needs no privilege. If the role may not read something, that is a
+    finding too.
 
-    Limitations: it sees one moment. No finding does not prove that there is no pooler: a proxy that passes on the server's
-    process ids looks like a direct connection.
+    Limitations: it examines one moment. If it does not find a pooler, there may still be one, because a proxy that passes on the
+    server's process ids looks like a direct connection.
 
     Args:
-        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
+        engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         alembic_ini: the path of your alembic.ini, to examine its env.py too, which is read and not run.
 
     Returns:
@@ -306,19 +305,19 @@ def release_leaked(
     in a separate transaction that also writes a row to the audit table, if the tables are installed. Only sessions of this
     database are examined.
 
-    Limitations: PostgreSQL does not record whether a program still needs a lock. A program that holds a lock on an idle
-    session while it works elsewhere looks the same, and so does the connection of `AdvisoryLock.connect()` while you run
-    no statement on it: look first, with `dry_run`. A lock that pgfence took itself is not listed: use `evict`.
+    Limitations: PostgreSQL does not record whether a program still needs a lock. A program that holds a lock on an idle session
+    while it works elsewhere looks the same, as does the connection of `AdvisoryLock.connect()` while you run no statement on it.
+    Check the list first, with `dry_run`. A lock that pgfence took itself is not listed; use `evict`.
 
     Args:
-        engine: an Engine; or an AsyncEngine, in which case the result must be awaited.
+        engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         reason: the reason, for the audit table; not empty.
         actor: the person or program that acts, for the audit table; None is this process's user and host.
         idle_for: the minimum number of seconds since the session became idle.
         dry_run: whether to return only which locks would be released.
 
     Returns:
-        The holders, one for each lock. A session that was used in the meantime is left alone.
+        The holders, one for each lock. A session that was used in the meantime is not ended.
 
     Raises:
         ValueError: the reason or the actor is blank, or idle_for is negative.
@@ -352,9 +351,8 @@ def audit(
     The rows of all namespaces are returned. pgfence never deletes one.
 
     Args:
-        engine: an Engine; or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.
-        since: only entries since this time, with a time zone; or of the last so many hours, as a timedelta by the server's
-            clock.
+        engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.
+        since: the earliest time of an entry, with a time zone, or the maximum age as a timedelta by the server's clock.
         action: only this action: "evict", "ask to resign", "free key" or "release leaked".
 
     Raises:

@@ -1,7 +1,7 @@
 """Create and drop pgfence's tables and server functions, or return the script that creates them.
 
-Schema and prefix come from `configure()`, to which the engine's `schema_translate_map` is applied. Without a schema, pgfence
-uses the one in which the search path finds an installation, or else the first one of the search path.
+Schema and prefix come from `configure()`, to which the engine's `schema_translate_map` is applied. Without a schema, pgfence uses
+the schema in which the search path finds an installation, or otherwise the first schema of the search path.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfe
 def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
     """Return a script that creates tables and functions in one transaction. Running it again changes nothing.
 
-    Without a schema both are created in the first schema of the search path, and the functions find the tables by the
-    caller's search path, so every writer needs the same one.
+    Without a schema, both are created in the first schema of the search path. The functions find the tables by the caller's
+    search path, so every writer needs the same search path.
 
     Args:
-        schema: the schema of the tables; created if it is missing.
+        schema: the schema of the tables, which is created if it does not exist.
         prefix: the prefix of the names.
 
     Raises:
@@ -79,11 +79,11 @@ def create_all(engine: Engine | Connection) -> None: ...
 def create_all(engine: AnyEngine) -> object:
     """Create the tables and functions that do not exist yet.
 
-    A second call changes nothing and needs no CREATE privilege; several processes may call it at the same time. On a
+    A second call changes nothing and needs no CREATE privilege. Several processes may call it at the same time. On a
     Connection it is part of the caller's transaction. Existing tables that differ are not altered.
 
     Args:
-        engine: an Engine or Connection; or an async one, in which case the result must be awaited.
+        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
 
     Raises:
         SchemaError: this role may not create them, or an existing table differs from what pgfence creates.
@@ -106,10 +106,10 @@ def drop_all(engine: AnyEngine) -> object:
     slots are lost, so their work may run again. The schema itself is not dropped.
 
     Args:
-        engine: an Engine or Connection; or an async one, in which case the result must be awaited.
+        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
 
     Raises:
-        SchemaError: this role does not own them, or a table is still fenced: call `drop_fence` first.
+        SchemaError: this role does not own them, or a table is still fenced. Call `drop_fence` first.
         TransactionStateError: the Connection is in autocommit.
     """
     return perform(engine, drop_unless_fenced)
@@ -124,19 +124,19 @@ def add_fence(engine: Engine | Connection, table: str | Table | type[object], *,
 def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
     """Make PostgreSQL reject every write to a table in a transaction that has not entered the gate of its resource.
 
-    Calling it again changes nothing; calling it with another resource replaces the fence.
+    Calling it again changes nothing. Calling it with another resource replaces the fence.
 
-    Limitations: a superuser who disables triggers, the apply process of a logical replication, and tables that inherit from this
-    one by INHERITS are not covered; the latter need a separate fence each. Partitions are covered; a new partition can be
-    truncated until this is called again.
+    Limitations: the fence does not stop a superuser who disables triggers, or the apply process of a logical replication. Tables
+    that inherit from this one by INHERITS need separate fences. Partitions are covered, but a new partition can be truncated
+    until this is called again.
 
-    The table and its partitions (in a repeated call only those that lack something) are locked in SHARE ROW EXCLUSIVE mode:
-    this waits for transactions that have written there, and new writers wait for it, up to the session's `lock_timeout`; by
-    default there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, only if a resource for the whole
-    table replaces one for each row.
+    The table and its partitions (in a repeated call only those that lack something) are locked in SHARE ROW EXCLUSIVE mode. The
+    call waits for transactions that have written to them, and new writers wait for the call, up to the session's `lock_timeout`.
+    By default there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, only if a resource for the whole table
+    replaces one for each row.
 
     Args:
-        engine: an Engine or Connection; or an async one, in which case the result must be awaited. The role must own the table.
+        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. The role must own the table.
         table: a name (or schema.name), a Table, or a mapped class; with joined inheritance, the class's own table.
         resource: the name that is fenced, in the configured namespace, like the name of a lease. With columns in braces
             ("close:{book}") each row has its own resource, and TRUNCATE is always rejected. The columns may be text, integer,
@@ -160,14 +160,15 @@ def drop_fence(
 @overload
 def drop_fence(engine: Engine | Connection, table: str | Table | type[object]) -> None: ...
 def drop_fence(engine: AnyEngine, table: object) -> object:
-    """Remove the fence from a table: after this transaction every writer may write. It is not an error if there is none.
+    """Remove the fence from a table. After this transaction every writer may write. It is not an error if there is no fence.
 
-    The table and its partitions are locked in ACCESS EXCLUSIVE mode: this waits for transactions that have read or written
-    there, and new readers and writers wait for it, up to the session's `lock_timeout`; by default there is no limit.
+    The table and its partitions are locked in ACCESS EXCLUSIVE mode. The
+    call waits for transactions that have read or written them, and new readers and writers wait for the call, up to the session's
+    `lock_timeout`. By default there is no limit.
 
     Args:
-        engine: an Engine or Connection; or an async one, in which case the result must be awaited.
-        table: as in `add_fence`.
+        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
+        table: the same as for `add_fence`.
 
     Raises:
         ValueError: the table does not exist.
@@ -188,27 +189,28 @@ def add_version_trigger(engine: Engine | Connection, table: str | Table | type[o
 def add_version_trigger(engine: AnyEngine, table: object) -> object:
     """Add the trigger that increments the version of each row of a table, for `__version_mode__ = "server"`.
 
-    Every UPDATE of a row adds 1, including upserts, plain SQL and other programs; a value that a statement assigns to the column
+    Every UPDATE of a row adds 1, including upserts, plain SQL and other programs. A value that a statement assigns to the column
     is ignored. Calling it again changes nothing. It needs none of pgfence's tables, only a function that it creates in the same
     schema.
 
-    Limitations: a superuser who disables triggers, the apply process of a logical replication, and tables that inherit from this
-    one by INHERITS are not covered; the latter need a separate trigger each. Partitions are covered.
+    Limitations: the trigger does not count changes by a superuser who disables triggers, or by the apply process of a logical
+    replication. Tables that inherit from this one by INHERITS need separate triggers. Partitions are covered.
 
-    Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode: this waits for transactions
-    that have written there, and new writers wait for it, up to the session's `lock_timeout`; by default there is no limit.
-    The mode is ACCESS EXCLUSIVE, which also blocks readers, if it replaces a trigger for another column or a disabled one.
+    Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode. The call waits for
+    transactions that have written to them, and new writers wait for the call, up to the session's `lock_timeout`. By default
+    there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, if it replaces a trigger for another column or a
+    disabled one.
 
     Args:
-        engine: an Engine or Connection; or an async one, in which case the result must be awaited. Creating the trigger needs
-            TRIGGER on the table, and CREATE on the schema of pgfence's tables, or on the first one of the search path.
+        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. Creating the trigger needs
+            TRIGGER on the table, and CREATE on the schema of pgfence's tables, or on the first schema of the search path.
         table: a name (or schema.name), a Table, or a mapped class. With joined inheritance pass the base class, whose table has
-            the version: an UPDATE of another table alone does not count. If it is a name, or a Table without the mixin, the table
+            the version. An UPDATE of another table alone does not count. If it is a name, or a Table without the mixin, the table
             must have a column `version`.
 
     Raises:
-        ValueError: the table or the column does not exist; the column is not an integer; or a trigger there has the same name
-            and is not pgfence's.
+        ValueError: the table or the column does not exist, the column is not an integer, or the table has an unrelated trigger of
+            the same name.
         TypeError: the table has the wrong type.
         SchemaError: the column is nullable, and `command` fills it; or this role may not create the function or trigger.
         TransactionStateError: the Connection is in autocommit.
@@ -224,18 +226,18 @@ def drop_version_trigger(
 @overload
 def drop_version_trigger(engine: Engine | Connection, table: str | Table | type[object]) -> None: ...
 def drop_version_trigger(engine: AnyEngine, table: object) -> object:
-    """Drop the trigger of a table. After this transaction versions are not incremented. It is not an error if there is none.
+    """Drop the trigger of a table. After this transaction, versions are not incremented. A missing trigger is not an error.
 
-    The function remains, because other tables may use it. The table and its partitions are locked in ACCESS EXCLUSIVE mode:
-    this waits for transactions that have read or written there, and new readers and writers wait for it, up to the session's
-    `lock_timeout`; by default there is no limit.
+    The function remains, because other tables may use it. The table and its partitions are locked in ACCESS EXCLUSIVE mode. The
+    call waits for transactions that have read or written them, and new readers and writers wait for the call, up to the session's
+    `lock_timeout`. By default there is no limit.
 
     Args:
-        engine: an Engine or Connection; or an async one, in which case the result must be awaited.
-        table: as in `add_version_trigger`.
+        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
+        table: the same as for `add_version_trigger`.
 
     Raises:
-        ValueError: the table does not exist; or a trigger there has the same name and is not pgfence's.
+        ValueError: the table does not exist, or it has an unrelated trigger of the same name.
         TypeError: the table has the wrong type.
         SchemaError: this role does not own the table.
         TransactionStateError: the Connection is in autocommit.

@@ -33,7 +33,7 @@ class Holder:
         application_name: the `application_name` of the client.
         purpose: the purpose that the holder gave.
         token: the fencing token, if its kind has one.
-        since: when the state of its session last changed (for a transaction, when it began).
+        since: when the state of its session last changed or, for a transaction, when it began.
         expires_at: when it expires by the server's clock, if its kind expires.
         user: the role of its session; only `monitoring.ps()` fills it in.
         address: the address that the owner of a partition registered.
@@ -74,7 +74,7 @@ class Event:
 
     Attributes:
         event: what happened.
-        name: the name of the lock or key, without the namespace; the names of several, separated by commas.
+        name: the name of the lock or key, without the namespace; several names are separated by commas.
         owner: the owner that the holder gave, for leases, slots, permits and terms.
         lease_id: identifies one grant of a lease.
         token: its fencing token.
@@ -97,10 +97,10 @@ class LockEvent(Event):
         kind: "advisory", "session lock" (an advisory lock with a token), "read", "write", "transaction", "lease", "slot", "permit",
             "term", "partition", "idempotency key", "effect", "fence" or "version".
         ttl: the TTL in seconds, for what expires.
-        waited: the seconds from the call until it was granted, refused or timed out.
+        waited: the seconds from the call until it was granted, rejected or timed out.
         held: the seconds for which it was held, when it was released or lost.
-        reason: why: of a loss its `loss_reason`; of a failed renewal or release the error's class; of an eviction the reason that
-            the operator gave; of a rejection by a fence "stale", "missing" or "timeout".
+        reason: the `loss_reason` of a loss, the class of the error of a failed renewal or release, the reason that the operator
+            gave for an eviction, or "stale", "missing" or "timeout" for a rejection by a fence.
         attempt: the number of the attempt, for slots and effects.
         contended: whether another holder had it when it was requested.
     """
@@ -119,7 +119,7 @@ class ProcessPause(Event):
     """The heartbeat's thread woke up so late that a lease of this process was at risk.
 
     Attributes:
-        seconds: how late.
+        seconds: how late the thread woke up.
         ttl: the shortest TTL among the leases held.
         margin: the seconds of that TTL that the holder keeps in reserve for pauses.
     """

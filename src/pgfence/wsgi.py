@@ -53,9 +53,9 @@ class IdempotencyMiddleware:
     another IdempotencyMiddleware that has claimed the key already, this one claims and stores nothing.
 
     An iterable, a generator, the function `write` and the server's file wrapper are read to their end before the response is
-    stored and sent; `close()` is called when the server has sent it. The number of a status line is stored, its phrase is not. A
-    server that joins repeated headers turns two keys into a malformed one, which gets 400. A body needs a length, or a server
-    that terminates it (`wsgi.input_terminated`); otherwise the request gets 411.
+    stored and sent; `close()` is called when the server has sent it. The number of a status line is stored, but its phrase is
+    not. A server that joins repeated headers turns two keys into a malformed one, which gets a 400. A body needs a length, or a
+    server that terminates it (`wsgi.input_terminated`). Otherwise the request gets a 411.
 
     Raises:
         TypeError, ValueError: an argument is unusable.
@@ -317,7 +317,7 @@ def _read_body(environ: WSGIEnvironment, request: HttpRequest, rules: Rules) -> 
     """Return the body of a request.
 
     Raises:
-        ProblemResponse: it is too long, its end is unknown, or the client has disconnected before its end.
+        ProblemResponse: the body is too long, its end is unknown, or the client has disconnected before its end.
     """
     left = request.length
     if left is None:

@@ -165,7 +165,7 @@ def ps(
     other sessions cannot see the claim before it is committed.
 
     Args:
-        engine: an Engine; or an AsyncEngine, in which case the result must be awaited. A standby is sufficient for everything
+        engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby is sufficient for everything
             but the locks of the primary.
         prefix: the beginning of the names, as the list shows them: without the configured namespace, and with any other.
         kind: one or more kinds, of "session", "transaction", "lease", "slot", "permit", "term", "partition", "migration",

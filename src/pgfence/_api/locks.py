@@ -91,7 +91,7 @@ class LockBase(Guided, ABC, Generic[H]):
             on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag" it does not, so check `lost`.
 
         Raises:
-            PgfenceError: on entering, as for `acquire`.
+            PgfenceError: on entering, the same errors as `acquire`.
             LockLostError: on leaving after a loss, unless the block itself raised an exception.
         """
         if on_loss != "cancel":
@@ -243,7 +243,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
             check `lost`.
 
         Raises:
-            PgfenceError: on entering, as for `acquire`.
+            PgfenceError: on entering, the same errors as `acquire`.
             LockLostError: on leaving after a loss, unless the block itself raised another exception.
         """
         if on_loss != "cancel":

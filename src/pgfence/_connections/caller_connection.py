@@ -94,7 +94,7 @@ class CallerConnection(LockConnection):
 
     @staticmethod
     def check_usable(connection: Connection, dbapi_connection: DBAPIConnection, driver: DriverConnection) -> None:
-        """Raise if a session lock cannot be acquired on the connection in its current state."""
+        """Raise an error if a session lock cannot be acquired on the connection in its current state."""
         if driver.busy:
             raise TransactionStateError(
                 "this connection is in pipeline mode, where an earlier error would hide whether the lock was acquired."
@@ -114,7 +114,7 @@ class CallerConnection(LockConnection):
             self.close()
 
     def _guard(self, connection: Connection, *_: object) -> None:
-        """Raise if the connection was replaced."""
+        """Raise an error if the connection was replaced."""
         # SQLAlchemy reconnects silently after a lost connection: the statement would run without the lock.
         if connection.connection.dbapi_connection is not self.dbapi_connection:
             self.on_connection_lost(self.dead or "killed")

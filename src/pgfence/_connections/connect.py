@@ -106,7 +106,7 @@ def _connect_like(engine: Engine) -> PoolProxiedConnection:
 
 
 def judge_server(engine: Engine, facts: server.ServerInfo) -> None:
-    """Raise if the server is a standby or not a supported PostgreSQL server."""
+    """Raise an error if the server is a standby or not a supported PostgreSQL server."""
     if refusal := server.judge_session(facts, facts.backend_pid, "session", None):
         raise _locate(engine, refusal)
 
@@ -117,7 +117,7 @@ def _locate(engine: Engine, refusal: PgfenceError) -> PgfenceError:
 
 
 def judge(engine: Engine, facts: server.ServerInfo, driver: RawConnection, pooler: PoolerSetting) -> None:
-    """Raise if a session lock would not be safe on this connection, which must be idle."""
+    """Raise an error if a session lock would not be safe on this connection, which must be idle."""
     driver_pid = _get_driver_pid(driver)
     other_pid = None
     if driver_pid != facts.backend_pid and pooler != "transaction":

@@ -79,7 +79,7 @@ class Claimable:
 
 
 def _reject_assigned(_mapper: Mapper[object], _connection: Connection, row: object) -> None:
-    """Raise if a flush would write the columns, for example after Session.merge() of an instance with an older claim."""
+    """Raise an error if a flush would write the columns, for example after Session.merge() of an instance with an older claim."""
     state = instance_state(row)
     for name in COLUMNS:
         if state.get_history(name, PassiveFlag.PASSIVE_NO_INITIALIZE).has_changes():

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSlot]):
-    """Run work once in each slot of time, in whichever process requests it first: the async counterpart of `Once`.
+    """Run work once in each slot of time, in whichever process requests it first. The async counterpart of `Once`.
 
     ::
 
@@ -38,7 +38,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
     _handle = AsyncSlot
 
     async def try_acquire(self) -> AsyncSlot | None:
-        """Request the current slot, without waiting. Two round trips.
+        """Request the current slot, without waiting. It takes two round trips.
 
         Returns None if the slot is done, or if it is running, even in this same task.
 
@@ -56,9 +56,10 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
                 is held.
 
         Raises:
-            SlotOverError: the slot is done or was missed; raised immediately. `retry_after` is the seconds to the next slot.
-            SlotClockError: a `SlotOverError`; by the server's clock, the slot that is done has not begun.
-            SlotZoneError: the server, or the host that ran the last slot, has other rules for `tz` than this host.
+            SlotOverError: the slot is done or was missed. It is raised immediately. `retry_after` is the number of seconds until
+                the next slot.
+            SlotClockError: by the server's clock, the slot that is done has not begun. It is a `SlotOverError`.
+            SlotZoneError: the server, or the host that ran the last slot, has different rules for `tz` than this host.
             LockTimeoutError: another process held the slot until the timeout. The message and `holders` name the holder.
             UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
                 background.
@@ -90,9 +91,9 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
     def wrap(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *, timeout: Seconds | None = None, busy: Busy = "skip", unreachable: Unreachable = "raise"
     ) -> object:
-        """Return a decorator whose functions run once in each slot; further calls return None.
+        """Return a decorator whose functions run once in each slot. Further calls return None.
 
-        With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned;
+        With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned.
         `pgfence.current(AsyncSlot).slot` is the slot that is being run. Otherwise this is like `wrap` of a lock, except that
         `busy="skip"` is the default.
         """

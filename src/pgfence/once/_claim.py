@@ -48,7 +48,7 @@ _WHY = {"done": "is done", "missed": 'was missed, and catch_up="none" does not r
 
 
 class SlotOverError(LockTimeoutError):
-    """The slot is done or was missed: no process holds it, and waiting does not help.
+    """The slot is done or was missed. No process holds it, and waiting does not help.
 
     Attributes:
         slot: the beginning of the slot.
@@ -60,9 +60,9 @@ class SlotOverError(LockTimeoutError):
 
 
 class SlotClockError(SlotOverError):
-    """A slot is done although, by the server's clock, it has not begun: the clock was ahead when it ran, or is behind now.
+    """A slot is done although, by the server's clock, it has not begun. The clock was ahead when it ran, or is behind now.
 
-    No later slot runs before that slot has begun, so an operator must check it. Also logged at WARNING, because
+    No later slot runs before that slot has begun, so an operator must check it. The error is also logged at WARNING, because
     `try_acquire()` returns None and `wrap()` skips the call.
 
     Attributes:

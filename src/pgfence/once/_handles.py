@@ -29,7 +29,7 @@ class _Slotted(_Leased):
 
     @property
     def resumed(self) -> bool:
-        """Whether an earlier attempt at this slot did not finish. No I/O."""
+        """Whether an earlier attempt at this slot did not finish, without I/O."""
         return self._grant.attempt > 1
 
     async def _release(self) -> None:
@@ -45,8 +45,8 @@ class _Slotted(_Leased):
 class Slot(_Slotted, HeldLease):
     """A slot that this process alone is running.
 
-    If its block ends without an exception, or it is released, the slot is done and never runs again. If the block raises,
-    another attempt may begin immediately; after a crash or a loss, when the TTL has passed.
+    If its block ends without an exception, or it is released, the slot is done and never runs again. If the block raises, another
+    attempt may begin immediately. After a crash or a loss, another attempt may begin when the TTL has passed.
 
     Limitations: a run that died may have left partial work behind.
     """
@@ -57,7 +57,7 @@ class Slot(_Slotted, HeldLease):
         """Mark the slot as done, and release it.
 
         Raises:
-            LockLostError: the slot was lost before: it is not done, and another attempt may run.
+            LockLostError: the slot was lost before, so it is not done, and another attempt may run.
             LockNotHeldError: the handle was already released, or this is a forked child.
         """
         super().release()

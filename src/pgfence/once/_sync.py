@@ -31,33 +31,33 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         @Once(engine, "digest", cron="0 7 * * *", tz="Europe/Vienna").wrap()
         def send_digest() -> int: ...
 
-    It does not start jobs: call it from cron, or from a scheduler on every host. The server's clock and its time zone database
-    determine which slot it is, so the clocks of the hosts do not matter, and a slot is done however short the work was. A slot
-    is held by a lease of that name with its heartbeat and token, see `Lease`; one slot of a name runs at a time.
+    It does not start jobs, so call it from cron, or from a scheduler on every host. The server's clock and its time zone database
+    determine which slot it is, so the clocks of the hosts do not matter, and a slot is done however short the work was. A slot is
+    held by a lease of that name, with its heartbeat and token; see `Lease`. One slot of a name runs at a time.
 
-    Guarantees: a slot that was finished never runs again. Of several callers at the same time one gets it. An attempt that
-    died partway is reported to the next one (`Slot.resumed`). A slot that was finished while the server's clock was ahead
-    raises `pgfence.once.SlotClockError`, which is also logged at WARNING.
+    Guarantees: a slot that was finished never runs again. If several callers request a slot at the same time, one of them gets
+    it. An attempt that died partway is reported to the next attempt (`Slot.resumed`). A slot that was finished while the server's
+    clock was ahead raises `pgfence.once.SlotClockError`, which is also logged at WARNING.
 
-    Limitations: a run that died partway may have left partial work behind, so make the work resumable. Nothing runs unless it
-    is called. Hosts with other schedules for the name, or other versions of pgfence or cronsim, may compute other slots. If
-    the server's own time zone rules are updated late, the current slot may get another beginning and run again.
+    Limitations: a run that died partway may have left partial work behind, so make the work resumable. A slot runs only if it is
+    requested. Hosts with different schedules for the name, or different versions of pgfence or cronsim, may compute different
+    slots. If the server's own time zone rules are updated late, the current slot may get another beginning and run again.
 
     Args:
-        engine: an Engine, or a function that returns one. The tables must exist: `pgfence install`.
+        engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         name: a str, at most 255 characters including its namespace.
-        every: the length of a slot. Whole days go from midnight to midnight in `tz`, weeks from Monday; any other length is
-            always the same length of real time.
-        cron: a crontab line of five fields, or `@hourly`, `@daily`, `@weekly`, `@monthly`, `@yearly`; in `tz`, with cron's
-            own rules for daylight saving time.
-        at: the slot itself, as a datetime with a time zone or a str in ISO 8601 (UTC if it has no zone), for callers that
-            already have one. Such slots run in any order and at the same time, each once; their rows are named `name@slot`,
-            and are never deleted.
-        tz: the name of a time zone. The server's time zone database decides: a host whose rules differ runs nothing.
-        catch_up: how slots that were not run are handled. "last": the newest one runs late; "all": each of them runs in order,
-            since the first that was ever run; "none": a slot may be begun only within its first minute.
+        every: the length of a slot. Whole days go from midnight to midnight in `tz`, and weeks begin on Monday. Any other length
+            is always the same length of real time.
+        cron: a crontab line of five fields, or `@hourly`, `@daily`, `@weekly`, `@monthly` or `@yearly`, in `tz`, with cron's own
+            rules for daylight saving time.
+        at: the slot itself, as a datetime with a time zone or a str in ISO 8601 (UTC if it has no zone), for callers that choose
+            the slot. Such slots run in any order and at the same time, each once. Their rows are named `name@slot`, and are never
+            deleted.
+        tz: the name of a time zone. The server's time zone database decides, and a host whose rules differ runs nothing.
+        catch_up: how slots that were not run are handled. With "last", the newest one runs late. With "all", each of them runs in
+            order, since the first that was ever run. With "none", a slot may be begun only within its first minute.
         ttl: seconds after which the run of a dead host is given up.
-        max_hold: seconds after which a run that hangs is given up. None is no limit.
+        max_hold: seconds after which a run that hangs is given up. None means no limit.
         namespace: replaces the configured namespace.
 
     Raises:
@@ -69,7 +69,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     _handle = Slot
 
     def try_acquire(self) -> Slot | None:
-        """Request the current slot, without waiting. Two round trips.
+        """Request the current slot, without waiting. It takes two round trips.
 
         Returns None if the slot is done, or if it is running, even in this same thread.
 
@@ -87,9 +87,10 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
                 is held.
 
         Raises:
-            SlotOverError: the slot is done or was missed; raised immediately. `retry_after` is the seconds to the next slot.
-            SlotClockError: a `SlotOverError`; by the server's clock, the slot that is done has not begun.
-            SlotZoneError: the server, or the host that ran the last slot, has other rules for `tz` than this host.
+            SlotOverError: the slot is done or was missed. It is raised immediately. `retry_after` is the number of seconds until
+                the next slot.
+            SlotClockError: by the server's clock, the slot that is done has not begun. It is a `SlotOverError`.
+            SlotZoneError: the server, or the host that ran the last slot, has different rules for `tz` than this host.
             LockTimeoutError: another process held the slot until the timeout. The message and `holders` name the holder.
             WaitCancelledError: the event of `cancel_waits()` was set.
             UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
@@ -122,9 +123,9 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     def wrap(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *, timeout: Seconds | None = None, busy: Busy = "skip", unreachable: Unreachable = "raise"
     ) -> object:
-        """Return a decorator whose functions run once in each slot; further calls return None.
+        """Return a decorator whose functions run once in each slot. Further calls return None.
 
-        With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned;
+        With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned.
         `pgfence.current(Slot).slot` is the slot that is being run. Otherwise this is like `wrap` of a lock, except that
         `busy="skip"` is the default.
         """

@@ -63,14 +63,14 @@ class Partitions:
     move twice. A name of the form `NAME/i` that is held as a `Lease` blocks that partition.
 
     Args:
-        engine: an Engine, or a function that returns one. Needs the tables of `pgfence install`, version 5 or later.
+        engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.
         name: text, at most 250 characters with its namespace; it must not end in `#` or `/` and digits.
         count: how many partitions there are, 1 to 1,000. The first worker stores the number; see `resize`. More partitions
             than workers: 64 suit up to a few dozen workers.
         hash: how a key is assigned to a partition; see `partition_for`. The first worker stores it.
         ttl: seconds that a partition stays with a dead owner, 0.3 to a day. It is also how long a function may take to
             stop.
-        namespace: instead of the configured one.
+        namespace: replaces the configured namespace.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -125,7 +125,7 @@ class Partitions:
                 still open. Nothing was done.
             ValueError, TypeError: `count` is not a valid number.
             UnreachableError: there was no response; resizing again is safe.
-            SchemaError: the tables are missing, or not open to this role.
+            SchemaError: the tables are missing, or this role may not use them.
         """
         run_sync(self._options.change_count, count)
 
@@ -145,7 +145,7 @@ class Partitions:
 
         Args:
             serve: the function that does the work of one partition.
-            owner: the name that operators see; None: host and process id.
+            owner: the name that operators see; None means host and process id.
             address: where other processes can reach this worker; `owner_of` returns it.
 
         Raises:

@@ -27,7 +27,7 @@ _CHANGING = 5.0
 
 
 class _Result(NamedTuple):
-    """What the server said of one take."""
+    """The server's response to one call."""
 
     outcome: str
     remaining: float
@@ -36,7 +36,7 @@ class _Result(NamedTuple):
 
 
 class RateLimitOptions(Generic[EngineSourceT]):
-    """The arguments of a rate limit and what is done with them, for the sync and async classes."""
+    """The arguments of a rate limit and their use, for the sync and async classes."""
 
     _engines: EngineKind[EngineSourceT]
 
@@ -67,7 +67,7 @@ class RateLimitOptions(Generic[EngineSourceT]):
             while (found := await self._take(units)).outcome != "taken":
                 if found.remaining > ends_at - clock():
                     raise self._build_timeout_error(units, limit, found.remaining)
-                # Jittered, because all waiters learn of the same moment and only some of them can be allowed then.
+                # The pause is jittered, because all waiters get the same time, and only some of them can be allowed then.
                 await carrier.make_event().wait(found.remaining + between(0.0, 0.02), cancel)
         except Cancelled:
             raise build_cancelled_error((self._name,)) from None
@@ -91,7 +91,9 @@ class RateLimitOptions(Generic[EngineSourceT]):
         except Exception as error:
             if not is_row_locked(error):
                 raise
-            return _Result("busy", 0.0, self._limit, self._per)  # another session has the row locked: nothing was taken
+            return _Result(
+                "busy", 0.0, self._limit, self._per
+            )  # another session has locked the row, and nothing was taken
         if found.outcome == "mismatch":
             raise ValueError(
                 f"the rate limit {self._name!r} is {found.limit} per {found.per:g} s, not {self._limit} per {self._per:g} s:"

@@ -22,26 +22,27 @@ class RateLimit(RateLimitOptions[EngineSource]):
         limit.wait(timeout=5)
         call_provider()
 
-    The moments of the last `limit` takes are stored, so that the limit is exact: there is no refill that lets a second burst
-    into the same window, and no window that begins again with the clock's minute.
+    The times of the last `limit` units are stored, so the limit is exact. There is no refill that allows a second burst in the
+    same window, and no window that begins again with the clock's minute.
 
-    Guarantees: no window of `per` seconds holds more than `limit` takes, by the server's clock. A take counts as soon
-    as it is made, whether or not the caller then does anything. No take is lost if the server crashes. If the server's
-    clock is set back, the stored moments move back with it.
+    Guarantees: in no window of `per` seconds are more than `limit` units taken, by the server's clock. A unit counts as soon as
+    it is taken, whether or not the caller then does anything. No unit is forgotten if the server crashes. If the server's clock
+    is set back, the stored times are moved back too.
 
-    Limitations: the order of waiters is not guaranteed. Only the moment of the take counts; calls that you make
-    afterwards may reach their destination later, and therefore closer together. A take whose response was lost may have
-    counted. A limit that was lowered and raised again within one window forgets takes; see `change`.
+    Limitations: the order of waiters is not guaranteed. Only the time at which a unit is taken counts. Calls that you make
+    afterwards may reach their destination later, and therefore closer together. A unit may have counted although the response was
+    lost. A limit that was lowered and raised again within one window forgets units; see `change`.
 
-    Each take writes one small row for each unit in place, so a take of `n` is O(n), whatever the limit. Takes of one name are
+    Each call updates one small row for each unit, so taking `n` units is O(n), whatever the limit. Calls for one name are
     serialized by its row in the database.
 
     Args:
-        engine: an Engine, or a function that returns one. Needs the tables of `pgfence install`, version 5 or later.
+        engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.
         name: text, at most 255 characters with its namespace.
-        limit: how many units a window may hold, 1 to 100,000. The first process stores limit and period; see `change`.
-        per: the length of the window: seconds or a timedelta, 1 ms to a year.
-        namespace: instead of the configured one.
+        limit: how many units may be taken in a window, from 1 to 100,000. The first process stores limit and period; see
+            `change`.
+        per: the length of the window, in seconds or as a timedelta, from 1 ms to a year.
+        namespace: replaces the configured namespace.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -51,7 +52,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
     _engines = SYNC_ENGINES
 
     def try_take(self, n: int = 1) -> bool:
-        """Take `n` units if they are allowed now, and return whether they were. One round trip on a warm connection.
+        """Take `n` units if they are allowed now, and return whether they were. It takes one round trip on an open connection.
 
         Args:
             n: how many units, 1 to `limit`; all of them or none.
@@ -59,9 +60,9 @@ class RateLimit(RateLimitOptions[EngineSource]):
         Raises:
             ValueError: `n` is out of range, or another limit is stored.
             TypeError: `n` is not an int.
-            UnreachableError: there was no response: the take may have counted.
-            SchemaError: the tables are missing, too old, or not open to this role.
-            StandbyError, UnsupportedServerError: nothing can be written on this server.
+            UnreachableError: there was no response, and the call may have counted.
+            SchemaError: the tables are missing or too old, or this role may not use them.
+            StandbyError, UnsupportedServerError: this server accepts no writes.
         """
         return run_sync(self._try, n)
 
@@ -70,29 +71,29 @@ class RateLimit(RateLimitOptions[EngineSource]):
 
         Args:
             n: how many units, 1 to `limit`; all of them or none.
-            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait.
+            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait.
 
         Raises:
-            LockTimeoutError: the units are not allowed in time; raised as soon as this is known, usually immediately.
+            LockTimeoutError: the units are not allowed in time. It is raised as soon as this is known, usually immediately.
                 `retry_after` is the number of seconds until they may be allowed.
             WaitCancelledError: the event of `cancel_waits()` was set.
-            PgfenceError, ValueError, TypeError: as `try_take`.
+            PgfenceError, ValueError, TypeError: the same errors as `try_take`.
         """
         run_sync(self._wait, n, timeout)
 
     def change(self, *, limit: int | None = None, per: Seconds | None = None) -> None:
         """Store another limit or period, for all processes.
 
-        Processes that still have the old values get ValueError. Earlier takes count for the new limit as far as they
-        are stored: the last ones, up to the smaller of both limits.
+        Processes that still have the old values get ValueError. Earlier units count for the new limit as far as they are stored.
+        These are the last ones, up to the smaller of both limits.
 
         Args:
-            limit: how many units a window may hold from now on; None does not change it.
+            limit: how many units may be taken in a window from now on; None does not change it.
             per: the length of the window from now on; None does not change it.
 
         Raises:
             ValueError, TypeError: a value is out of range or of the wrong type.
-            UnreachableError: there was no response; changing again is safe.
-            SchemaError: the tables are missing, or not open to this role.
+            UnreachableError: there was no response. Changing again is safe.
+            SchemaError: the tables are missing, or this role may not use them.
         """
         run_sync(self._change, limit, per)

@@ -28,7 +28,7 @@ class WriteHeld(Held):
     def downgrade(self) -> Held:
         """Become a reader, and return the handle of the read lock. This handle is released.
 
-        No other writer gets the lock in between. Other readers are let in from then on.
+        No other writer gets the lock in between. Other readers are admitted from then on.
 
         Raises:
             LockLostError: the lock was lost.
@@ -66,16 +66,15 @@ class ReadWriteLock:
             write_config()
 
     It is a session-level advisory lock, shared for readers and exclusive for the writer. A writer excludes, and is excluded by,
-    an `AdvisoryLock` or `TransactionLock` of the same name; readers exclude these locks, too.
+    an `AdvisoryLock` or `TransactionLock` of the same name. Readers exclude these locks too.
 
     Guarantees: those of `AdvisoryLock`. A writer cannot be starved: once it waits, readers that come later wait behind it,
     whichever process they belong to. All writers that wait for the same readers are served one after the other, before the
     next readers; a writer that comes while another one writes is served after the readers that wait by then.
 
     Limitations: those of `AdvisoryLock`. Within the first half second of a reader's wait the order between processes is not
-    guaranteed.
-    Clients that lock the same key by other means, in shared mode, do not wait behind a writer. A reader cannot become a writer
-    (SelfDeadlockError), and cannot acquire the read lock twice.
+    guaranteed. Clients that lock the same key by other means, in shared mode, do not wait behind a writer. A reader cannot become
+    a writer, and cannot acquire the read lock twice; both raise SelfDeadlockError.
 
     Args:
         engine: an Engine, or a function that returns one.
@@ -83,7 +82,7 @@ class ReadWriteLock:
         namespace: replaces the configured namespace, for a name that is a str.
 
     Raises:
-        TypeError: the engine is something else, such as a Session or a Connection.
+        TypeError: the engine is another object, such as a Session or a Connection.
         ValueError: the name is not usable.
     """
 
@@ -100,7 +99,7 @@ class ReadWriteLock:
 
     @property
     def write(self) -> LockBase[WriteHeld]:
-        """The lock of writers, with the same methods; its handle can be downgraded."""
+        """The lock of writers, with the same methods. Its handle can be downgraded."""
         return cast("LockBase[WriteHeld]", self._write)
 
     def __repr__(self) -> str:

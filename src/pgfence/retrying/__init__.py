@@ -1,8 +1,8 @@
 """Retry whole transactions after conflicts: serialization failures, deadlocks and version conflicts.
 
-Guarantees: each attempt has a separate Session and transaction and reads everything again, so no stale data survives from the
-previous one. What is returned was committed. Another attempt follows only if nothing of the previous one can have been
-committed, and only after an error that another attempt can cure:
+Guarantees: each attempt has a separate Session and transaction and reads everything again, so it uses no stale data of the
+previous attempt. A result that is returned was committed. Another attempt follows only if nothing of the previous one can have
+been committed, and only after one of these errors:
 
 - `VersionConflictError` from a flush, and SQLAlchemy's own StaleDataError;
 - SQLSTATE 40001, serialization failure, and 40P01, deadlock, wherever they arise, including COMMIT; also `DeadlockError`.
@@ -10,12 +10,12 @@ committed, and only after an error that another attempt can cure:
 Attempts and total time are bounded, and the last error is raised. Attempts are separated by a random backoff of at most 5 ms,
 doubled each time up to 500 ms, so that conflicting transactions do not collide again.
 
-Limitations: nothing is guaranteed about effects outside the transaction. An email sent by the function is sent again in each
-attempt: return what has to be done, and do it after the commit. A running attempt is never interrupted.
+Limitations: nothing is guaranteed about effects outside the transaction. An email that the function sends is sent again in each
+attempt. Return what has to be done, and do it after the commit. A running attempt is never interrupted.
 
-Never retried: a lost connection (during COMMIT it raises `CommitOutcomeUnknownError`, because the server may have committed);
-a conflict with the version that a client sent (`VersionConflictError` with `retryable` False), which no attempt can resolve;
-and all errors of the caller.
+These errors are never retried: a lost connection (during COMMIT it raises `CommitOutcomeUnknownError`, because the server may
+have committed), a conflict with the version that a client sent (`VersionConflictError` with `retryable` False), which no attempt
+can resolve, and all errors of the caller.
 
 A transaction that is already open is never retried. Under REPEATABLE READ and SERIALIZABLE a savepoint keeps the snapshot of
 the surrounding transaction, so every attempt in a savepoint would end with the same 40001.

@@ -1,4 +1,7 @@
-"""One attempt: a fresh Session, its transaction, and what is known about how it ended. Async attempts pass their `sync_session`."""
+"""One attempt, with a fresh Session, its transaction, and what is known about its end.
+
+Async attempts pass their `sync_session`.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +67,10 @@ class AttemptRun:
         """Flush before the COMMIT, so that a later failure is one of the COMMIT itself.
 
         Raises:
-            Exception: what a flush raises; or an error that the function swallowed and that has aborted the transaction.
+            Exception: an error of the flush, or an error that the function swallowed and that has aborted the transaction.
         """
         session.flush()
-        # PostgreSQL responds to the COMMIT of an aborted transaction with a ROLLBACK, and no driver raises for that.
+        # PostgreSQL responds to the COMMIT of an aborted transaction with a ROLLBACK, for which no driver raises an error.
         for connection, error in self._met.items():
             if not (session.is_active and _is_usable(connection)):
                 raise _swallowed_error(error)
@@ -81,7 +84,7 @@ class AttemptRun:
         self._met.clear()
 
     def find_doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
-        """Return what to raise if the transaction may be committed in spite of the error; None if it is not committed."""
+        """Return the error to raise if the transaction may be committed in spite of an error; None if it is not committed."""
         # A savepoint commits nothing, and an error before the COMMIT leaves no doubt.
         if not self._ending or self.joined or not (isinstance(error, OSError) or is_driver_error(error)):
             return None
@@ -140,7 +143,7 @@ def _use_connection(session: Session, _transaction: SessionTransaction, connecti
 
 
 def _swallowed_error(error: BaseException) -> BaseException:
-    """Return the error to raise for one that the function swallowed, translated if pgfence has an error for it."""
+    """Return the error to raise for an error that the function swallowed, translated if pgfence has a class for it."""
     found = translate_error(error, None) or error
     found.add_note("the function caught it, but PostgreSQL has aborted the transaction: nothing of it can be committed")
     found.__cause__ = error.__cause__ if found is error else error
@@ -176,7 +179,7 @@ def _sets_savepoint(session: Session) -> bool:
     """Return whether the Session will set a savepoint in a transaction that is already open.
 
     Raises:
-        TransactionStateError: its rollback or commit would end that transaction.
+        TransactionStateError: the rollback or commit of the Session would end that transaction.
     """
     bind = bind_of(session)
     if not (isinstance(bind, Connection) and bind.in_transaction()):

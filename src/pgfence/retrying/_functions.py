@@ -91,31 +91,30 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
 
         balance = run_transaction(SessionLocal, pay_interest)
 
-    Guarantees: what is returned was committed, once. Each attempt has a fresh session and reads everything again. It retries
-    version conflicts of a flush (`VersionConflictError`, StaleDataError), serialization failures (SQLSTATE 40001) and
-    deadlocks (40P01, `DeadlockError`), also at COMMIT, after a random backoff of at most 5 ms, doubled each time up to
-    500 ms.
+    Guarantees: the result that is returned was committed, once. Each attempt has a fresh session and reads everything again. It
+    retries version conflicts of a flush (`VersionConflictError`, StaleDataError), serialization failures (SQLSTATE 40001) and
+    deadlocks (40P01, `DeadlockError`), also at COMMIT, after a random backoff of at most 5 ms, doubled each time up to 500 ms.
 
-    Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called `attempts` times; the number of
+    Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called `attempts` times. The number of
     the attempt is `info["pgfence_attempt"]` of its session. Use `attempts=1` for work that must not be done twice. A running
-    attempt is not interrupted. A lost connection is never retried, nor is a conflict with the version that a client sent. After
-    a cancellation during COMMIT the outcome is unknown.
+    attempt is not interrupted. A lost connection is never retried, nor is a conflict with the version that a client sent. After a
+    cancellation during COMMIT the outcome is unknown.
 
-    Instances that `fn` returns belong to a closed session: return values instead.
+    Instances that `fn` returns belong to a closed session, so return plain values instead.
 
     Args:
         sessionmaker: creates the session of each attempt. With an async_sessionmaker the result and `fn` are awaited.
-        fn: called with the session. It must neither commit nor roll back; if it raises, the transaction is rolled back.
+        fn: called with the session. It must neither commit nor roll back. If it raises, the transaction is rolled back.
         attempts: the maximum number of attempts, 1 or more.
-        timeout: seconds after which no further attempt begins. None is the configured default, `math.inf` is no limit, 0 is
-            one attempt.
+        timeout: seconds after which no further attempt begins. None means the configured default, `math.inf` means no limit, and
+            0 one attempt.
 
     Returns:
-        What `fn` returned in the attempt that was committed.
+        The result of `fn` in the attempt that was committed.
 
     Raises:
-        CommitOutcomeUnknownError: the connection was lost during COMMIT, so that it may have happened; or, for a session with
-            several databases, one rejected its COMMIT after others had committed.
+        CommitOutcomeUnknownError: the connection was lost during COMMIT, so the transaction may have been committed. Or, for a
+            session with several databases, one of them rejected its COMMIT after others had committed.
         TransactionStateError: inside another transaction of `run_transaction` on the same database; or the sessionmaker is
             bound to a Connection whose transaction is open and would be rolled back; or its engine is in autocommit.
         TypeError: `sessionmaker` is not a session factory; or `fn` is a generator function, or async with a sync factory, or
@@ -157,8 +156,8 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
 
     Args:
         sessionmaker: creates the session of each attempt; an async_sessionmaker for a coroutine function.
-        attempts: as for `run_transaction`.
-        timeout: as for `run_transaction`.
+        attempts: see `run_transaction`.
+        timeout: see `run_transaction`.
 
     Raises:
         TypeError: at decoration, if `sessionmaker` is not a session factory, or the function takes no argument, is a generator
@@ -213,7 +212,7 @@ def _is_async(sessionmaker: object) -> bool:
 
 
 def _check_function(fn: object, *, asynchronous: bool) -> None:
-    """Raise unless a function can run in a transaction.
+    """Raise an error unless a function can run in a transaction.
 
     Raises:
         TypeError: the argument is not a function; or it is a generator function, or a coroutine function for a sync session.
@@ -229,8 +228,8 @@ def _reject_session(given: object, way: str) -> None:
     """Reject a session or a connection, because nothing can be retried inside its transaction.
 
     Raises:
-        TransactionStateError: its transaction is open.
-        TypeError: its transaction is not open.
+        TransactionStateError: the transaction of the argument is open.
+        TypeError: the transaction of the argument is not open.
     """
     scoped = find_loaded_classes(_ORM, "scoped_session") + find_loaded_classes(_ASYNCIO, "async_scoped_session")
     plain: tuple[type, ...] = (

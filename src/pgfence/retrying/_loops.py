@@ -1,4 +1,4 @@
-"""The loop over the attempts, sync and async, which differ in how they call the function and how they sleep."""
+"""The sync and async loops over the attempts, which differ in how they call the function and how they sleep."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     Attributes:
         name: the name of the function.
         attempts: the maximum number of attempts.
-        timeout: seconds after which no attempt begins; None is the configured default.
+        timeout: seconds after which no attempt begins; None means the configured default.
     """
 
     name: str
@@ -148,7 +148,7 @@ def run(factory: sessionmaker[S], work: Callable[[S], object], plan: Plan) -> ob
                 return result
             finally:
                 attempt.detach()
-        # Outside the session: the connection is back in the pool, and no lock is held.
+        # This sleeps outside the session, when the connection is in the pool again and no lock is held.
         time.sleep(pause)
 
 
@@ -170,7 +170,7 @@ async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object
                 return result
             finally:
                 attempt.detach()
-        # Outside the session: the connection is back in the pool, and no lock is held.
+        # This sleeps outside the session, when the connection is in the pool again and no lock is held.
         await asyncio.sleep(pause)
 
 
@@ -178,7 +178,7 @@ async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object
 def _reject_nested(me: object, session: Session, factory: object, plan: Plan) -> Iterator[None]:
     """Reject a transaction inside another one of this thread or task on the same database."""
     bind = bind_of(session)
-    # The dialect identifies the database: an engine and its copies with execution options share it.
+    # The dialect identifies the database, because an engine and its copies with execution options share it.
     here = (me, factory if bind is None else bind.dialect)
     if here in _RUNNING.get():
         raise TransactionStateError(

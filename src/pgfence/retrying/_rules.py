@@ -51,7 +51,8 @@ def pick_pause(attempt: int) -> float:
 def is_curable(error: Exception) -> bool:
     """Return whether another attempt can succeed after this error, regardless of the error that caused it."""
     if isinstance(error, PgfenceError):
-        # With 40001 the key is in progress only in this snapshot, which is older than the winner's commit. A new one sees the result.
+        # With 40001 the key is in progress only in this snapshot, which is older than the other commit. A new snapshot contains
+        # the result.
         if isinstance(error, IdempotencyInProgressError):
             return error.sqlstate == SERIALIZATION_FAILURE
         return isinstance(error, (VersionConflictError, DeadlockError)) and error.retryable
@@ -61,7 +62,7 @@ def is_curable(error: Exception) -> bool:
 
 
 def is_snapshot_error(error: Exception) -> bool:
-    """Return whether the error comes from the snapshot or the locks of the whole transaction: a savepoint keeps both."""
+    """Return whether the error comes from the snapshot or the locks of the whole transaction, which a savepoint keeps."""
     return isinstance(error, DeadlockError) or find_sqlstate(error) in _AGAIN
 
 

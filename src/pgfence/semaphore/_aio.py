@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLockBase[AsyncPermit]):
     """At most `permits` holders of one name at a time, across all processes; see `Semaphore`.
 
-    Guarantees, limitations, arguments and errors are the same as for `Semaphore`, with an AsyncEngine. The heartbeat runs on a
-    dedicated thread; a loss cancels the block of `hold()`.
+    Guarantees, limitations, arguments and errors are the same as for `Semaphore`, with an AsyncEngine. The heartbeat runs in a
+    dedicated thread. A loss cancels the block of `hold()`.
     """
 
     _engines = ASYNC_ENGINES
     _handle = AsyncPermit
 
     async def try_acquire(self) -> AsyncPermit | None:
-        """Try once, without waiting. One round trip on a warm connection.
+        """Try once, without waiting. It takes one round trip on an open connection.
 
         Returns None if too few permits are free.
 
         Raises:
-            PgfenceError, ValueError: as `acquire`.
+            PgfenceError, ValueError: the same errors as `acquire`.
         """
         return await self._take(0.0)
 

@@ -18,7 +18,7 @@ class _PermitHandle(_HasToken):
 
     @property
     def weight(self) -> int:
-        """How many of the semaphore's permits this one takes. No I/O."""
+        """The number of the semaphore's permits that it takes, without I/O."""
         return len(cast("Grant", self._hold).rows)
 
     @property
@@ -49,11 +49,11 @@ class Permit(_PermitHandle, HeldLease):
     __slots__ = ()
 
     def hand_over(self) -> LeaseRef:
-        """Renew once, and return what another process needs to adopt it with `Lease.adopt`. This handle is released.
+        """Renew once, and return the reference with which another process adopts it with `Lease.adopt`. This handle is released.
 
         Raises:
-            ValueError: its weight is above 1.
-            LockLostError, LockNotHeldError, UnreachableError: as `renew`.
+            ValueError: the weight is above 1.
+            LockLostError, LockNotHeldError, UnreachableError: the permit could not be renewed; see `renew`.
         """
         self._check_single()
         return super().hand_over()

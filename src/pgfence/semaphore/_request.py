@@ -57,7 +57,8 @@ class PermitRequest(AcquireRequest):
         asked: the number of permits requested.
         follows: whether the stored number applies if it differs from `permits`.
         since: when the wait of a contender began, on the clock of this process.
-        turn: contenders of this process with the same one wait for each other; None: that is the number asked for.
+        turn: contenders of this process with the same turn wait for each other; None means that the turn is the number of
+            requested permits.
     """
 
     permits: int
@@ -123,7 +124,7 @@ class PermitRequest(AcquireRequest):
 
 
 class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
-    """The arguments of a semaphore and what is done with them, for the sync and async classes."""
+    """The arguments of a semaphore and their use, for the sync and async classes."""
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
 
     async def _take(self, timeout: Seconds | None, *, lasts: bool = False) -> HandleT | None:
         manager, request = self._prepare()
-        # A try does not wait. A fair waiter has its place in the server's queue, also among those of this process.
+        # A try does not wait. A fair waiter has a place in the server's queue, even among the waiters of this process.
         if not timeout_of(manager.config, timeout, manager.carrier.get_contender()):
             request = replace(request, turn=str(uuid.uuid4()))  # type: ignore[call-arg]
         elif self._fair:

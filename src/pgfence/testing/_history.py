@@ -60,7 +60,7 @@ class PgfenceHistory:
         Call it as soon as the lock is held, on the connection that does the work, and commit.
 
         Args:
-            session: a Session or Connection; or an async one, in which case the result must be awaited.
+            session: a Session or Connection, or their async counterpart, in which case the result must be awaited.
             holder: a name that no other holder has, such as a process id.
             resource: what the lock protects, if a test has several locks.
             token: the fencing token, if the lock has one.
@@ -78,9 +78,9 @@ class PgfenceHistory:
         """Record that a holder leaves the critical section. Call it while the lock is still held, and commit.
 
         Args:
-            session: as in `enter`.
-            holder: as in `enter`.
-            resource: as in `enter`.
+            session: the same as for `enter`.
+            holder: the same as for `enter`.
+            resource: the same as for `enter`.
         """
         return _record(session, Entry(resource, holder, "leave", None))
 
@@ -91,7 +91,7 @@ class PgfenceHistory:
             return count
 
     def check(self) -> set[str]:
-        """Raise unless each holder was alone, and return the holders that had not left when another one entered.
+        """Raise an error unless each holder was alone, and return the holders that had not left when another one entered.
 
         Only a holder that was killed, or whose lock was lost, may not have left: assert that the test has done this to each
         holder in the returned set.

@@ -40,7 +40,7 @@ _ASYNCIO = "sqlalchemy.ext.asyncio"
 
 
 class AsyncTransactionLock(TransactionLockBase):
-    """Hold a lock until the caller's transaction ends: the async counterpart of `TransactionLock`.
+    """Hold a lock until the caller's transaction ends. The async counterpart of `TransactionLock`.
 
     ::
 
@@ -50,9 +50,10 @@ class AsyncTransactionLock(TransactionLockBase):
             one.balance -= 10
             two.balance += 10
 
-    Guarantees and limitations are the same as for `TransactionLock`. Load rows after acquiring the lock: instances loaded before it
-    are expired, and accessing one without `await session.refresh(...)` raises SQLAlchemy's MissingGreenlet. A task that is
-    cancelled while a statement runs loses its connection and so its transaction, as with every statement of an AsyncSession.
+    Guarantees and limitations are the same as for `TransactionLock`. Load rows after acquiring the lock. Instances that were
+    loaded before it are expired, and accessing one without `await session.refresh(...)` raises SQLAlchemy's MissingGreenlet. A
+    task that is cancelled while a statement runs loses its connection and so its transaction, as with every statement of an
+    AsyncSession.
 
     Args:
         session: the AsyncSession, async_scoped_session or AsyncConnection whose transaction the lock belongs to. The lock uses
@@ -60,15 +61,15 @@ class AsyncTransactionLock(TransactionLockBase):
         names: one or more names or LockKeys. Several names form one lock: either all are acquired or none, always in
             the same order.
         namespace: replaces the configured namespace, for names that are str.
-        shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock
-            that the transaction already holds is sufficient; requesting the exclusive lock while holding the shared one is rejected.
+        shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock that
+            the transaction already holds is sufficient. Requesting the exclusive lock while holding the shared lock is rejected.
         bind_arguments: for a session that routes to several engines, as in `Session.connection()`.
         expire: with an AsyncSession, whether to expire what was loaded before the lock, so that it is read again, and to raise
             if there are unflushed changes, which may be based on it. With False it does neither.
         stale_snapshot_ok: whether to allow REPEATABLE READ and SERIALIZABLE.
 
     Raises:
-        TypeError: `session` is something else. Pass engines and session factories to `begin`.
+        TypeError: `session` is another object. Pass engines and session factories to `begin`.
         ValueError: no name was given, or a name is not usable.
     """
 
@@ -96,7 +97,7 @@ class AsyncTransactionLock(TransactionLockBase):
         """Try once, without waiting. Returns True if the lock is held until the transaction ends, False if it is not held.
 
         Raises:
-            PgfenceError: as for `acquire`, except LockTimeoutError and DeadlockError.
+            PgfenceError: the same errors as `acquire`, except LockTimeoutError and DeadlockError.
         """
         done: bool = await self._unwrap().run_sync(self._try)
         return done
@@ -105,8 +106,8 @@ class AsyncTransactionLock(TransactionLockBase):
         """Wait until the lock is held. Returns immediately if this transaction already holds it.
 
         Args:
-            timeout: seconds, for all names together. None is the configured default (at most 60 s while this task holds a
-                session lock), `math.inf` waits indefinitely, 0 does not wait.
+            timeout: seconds, for all names together. None means the configured default (at most 60 s while this task holds a
+                session lock), `math.inf` to wait indefinitely, and 0 not to wait.
 
         Raises:
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holders; the
@@ -124,17 +125,19 @@ class AsyncTransactionLock(TransactionLockBase):
         await self._unwrap().run_sync(self._acquire, timeout, get_task_contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[None, None]:
-        """Acquire the lock on entering the block. Leaving the block does NOT release it; the end of the transaction does.
+        """Acquire the lock on entering the block.
+
+        Leaving the block does NOT release it, because it is held until the transaction ends.
 
         The block shows which statements the lock protects. For a block that ends together with its transaction use `begin`.
 
         Args:
-            timeout: as in `acquire`.
+            timeout: the same as for `acquire`.
 
         Raises:
-            PgfenceError: on entering, as for `acquire`.
+            PgfenceError: on entering, the same errors as `acquire`.
             TransactionStateError: on leaving, if the transaction has ended inside the block or was rolled back to a
-                savepoint older than the lock. Not raised if the block itself raised.
+                savepoint older than the lock. It is not raised if the block itself raised an exception.
         """
         return AsyncHold(lambda: self._enter(timeout))
 
@@ -198,16 +201,16 @@ class AsyncTransactionLock(TransactionLockBase):
 
         Args:
             factory: an async_sessionmaker; or an AsyncEngine, which yields an AsyncConnection.
-            names: as for the class.
-            namespace: as for the class.
-            shared: as for the class.
-            timeout: as in `acquire`.
-            stale_snapshot_ok: as for the class.
+            names: see the class.
+            namespace: see the class.
+            shared: see the class.
+            timeout: the same as for `acquire`.
+            stale_snapshot_ok: see the class.
 
         Raises:
-            TypeError: the factory is something else.
+            TypeError: the factory is another object.
             ValueError: no name was given, or a name is not usable.
-            PgfenceError: on entering, as for `acquire`.
+            PgfenceError: on entering, the same errors as `acquire`.
             CommitOutcomeUnknownError: on leaving, if the connection was lost during COMMIT.
         """
         if not is_async_sessionmaker(factory) and not is_async_engine(factory):

@@ -204,7 +204,7 @@ class TransactionLockBase(Guided):
         return sql.Stay.of(self._connect(work))
 
     def _check_held(self, _work: Session | Connection, stay: sql.Stay) -> None:
-        """Raise unless the transaction still holds the lock. Takes a round trip only if a savepoint may have released it.
+        """Raise an error unless the transaction still holds the lock. Takes a round trip only if a savepoint may have released it.
 
         Raises:
             TransactionStateError: the transaction no longer holds the lock.

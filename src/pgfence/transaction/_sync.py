@@ -38,22 +38,22 @@ class TransactionLock(TransactionLockBase):
             one.balance -= 10
             two.balance += 10
 
-    Load rows after acquiring the lock, because rows read before it may be stale. A free lock costs one round trip;
-    acquiring the same lock again in one transaction costs none. The wait happens in the server, where PostgreSQL
-    detects deadlocks. The session's `statement_timeout` and `lock_timeout` do not cut it short; a limit on the whole
-    transaction (`transaction_timeout`) or in the driver (asyncpg's `command_timeout`) does.
+    Load rows after acquiring the lock, because rows read before it may be stale. A free lock costs one round trip. Acquiring the
+    same lock again in one transaction costs none. The wait happens in the server, where PostgreSQL detects deadlocks. The
+    session's `statement_timeout` and `lock_timeout` do not end the wait early, but a limit on the whole transaction
+    (`transaction_timeout`) or in the driver (asyncpg's `command_timeout`) does.
 
-    Guarantees: per key and database one transaction holds the lock at a time, or several that all requested it shared, among
-    all clients that use PostgreSQL's advisory locks on that key. It is held until COMMIT, ROLLBACK, or a ROLLBACK TO a
-    savepoint older than the lock (the next `acquire` then sends a request to the server again); no crash, cancellation
-    or lost connection leaves it behind. What is read after acquiring it is as recent as the last holder's commit. A
-    timeout leaves the transaction usable, with its earlier writes and settings.
+    Guarantees: per key and database one transaction holds the lock at a time, or several that all requested it shared, among all
+    clients that use PostgreSQL's advisory locks on that key. It is held until COMMIT, ROLLBACK, or a ROLLBACK TO a savepoint
+    older than the lock (the next `acquire` then sends a request to the server again). No crash, cancellation or lost connection
+    leaves it behind. What you read after acquiring it is as recent as the last holder's commit. A timeout leaves the transaction
+    usable, with its earlier writes and settings.
 
     Limitations: nothing is protected after COMMIT or ROLLBACK, and what was read before the lock may be stale. REPEATABLE READ
-    and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock.
-    Waiters are not ordered. The lock exists in one database on one server; a failover ends it with its transaction. A deadlock
-    or a cancelled statement aborts the transaction, as PostgreSQL does for every statement. A lost connection and other
-    database errors are raised as SQLAlchemy's own. It has neither a release nor `wrap()`, because the lock belongs to one
+    and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock. Waiters
+    are not ordered. The lock exists in one database on one server, and a failover ends it with its transaction. A deadlock or a
+    cancelled statement aborts the transaction, as PostgreSQL does for every statement. A lost connection and other database
+    errors are raised as SQLAlchemy's own errors. It has neither a release nor `wrap()`, because the lock belongs to one
     transaction.
 
     Args:
@@ -62,15 +62,15 @@ class TransactionLock(TransactionLockBase):
         names: one or more names or LockKeys. Several names form one lock: either all are acquired or none, always in
             the same order.
         namespace: replaces the configured namespace, for names that are str.
-        shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock
-            that the transaction already holds is sufficient; requesting the exclusive lock while holding the shared one is rejected.
+        shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock that
+            the transaction already holds is sufficient. Requesting the exclusive lock while holding the shared lock is rejected.
         bind_arguments: for a Session that routes to several engines, as in `Session.connection()`.
         expire: with a Session, whether to expire what was loaded before the lock, so that it is read again, and to raise if
             there are unflushed changes, which may be based on it. With False it does neither.
         stale_snapshot_ok: whether to allow REPEATABLE READ and SERIALIZABLE.
 
     Raises:
-        TypeError: `session` is something else. Pass engines and session factories to `begin`.
+        TypeError: `session` is another object. Pass engines and session factories to `begin`.
         ValueError: no name was given, or a name is not usable.
     """
 
@@ -98,7 +98,7 @@ class TransactionLock(TransactionLockBase):
         """Try once, without waiting. Returns True if the lock is held until the transaction ends, False if it is not held.
 
         Raises:
-            PgfenceError: as for `acquire`, except LockTimeoutError and DeadlockError.
+            PgfenceError: the same errors as `acquire`, except LockTimeoutError and DeadlockError.
         """
         return self._try(self._unwrap())
 
@@ -106,8 +106,8 @@ class TransactionLock(TransactionLockBase):
         """Wait until the lock is held. Returns immediately if this transaction already holds it.
 
         Args:
-            timeout: seconds, for all names together. None is the configured default (at most 60 s while this thread holds a
-                session lock), `math.inf` waits indefinitely, 0 does not wait.
+            timeout: seconds, for all names together. None means the configured default (at most 60 s while this thread holds a
+                session lock), `math.inf` to wait indefinitely, and 0 not to wait.
 
         Raises:
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holders; the
@@ -125,17 +125,19 @@ class TransactionLock(TransactionLockBase):
         self._acquire(self._unwrap(), timeout, THREADS.get_contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractContextManager[None, None]:
-        """Acquire the lock on entering the block. Leaving the block does NOT release it; the end of the transaction does.
+        """Acquire the lock on entering the block.
+
+        Leaving the block does NOT release it, because it is held until the transaction ends.
 
         The block shows which statements the lock protects. For a block that ends together with its transaction use `begin`.
 
         Args:
-            timeout: as in `acquire`.
+            timeout: the same as for `acquire`.
 
         Raises:
-            PgfenceError: on entering, as for `acquire`.
+            PgfenceError: on entering, the same errors as `acquire`.
             TransactionStateError: on leaving, if the transaction has ended inside the block or was rolled back to a
-                savepoint older than the lock. Not raised if the block itself raised.
+                savepoint older than the lock. It is not raised if the block itself raised an exception.
         """
         return EnterOnly(lambda: self._enter(timeout))
 
@@ -191,16 +193,16 @@ class TransactionLock(TransactionLockBase):
 
         Args:
             factory: a sessionmaker; or an Engine, which yields a Connection.
-            names: as for the class.
-            namespace: as for the class.
-            shared: as for the class.
-            timeout: as in `acquire`.
-            stale_snapshot_ok: as for the class.
+            names: see the class.
+            namespace: see the class.
+            shared: see the class.
+            timeout: the same as for `acquire`.
+            stale_snapshot_ok: see the class.
 
         Raises:
-            TypeError: the factory is something else.
+            TypeError: the factory is another object.
             ValueError: no name was given, or a name is not usable.
-            PgfenceError: on entering, as for `acquire`.
+            PgfenceError: on entering, the same errors as `acquire`.
             CommitOutcomeUnknownError: on leaving, if the connection was lost during COMMIT.
         """
         if not isinstance(factory, Engine) and not is_sessionmaker(factory):

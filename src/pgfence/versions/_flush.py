@@ -191,7 +191,7 @@ def raise_version(mapper: Mapper[object], state: State, old: object) -> None:
 
 
 def check_version(mapper: Mapper[object], state: State) -> None:
-    """Raise unless a row to be written has a version, which is loaded if necessary."""
+    """Raise an error unless a row to be written has a version, which is loaded if necessary."""
     if state.dict.get(ATTRIBUTE) is None and getattr(state.obj(), ATTRIBUTE) is None:
         raise missing_version_error(mapper, identity_of(state))
 
@@ -209,7 +209,7 @@ def _load_version(state: State, _context: QueryContext, names: Iterable[str] | N
 
 
 def check_read(mapper: Mapper[object], state: State) -> None:
-    """Raise if columns of a row to be written were read without its version.
+    """Raise an error if columns of a row to be written were read without its version.
 
     Raises:
         VersionRequiredError: columns were read without the version.

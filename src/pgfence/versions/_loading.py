@@ -50,23 +50,24 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
     sent. The flush compares the version that was read here, so if another process writes the row in between, the flush fails
     and no change is lost.
 
-    Limitations: the flush is not guaranteed to succeed unless `lock=True`; in a plain Session its failure is SQLAlchemy's
-    StaleDataError, in a `VersionedSession` a VersionConflictError. In REPEATABLE READ and SERIALIZABLE the row is as old as
+    Limitations: the flush is not guaranteed to succeed unless `lock=True`. If it fails, a plain Session raises SQLAlchemy's
+    StaleDataError, and a `VersionedSession` raises VersionConflictError. In REPEATABLE READ and SERIALIZABLE the row is as old as
     the transaction's snapshot, and the UPDATE of a row that has changed since then fails with SQLSTATE 40001. A row that was
-    deleted and created again starts at the same number; `VersionedUUID` distinguishes the two.
+    deleted and created again starts at the same number. `VersionedUUID` distinguishes the two rows.
 
     Args:
-        session: a Session or scoped_session; or an async one, in which case the result must be awaited.
+        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited.
         model: a class with `Versioned` or `VersionedUUID`.
-        pk: the primary key, as for `Session.get`: a value, a tuple, or a dict by attribute.
-        expected: the version that the client sent: a number from a form, a UUID, or the result of `if_match`.
+        pk: the primary key, as a value, a tuple, or a dict by attribute; see `Session.get`.
+        expected: the version that the client sent, as a number from a form, a UUID, or the result of `if_match`.
         lock: whether to lock the row (FOR UPDATE), so that no other transaction writes it before this one ends. This waits for
             the holder of the row up to the session's `lock_timeout`, and costs one more round trip. The lock is held until the
             transaction ends, even after a conflict.
 
     Raises:
-        VersionConflictError: the row is at another version, `found` in its item; or it was deleted, and `found` is None.
-            Respond with 412. It is not `retryable`, because the client must see the row first. The session remains usable.
+        VersionConflictError: the row is at another version, which is `found` in its item, or it was deleted, and `found` is None.
+            Respond with 412. The error is not `retryable`, because the client must read the row first. The session remains
+            usable.
         TransactionStateError: the session has unflushed changes, which reading the row again could lose.
         TypeError: `expected` is not a version of that class (such as None or "1"); the class is not versioned; or `session` is
             not a session. With `__version_mode__ = "xmin"` also for an IfMatch other than `*`: see `etag`.
@@ -122,7 +123,7 @@ def _agrees(row: object, version: object, expected: object) -> bool:
 
 
 def _reject_unflushed(session: Session, mapper: Mapper[object]) -> None:
-    """Raise if there are unflushed changes, including those of rows that the same SELECT loads along: reading would lose them."""
+    """Raise an error if there are unflushed changes, including those of rows that the same SELECT loads along: reading would lose them."""
     changed = [one for one in session.dirty if session.is_modified(one)] + list(session.deleted)
     if changed:
         kinds_of = ", ".join(sorted({type(one).__name__ for one in changed}))

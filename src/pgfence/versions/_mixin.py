@@ -1,6 +1,6 @@
 """The mixins for mapped classes. `_flush` implements their effect on a flush, `_statements` that on other statements.
 
-Separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not load.
+It is separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not load.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class _Guarded(VersionedBase):
 
 
 class Versioned(_Guarded):
-    """Give the rows of a mapped class a version: an UPDATE or DELETE applies to the version that was read, or raises. A mixin.
+    """A mixin that gives the rows of a mapped class a version.
+
+    An UPDATE or DELETE applies to the version that was read, or raises.
 
     ::
 
@@ -52,46 +54,46 @@ class Versioned(_Guarded):
             session.get_one(Page, 1).title = "new"
             session.commit()  # VersionConflictError if the row has changed since it was read
 
-    For plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`), SQLModel and Flask-SQLAlchemy. With
-    joined or single-table inheritance it belongs on the base class. A new row has version 1, and each UPDATE adds 1.
+    Use it for plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`), SQLModel and Flask-SQLAlchemy.
+    With joined or single-table inheritance, put it on the base class. A new row has version 1, and each UPDATE adds 1.
 
-    Guarantees: a flush changes or deletes a row at the version at which its instance was read, and raises otherwise. update()
-    of the class increments the version of every row that it writes, or is rejected; see `bulk` of `VersionedSession`.
+    Guarantees: a flush changes or deletes a row only at the version at which its instance was read, and otherwise raises an
+    error. update() of the class increments the version of every row that it writes, or is rejected; see `bulk` of
+    `VersionedSession`.
 
     The version is read together with whatever columns are loaded. If columns were loaded without it, for example by SQL text
     that omits it, a write of the row is rejected.
 
-    Limitations: nothing is guaranteed about instances whose row is read again before the flush, because they then have the
-    newer version; after a commit, expired instances are read again. Nor about statements outside the ORM, unless
-    `__version_mode__ = "server"`, whose trigger counts them. Nor about rows that belong to this one, unless
+    Limitations: nothing is guaranteed about instances whose row is read again before the flush, because they then have the newer
+    version. After a commit, expired instances are read again. Statements outside the ORM are not counted, unless
+    `__version_mode__ = "server"`, whose trigger counts them. Changes of rows that belong to this one are not counted, unless
     `__version_relationships__` names their relationship and a flush writes them.
 
     `__version_mode__ = "xmin"` uses the id of the last transaction that wrote the row, which PostgreSQL stores. It needs no
-    column and detects every writer. It is only for the work of one session: it changes with a dump or a rewrite of the table,
-    and is the same for several writes of one transaction, so `etag` and `merge()` reject it.
+    column and detects every writer. It is only for the work of one session, because it changes with a dump or a rewrite of the
+    table, and is the same for several writes of one transaction. Therefore `etag` and `merge()` reject it.
 
     Attributes:
-        __version_mode__: what counts the version: "client", this program; "server", the trigger of
-            `schema.add_version_trigger`; "xmin", PostgreSQL itself.
-        __version_column__: the column's name in the table; the attribute is always `version`.
-        __version_relationships__: names of one-to-many and many-to-many relationships. Rows that are added, removed or
-            deleted, and for one-to-many also rows that are changed or moved themselves, count as one change of this row for
-            each flush, whatever the relationship joins on. This row's own owner does not change with it. A subclass that sets
-            the attribute replaces the list of its base: `(*Document.__version_relationships__, "lines")` extends it.
+        __version_mode__: what counts the version. With "client" it is this program, with "server" the trigger of
+            `schema.add_version_trigger`, and with "xmin" PostgreSQL itself.
+        __version_column__: the name of the column in the table. The attribute is always `version`.
+        __version_relationships__: names of one-to-many and many-to-many relationships. Rows that are added, removed or deleted,
+            and for one-to-many also rows that are changed or moved themselves, count as one change of this row for each flush,
+            whatever the relationship joins on. The owner of this row does not change with it. A subclass that sets the attribute
+            replaces the list of its base; `(*Document.__version_relationships__, "lines")` extends it.
 
     Raises:
         VersionConflictError: on writing in a `VersionedSession`, if the row is at another version or was deleted.
         StaleDataError: SQLAlchemy's own error, instead of VersionConflictError in a plain Session.
-        AttributeError: on assigning `version`, also in the constructor and in SQLModel's `model_validate` and
+        AttributeError: on assigning `version`, even in the constructor and in SQLModel's `model_validate` and
             `sqlmodel_update`, because that would check nothing; use `load_for_version`. A version that a library drops because
             it is not in its own list of fields is not detected.
         VersionRequiredError: on writing, if columns of the row were read without its version.
         SchemaError: on writing, if the row's version is NULL, or in mode "server" the trigger is missing. `command` fixes it.
-        TypeError, ValueError: on mapping the class, if an attribute is unusable, there are two version columns, or a
-            relationship writes rows by statements that compare no version: `post_update` with a foreign key in the table of a
-            joined subclass, or a table of versioned rows as `secondary`. ValueError also for a name in
-            `__version_relationships__` that is not a relationship, leads to one row that others share, is `viewonly`, or joins
-            on columns that are not mapped.
+        TypeError, ValueError: on mapping the class, if an attribute is unusable, there are two version columns, or a relationship
+            writes rows by statements that compare no version: `post_update` with a foreign key in the table of a joined subclass,
+            or a table of versioned rows as `secondary`. A name in `__version_relationships__` that is not a relationship, leads
+            to one row that others share, is `viewonly`, or joins on columns that are not mapped also raises ValueError.
     """
 
     if TYPE_CHECKING:
@@ -112,10 +114,10 @@ class Versioned(_Guarded):
 
 
 class VersionedUUID(_Guarded):
-    """Give the rows of a mapped class a random UUID as their version, instead of the number of `Versioned`. A mixin.
+    """A mixin that gives the rows of a mapped class a random UUID as their version, instead of the number of `Versioned`.
 
-    It distinguishes a row from one that was deleted and created again under the same key, and does not tell how often a row
-    was written. Otherwise it is like `Versioned`, with the mode "client" only.
+    It distinguishes a row from a row that was deleted and created again under the same key, but does not count how often a row
+    was written. Otherwise it is like `Versioned` in the mode "client".
 
     Attributes:
         __version_column__: the column's name in the table; the attribute is always `version`.

@@ -112,7 +112,7 @@ def lock_rows(
 
 
 def check_transaction(connection: Connection, way: str) -> None:
-    """Raise unless a row lock lasts until the row is written.
+    """Raise an error unless a row lock lasts until the row is written.
 
     Raises:
         TransactionStateError: the connection is in autocommit.

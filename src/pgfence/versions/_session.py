@@ -40,30 +40,30 @@ class VersionedSession(Session):
         db = SQLAlchemy(session_options={"class_": VersionedSession})  # Flask-SQLAlchemy
 
     Guarantees:
-        If a flush fails because other processes have written rows of classes with `Versioned`, the error lists these rows
-        and no others, each with the version that was read and the current one, however the flush was going to write them: as
-        a change or a deletion, by a cascade, by `post_update`, or as a new row under the key of one that it deletes. Unless
-        `conflict_check` is "batch", these are the rows that the flush had reached when it met the first conflict. They are
+        If a flush fails because other processes have written rows of classes with `Versioned`, the error lists these rows and no
+        others, each with the version that was read and the current version. It does not matter how the flush was going to write
+        them, as a change or a deletion, by a cascade, by `post_update`, or as a new row under the key of a row that it deletes.
+        Unless `conflict_check` is "batch", these are the rows that the flush had reached when it met the first conflict. They are
         read through the session's own connection, before the transaction, or the savepoint that contains the flush, is rolled
-        back; what precedes the savepoint remains usable. merge() of an instance that was read elsewhere compares its version
-        as well, and rejects an instance without a version if there is a row that it would overwrite.
+        back. What precedes the savepoint remains usable. merge() of an instance that another session has read also compares its
+        version, and rejects an instance without a version if there is a row that it would overwrite.
 
     Limitations:
         In REPEATABLE READ and SERIALIZABLE PostgreSQL itself rejects such a write with SQLSTATE 40001. The legacy methods
         `bulk_save_objects` and `bulk_update_mappings` compare versions and list no rows. The session cannot track SQL text,
-        statements on session.connection() and triggers that write rows of its instances: refresh() these before you change
-        them, or the flush raises a PgfenceError. Two sessions on one Connection are distinguished by versions only, so that
+        statements on session.connection() and triggers that write rows of its instances. Refresh these instances before you
+        change them, or the flush raises a PgfenceError. Two sessions on one Connection are distinguished only by versions, so
         such a row is a conflict there.
 
     Args:
         bind: an Engine, or a Connection whose transaction you control.
-        bulk: how statements on versioned classes outside a flush are handled. "bump" increments the version of each row that
-            they write, and rejects those for which that is impossible; an UPDATE inside a SELECT is detected one level deep.
+        bulk: how statements on versioned classes outside a flush are handled. "bump" increments the version of each row that they
+            write, and rejects statements for which that is impossible. An UPDATE inside a SELECT is detected one level deep.
             "refuse" rejects all statements that do not increment versions themselves, at any depth. "ignore" sends them
             unchanged.
         conflict_check: "auto" writes several rows of a table together and a single row separately, whichever costs fewer round
             trips. With psycopg and psycopg2, one statement contains the versions of all rows that change alike, and the driver
-            counts the rows that it matches. asyncpg cannot count them: four rows or more are locked and compared first. Rows
+            counts the rows that it matches. asyncpg cannot count them, so four rows or more are locked and compared first. Rows
             of a class with the mode "xmin", of a Session on a Connection, and in AUTOCOMMIT are written one by one.
             "row" sends and counts one UPDATE for each row. "batch" locks and compares all rows of the flush first, lists every
             conflict immediately, and then writes rows that change alike together; in AUTOCOMMIT, where a row lock does not last, it
@@ -99,10 +99,10 @@ class VersionedSession(Session):
         """Flush, and list the rows that another transaction has written in the error. autoflush and commit call this too.
 
         Raises:
-            VersionConflictError: rows are not at the version they were read at. The transaction or savepoint was rolled back:
-                call rollback().
-            PgfenceError: no other process has written the rows, but they were not written: a trigger or a policy prevents it,
-                or this session has changed the rows by a statement that it cannot track.
+            VersionConflictError: rows are not at the version at which they were read. The transaction or savepoint was rolled
+                back, so call rollback().
+            PgfenceError: the rows were not written although no other process has written them, because a trigger or a policy
+                prevents it, or because this session has changed the rows by a statement that it cannot track.
         """
         flush = Flush(self, self.conflict_check)
         before = NOW.set(flush)
@@ -118,11 +118,12 @@ class VersionedSession(Session):
             NOW.reset(before)
 
     def merge(self, instance: _O, *, load: bool = True, options: Sequence[ORMOption] | None = None) -> _O:
-        """Merge an instance if the row it would overwrite is at the version that the instance was read at.
+        """Merge an instance if the row that it would overwrite is at the version at which the instance was read.
 
         Raises:
-            VersionRequiredError: it has no version, and a row with its key exists; or its class has the mode "xmin".
-            VersionConflictError: the row is at another version or was deleted. Not `retryable`: the instance keeps its version.
+            VersionRequiredError: the instance has no version and a row with its key exists, or its class has the mode "xmin".
+            VersionConflictError: the row is at another version or was deleted. The error is not `retryable`, because the instance
+                keeps its version.
         """
         if load:
             _check_merge(self, instance)
@@ -139,7 +140,7 @@ class VersionedSession(Session):
 
 
 def _check_merge(session: Session, instance: object) -> None:
-    """Raise unless an instance, and those that merge() cascades to, may overwrite what is in the database.
+    """Raise an error unless an instance, and those that merge() cascades to, may overwrite what is in the database.
 
     Raises:
         VersionRequiredError: one has no valid version, and a row with its key exists.

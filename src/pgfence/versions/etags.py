@@ -1,4 +1,4 @@
-"""The version of a row in HTTP: an entity tag, and the If-Match header that returns it (RFC 9110, 8.8.3 and 13.1.1)."""
+"""The version of a row in HTTP, as an entity tag and in the If-Match header (RFC 9110, 8.8.3 and 13.1.1)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class IfMatch:
     """What an If-Match header requires: `*`, or one of several entity tags.
 
     Attributes:
-        tags: as written in the header, with quotes; `("*",)` for any version, `()` for a list without a tag.
+        tags: the tags as written in the header, with quotes; `("*",)` for any version, and `()` for a list without a tag.
     """
 
     tags: tuple[str, ...]
 
     def matches(self, tag: str) -> bool:
-        """Return whether the row with this tag may be changed, by the strong comparison: a weak tag matches nothing.
+        """Return whether the row with this tag may be changed, by the strong comparison, in which a weak tag matches nothing.
 
         `*` matches every row that exists.
         """
@@ -52,21 +52,22 @@ ANY = IfMatch((_STAR,))
 
 
 def etag(instance: object, /) -> str:
-    """Return the version of a row as a strong entity tag, for an ETag header: `"page-7"`, quotes and all.
+    """Return the version of a row as a strong entity tag for an ETag header, including the quotes, such as `"page-7"`.
 
     ::
 
         session.commit()
         return jsonify(title=page.title), {"ETag": etag(page)}
 
-    Guarantees: all processes return the same tag for the same version of a row, and a subclass the same as its base class.
-    Another version of the row has another tag, unless the row was deleted and created again: `VersionedUUID` tells those apart.
+    Guarantees: all processes return the same tag for the same version of a row, and a subclass returns the same tag as its base
+    class. Another version of the row has another tag, unless the row was deleted and created again. `VersionedUUID` distinguishes
+    the two rows.
 
     Limitations: the tag covers this row only, not other rows or the reader's permissions that a response may depend on.
 
     Args:
-        instance: an instance of a versioned class, with its changes flushed. An expired one is loaded again, which an AsyncSession cannot
-            do here: use `expire_on_commit=False` with it.
+        instance: an instance of a versioned class, with its changes flushed. An expired instance is loaded again, which an
+            AsyncSession cannot do here, so use `expire_on_commit=False` with it.
 
     Raises:
         ValueError: the row is not in the database yet, or has unflushed changes, so that its next version is not known.
