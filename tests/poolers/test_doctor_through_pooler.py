@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 
-from pgfence import configure, monitoring
+from pgfence import LockKey, configure, monitoring
+from support.locking import is_free, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +39,19 @@ async def test_transaction_mode_is_proven(world: World, pgbouncer: Callable[...,
     assert await find(world, through, pooler="transaction") == {"pooler-transaction": "info"}
     past = await find(world, through, pooler="transaction", lock_engine=world.engine())
     assert "pooler-transaction" not in past
+
+
+@pytest.mark.one_driver
+async def test_a_lock_that_a_client_left_in_a_transaction_pool_is_released(
+    world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any]
+) -> None:
+    """C019, C021: the client is gone and the server session stays, with the lock, until release_leaked ends it."""
+    with psycopg.connect(pgbouncer("transaction"), autocommit=True, prepare_threshold=None) as client:
+        take(client, name)
+    assert not is_free(admin, name)
+    (holder,) = await world.call(monitoring.release_leaked, world.engine(), reason="the client is gone", idle_for=0)
+    assert holder.key == LockKey.of(name)
+    assert is_free(admin, name)
 
 
 async def test_session_mode_has_to_be_declared(

@@ -78,7 +78,7 @@ def examine(engine: Engine | AsyncEngine, alembic_ini: Path | None, select: Call
         if old := list(check_version(version, number)):
             return Diagnosis(server, version, role, old, ["server-version"])
         snapshot = read_snapshot(connection, place)
-        # Nothing is left open on this connection while others are opened: the second client of a pooler gets its server session.
+        # In a pooler with one server session, the clients of the next line would wait for this transaction.
         connection.rollback()
         examined = Examined(snapshot, config, lock_config.pooler, place, detect_pooler(_unwrap(lock_engine)))
         found = [finding for check in _CHECKS for finding in check(examined)]
