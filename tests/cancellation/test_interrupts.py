@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     import psycopg
 
+    from pgfence.testing._proxy import Proxy
     from support.processes import Script
-    from support.proxy import Proxy
 
 COMMON = """
 import gc, random, signal, threading, time, warnings

@@ -19,7 +19,7 @@ from support.waiting import FAR, eventually
 if TYPE_CHECKING:
     import psycopg
 
-    from support.proxy import Proxy
+    from pgfence.testing._proxy import Proxy
     from support.worlds import World
 
 

@@ -14,8 +14,8 @@ from pgfence import schema
 from pgfence._leases import manager, statements
 from pgfence.effects import IdempotentEffect, _running
 from pgfence.errors import IdempotencyInProgressError, UnreachableError
+from pgfence.testing._processes import pause
 from support.effects import Gate, Shop
-from support.processes import frozen
 from support.programs import program
 from support.waiting import eventually
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from pgfence.testing._proxy import Proxy
     from support.processes import Script
-    from support.proxy import Proxy
     from support.servers import OwnServer
     from support.worlds import World
 
@@ -145,7 +145,7 @@ async def test_a_stopped_process_cannot_finish(
     shop = Shop(world, admin)
     slow = script(program(world, SLOW), world.url, shop.scope)
     slow.wait_for("at work")
-    with frozen(slow.pid):
+    with pause(slow.pid):
         assert await shop.run("k", timeout=10) == "receipt of k:charge"
     assert slow.go_on() == 0
     assert slow.read_line() == "AttemptLostError 1 2"

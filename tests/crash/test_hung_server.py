@@ -14,8 +14,9 @@ from pgfence._leases import manager as lease_manager
 from pgfence._leases import statements
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
 from pgfence.migrations import _session, migration_lock
+from pgfence.testing._processes import pause
 from support.locking import background, freed, is_free, labelled, lock, run, sessions, take, waits
-from support.processes import family, frozen
+from support.processes import family
 from support.transactions import connection
 from support.waiting import FAR, eventually
 
@@ -44,7 +45,7 @@ async def test_a_wait_on_a_hung_backend_ends_soon_after_its_timeout(
     waiter = world.other()
     async with background(waiter.call(one.acquire, timeout=1)) as waiting:
         began = time.monotonic()
-        with frozen(await backend(admin, name)):
+        with pause(await backend(admin, name)):
             with pytest.raises((LockTimeoutError, UnreachableError)):
                 await waiting
             assert time.monotonic() - began < FAR
@@ -63,7 +64,7 @@ async def test_a_wait_on_a_hung_server_ends_soon_after_its_timeout(
     async with background(waiter.call(one.acquire, timeout=1)) as waiting:
         began = time.monotonic()
         await backend(admin, name)
-        with frozen(*family(private_server.pid)):
+        with pause(*family(private_server.pid)):
             with pytest.raises(UnreachableError):
                 await waiting
             assert time.monotonic() - began < FAR
@@ -84,7 +85,7 @@ async def test_a_waiter_outlives_a_hung_backend(
     waiter = world.other()
     async with background(waiter.call(one.acquire, timeout=20)) as waiting:
         hung = await backend(admin, name)
-        with frozen(hung):
+        with pause(hung):
             await eventually(lambda: any(s.pid != hung for s in sessions(admin, name)))
         await eventually(lambda: all(s.pid != hung for s in sessions(admin, name)))
         admin.execute("SELECT pg_advisory_unlock_all()")
@@ -101,7 +102,7 @@ async def test_a_release_on_a_hung_backend_ends_with_a_loss(
     one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
     held = await world.call(one.acquire)
     (session,) = sessions(admin, name)
-    with frozen(session.pid):
+    with pause(session.pid):
         began = time.monotonic()
         with pytest.raises(LockLostError) as caught:
             await world.call(held.release)
@@ -118,11 +119,11 @@ async def test_a_block_on_a_hung_backend_can_be_left(
     """hold() and connect() end too: the caller's own error wins, the loss is a note on it."""
     one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
     for manager in (one.hold(), one.connect()):
-        hung = frozen()
+        hung = pause()
         with pytest.raises(ValueError, match="mine") as caught:
             async with world.enter(manager):
                 (session,) = [s for s in sessions(admin, name) if s.state == "idle"]
-                hung = frozen(session.pid)
+                hung = pause(session.pid)
                 hung.__enter__()
                 began = time.monotonic()
                 raise ValueError("mine")
@@ -139,7 +140,7 @@ async def test_an_acquire_on_a_hung_server_ends_soon_after_its_timeout(
     one = lock(world, world.engine(dsn=private_server.dsn), name)
     await world.call((await world.call(one.acquire)).release)
     for options in ({"timeout": 1}, {"timeout": 0}):
-        with frozen(*family(private_server.pid)):
+        with pause(*family(private_server.pid)):
             async with background(world.other().call(one.acquire, **options)) as waiting:
                 await eventually(waiting.done)
                 with pytest.raises(UnreachableError):
@@ -155,7 +156,7 @@ async def test_a_first_lock_on_the_callers_connection_ends_soon(
         one = lock(world, borrowed, name)
         with psycopg.connect(private_server.dsn) as admin:
             (session,) = sessions(admin, name)
-        with frozen(session.pid):
+        with pause(session.pid):
             async with background(world.call(one.acquire, timeout=1)) as waiting:
                 await eventually(waiting.done)
                 with pytest.raises(UnreachableError):
@@ -173,7 +174,7 @@ async def test_an_adoption_on_a_hung_server_ends_soon(
     await world.call(schema.create_all, engine)
     kind = world.pick(Lease, AsyncLease)
     reference = await world.call((await world.call(kind(engine, name, ttl=60).acquire)).hand_over)
-    with frozen(*family(private_server.pid)):
+    with pause(*family(private_server.pid)):
         async with background(world.other().call(kind.adopt, engine, reference)) as adopting:
             await eventually(adopting.done)
             with pytest.raises(UnreachableError):
@@ -187,14 +188,14 @@ async def test_leaving_a_block_on_a_hung_backend_ends_in_time(
 ) -> None:
     """The rollback of what connect() left open is bounded too; the connection is closed, and the lock ends with it."""
     one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
-    hung = frozen()
+    hung = pause()
 
     async def leave() -> None:
         async with world.enter(one.connect()) as connection:
             await run(world, connection, "SELECT 1")
             (session,) = sessions(admin, name)
             nonlocal hung
-            hung = frozen(session.pid)
+            hung = pause(session.pid)
             hung.__enter__()
 
     async with background(leave()) as leaving:
@@ -217,13 +218,13 @@ async def test_a_migration_lock_on_a_hung_backend_ends_soon(
     def work(connection: Connection) -> None:
         pid = connection.scalar(text("SELECT pg_backend_pid()"))
         connection.rollback()
-        with frozen(pid), pytest.raises(UnreachableError, match=r"no response from .* within 1\.0 s"):
+        with pause(pid), pytest.raises(UnreachableError, match=r"no response from .* within 1\.0 s"):
             migration_lock(connection, key=key, timeout=0.5).__enter__()
         pid = connection.scalar(text("SELECT pg_backend_pid()"))
         connection.rollback()
         held = migration_lock(connection, key=key, timeout=10)
         held.__enter__()
-        with frozen(pid), pytest.raises(UnreachableError, match=r"no response from .* within 0\.5 s"):
+        with pause(pid), pytest.raises(UnreachableError, match=r"no response from .* within 0\.5 s"):
             held.__exit__(None, None, None)
 
     def here() -> None:

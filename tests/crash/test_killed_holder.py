@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     import psycopg
 
+    from pgfence.testing._proxy import Proxy
     from support.processes import Script
-    from support.proxy import Proxy
     from support.worlds import World
 
 FORKED = {

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from pgfence.testing._proxy import Proxy
     from support.processes import Script
-    from support.proxy import Proxy
     from support.worlds import World
 
 SCALE = float(os.environ.get("PGFENCE_TEST_FAULTS", "1"))

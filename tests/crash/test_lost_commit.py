@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy.orm import Session
 
-    from support.proxy import Proxy
+    from pgfence.testing._proxy import Proxy
     from support.worlds import World
 
 IN_COMMIT = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgfence import Partitions
-from support.processes import frozen
+from pgfence.testing._processes import pause
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ async def test_a_worker_paused_past_its_ttl_writes_nothing(
     """SIGSTOP: another worker owns the partitions; what the first one sends when it wakes is rejected, for each partition."""
     victim = working(script, dsn, name, WRITES_LATE)
     engine = world.engine()
-    with frozen(victim.pid):
+    with pause(victim.pid):
         with Partitions(engine, name, 4, ttl=TTL).join(lambda _, held: held.wait_lost()) as worker:
             await eventually(lambda: len(worker.owned) == 4)
             for held in worker.owned.values():

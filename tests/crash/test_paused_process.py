@@ -12,8 +12,8 @@ import pytest
 
 from pgfence._process import monitor
 from pgfence.errors import LockLostError
+from pgfence.testing._processes import pause
 from support.locking import freed, is_free, labelled, lock, sessions, terminate
-from support.processes import frozen
 from support.programs import holder
 from support.waiting import eventually
 
@@ -64,7 +64,7 @@ async def test_after_a_pause_nothing_is_trusted_until_the_server_responds(
     holding.wait_for("held")
     with psycopg.connect(private_server.dsn, autocommit=True) as admin:
         (pid,) = admin.execute("SELECT pid FROM pg_locks WHERE locktype = 'advisory'").fetchone()
-        with frozen(pid):
+        with pause(pid):
             await paused(holding)
             assert holding.read_line() == "unknown"
         assert holding.read_line() == "held"

@@ -30,7 +30,7 @@ from support.waiting import eventually
 if TYPE_CHECKING:
     import psycopg
 
-    from support.proxy import Proxy
+    from pgfence.testing._proxy import Proxy
     from support.worlds import World
 
 pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]

@@ -12,8 +12,9 @@ import pytest
 from sqlalchemy import Engine, create_engine, text
 
 from pgfence import Lease
+from pgfence.testing._processes import pause
 from support import pages
-from support.processes import Script, frozen
+from support.processes import Script
 from support.servers import database
 from support.waiting import eventually
 
@@ -132,7 +133,7 @@ def test_a_worker_that_was_overtaken_writes_nothing_more(own: str, how: str) -> 
     with ExitStack() as stack:
         first = stack.enter_context(closing(Script(pages.reader(own, FIRST))))
         first.wait_for("hangs")
-        with frozen(first.pid) if how == "stopped" else nullcontext():
+        with pause(first.pid) if how == "stopped" else nullcontext():
             second = stack.enter_context(closing(Script(pages.reader(own, SECOND))))
             second.wait_for("done")
         assert first.go_on() == 0

@@ -9,10 +9,10 @@ import pytest
 
 from pgfence.testing import PgfenceFaults
 from pgfence.testing._elsewhere import Engines
+from pgfence.testing._proxy import Proxy
 from support import network, poolers
 from support import standby as standbys
 from support.processes import Script
-from support.proxy import Proxy
 from support.servers import own
 
 if TYPE_CHECKING:

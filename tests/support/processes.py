@@ -1,4 +1,4 @@
-"""Processes that hold something, to be killed, and processes that are frozen."""
+"""Processes that hold something, to be killed. `pgfence.testing` pauses them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-
-from pgfence.testing._processes import pause as frozen
-
-__all__ = ["Script", "alive", "family", "frozen"]
 
 _PRELUDE = """
 import os, signal, sys

@@ -1,4 +1,4 @@
-"""The fault proxy of `pgfence.testing`, and one that counts round trips."""
+"""The fault proxy of `pgfence.testing`, for contract tests, and one that counts round trips."""
 
 from __future__ import annotations
 

@@ -12,17 +12,18 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
+from pgfence.testing._processes import pause
 from support import standby as standbys
 from support.poolers import Swap
-from support.processes import alive, family, frozen
+from support.processes import alive, family
 from support.waiting import FAR
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pgfence.testing._proxy import Proxy
     from support.network import FarServer
     from support.processes import Script
-    from support.proxy import Proxy
     from support.servers import OwnServer
 
 HOLDER = """
@@ -153,7 +154,7 @@ def test_a_frozen_backend_is_connected_and_deaf(own_server: OwnServer) -> None:
     """SIGSTOP keeps the socket open; SIGCONT brings the answer."""
     with connect(own_server.dsn) as connection:
         assert connection.info.backend_pid in family(own_server.pid)
-        with frozen(connection.info.backend_pid):
+        with pause(connection.info.backend_pid):
             assert not answers(connection)
         assert arrives(connection)
 
