@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pgfence.cli.app
 import pgfence.cli.keys
 from pgfence.cli import main
 from pgfence.cli.codes import Code
+from pgfence.compat import pals_key, with_advisory_lock_key
 from pgfence.keys import LockKey
 from support.rows import every_row
 
@@ -107,7 +109,7 @@ def test_python_m_pgfence_is_the_same_program() -> None:
 def test_key_shows_what_pg_locks_shows(capsys: pytest.CaptureFixture[str]) -> None:
     """`pgfence key` prints the number and its two halves, unsigned, as pg_locks has them."""
     assert main(["key", "nightly-billing", "--namespace", "shop"]) == 0
-    shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert int(shown["key"]) == HELD.value
     assert (int(shown["classid"]) << 32 | int(shown["objid"])) == HELD.value % 2**64
     assert shown["objsubid"] == "1"
@@ -117,7 +119,7 @@ def test_key_has_a_form_for_programs(capsys: pytest.CaptureFixture[str]) -> None
     """`--json` prints one object."""
     assert main(["key", "nightly-billing", "--namespace", "shop", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown.keys() == {"name", "namespace", "key", "classid", "objid", "objsubid"}
+    assert shown.keys() == {"name", "namespace", "key", "classid", "objid", "objsubid", "sql"}
     assert (shown["name"], shown["namespace"], shown["key"]) == ("nightly-billing", "shop", HELD.value)
 
 
@@ -270,3 +272,33 @@ def test_the_reference_lists_every_option() -> None:
         if f"`{option}" not in sections[name]
     ]
     assert missing == []
+
+
+@every_row(
+    ("words", "code", "said"),
+    [
+        (["--who", "72707369"], 0, "key 72707369: Prisma migration"),
+        (["--who", "77431708279161"], 0, "key 77431708279161: Flyway migration"),
+        (["--who=-5616906625745643920", "b", "a"], 0, "pgfence lock 'a'"),
+        ([f"--who={HELD.value}", "shop:nightly-billing"], 0, "in the namespace 'shop'"),
+        ([f"--who={HELD.value}", "nightly-billing", "--namespace", "shop"], 0, "pgfence lock 'nightly-billing'"),
+        ([f"--who={pals_key('app', 'job').value}", "app.job"], 0, "pals lock 'job'"),
+        (["--who", "{},{}".format(*with_advisory_lock_key("a").halves), "a"], 0, "with_advisory_lock"),
+        (["--who", str(2053462845 * zlib.crc32(b"shop")), "shop"], 0, "Rails migration"),
+        (
+            ["--who", str(zlib.crc32(b"public\0schema_migrations\0shop") * 1486364155 % 2**32), "shop"],
+            0,
+            "golang-migrate",
+        ),
+        (["--who", "5", "a"], 67, "key 5 is not known."),
+        (["--who", "x"], 64, "a pair of numbers"),
+        (["--who", str(2**64)], 64, "64-bit"),
+        ([], 64, "give one NAME"),
+        (["a", "b"], 64, "give one NAME"),
+    ],
+)
+def test_a_key_is_recognized(words: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Keys of migration tools, and of names in the form of several libraries; an unknown one is 67."""
+    assert main(["key", *words]) == code
+    found = capfd.readouterr()
+    assert said in found.out + found.err

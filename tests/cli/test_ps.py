@@ -11,10 +11,11 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import psycopg
 import pytest
 from sqlalchemy import create_engine
 
-from pgfence import AdvisoryLock, Lease, TransactionLock
+from pgfence import AdvisoryLock, Lease, LockKey, TransactionLock
 from pgfence.cli import main
 
 if TYPE_CHECKING:
@@ -150,3 +151,17 @@ def test_mistakes_and_servers_that_cannot_be_used_have_codes(
         assert capfd.readouterr().err.startswith("pgfence: error: ")
     assert main(["ps", "--dsn", "postgresql://nobody@127.0.0.1:1/nothing"]) == 69
     assert main(["ps", "--prefix", "no_such_"]) == 0
+
+
+def test_the_printed_expression_computes_the_key(dsn: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`pgfence key` prints SQL that psql runs, for any name; --who finds a stored name in the database."""
+    assert main(["key", 'it\'s \\ a "name"', "--namespace", "shop", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        row = connection.execute(f"SELECT {found['sql']}".encode()).fetchone()
+        assert row is not None and row[0] == found["key"]
+        stored = LockKey.of("stored", namespace="ns").value
+        connection.execute("INSERT INTO pgfence_lock_name VALUES (%s, %s, now())", [stored, "ns\x1fstored"])
+        assert main(["key", f"--who={stored}", "--dsn", dsn]) == 0
+        connection.execute("DELETE FROM pgfence_lock_name WHERE key = %s", [stored])
+    assert "pgfence lock 'stored' in the namespace 'ns'" in capsys.readouterr().out

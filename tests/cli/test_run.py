@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -300,12 +301,13 @@ def test_a_closed_output_pipe_does_no_harm(cli: Cli, dsn: str, name: str) -> Non
 
 
 def test_the_holder_is_called_by_its_process(cli: Cli, name: str) -> None:
-    """Others see the pid and the host of a `pgfence run` that keeps them out."""
+    """Others see the beginning of the name, the pid and the host of a `pgfence run` that keeps them out."""
     with cli.started(name, "--", "sh", "-c", "echo ready; read x") as process:
         assert first_line(process) == "ready"
         done = cli.run(name, "--", "true")
         process.communicate("\n", timeout=20)
-    assert f"pgfence (pid {process.pid} on {socket.gethostname()})" in done.stderr
+    process_name = re.escape(f"(pid {process.pid} on {socket.gethostname()})")
+    assert re.search(rf"pgfence {name[:4]}\S* {process_name}", done.stderr)
 
 
 def test_as_pid_1_of_a_container_a_wait_can_be_ended(cli: Cli, dsn: str, name: str) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import zlib
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
+from pgfence import compat
 from pgfence.keys import LockKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _RAILS_SALT = 2053462845
 _GOLANG_MIGRATE_SALT = 1486364155
@@ -45,6 +50,30 @@ def recognize_key(key: LockKey, database: str) -> str | None:
     if key.space == "bigint" and abs(key.value - _FLYWAY) <= 1 << 31:
         return "Flyway migration"
     return None
+
+
+def list_keys_of_libraries(name: str) -> Iterator[tuple[LockKey, str]]:
+    """Yield the keys that libraries compute from a name, each with what takes it. A name `APP.NAME` is tried for pals, too."""
+    yield LockKey.of(name), f"pgfence lock {name!r}"
+    namespace, colon, rest = name.partition(":")
+    if colon and rest:
+        yield LockKey.of(rest, namespace=namespace), f"pgfence lock {rest!r} in the namespace {namespace!r}"
+    app, dot, lock = name.partition(".")
+    if dot:
+        yield compat.pals_key(app, lock), f"pals lock {lock!r} of the application {app!r}"
+    yield compat.dlock_key(name), f"sqlalchemy-dlock lock {name!r}"
+    yield compat.pglock_key(name), f"django-pglock lock {name!r}"
+    yield compat.with_advisory_lock_key(name), f"with_advisory_lock (Rails) lock {name!r}"
+    yield compat.sha256_hex15_key(name), f"first 15 hexadecimal digits of SHA-256 of {name!r}"
+    # Alembic's version table of another name or schema
+    yield LockKey.of(name, namespace="pgfence migrations"), f"Alembic migration (pgfence), version table {name!r}"
+    # Both of these compute the key from the name of the database.
+    yield LockKey.raw(_RAILS_SALT * zlib.crc32(name.encode())), f"Rails migration of the database {name!r}"
+    yield (
+        _compute_golang_migrate_key("public", "schema_migrations", name),
+        f"golang-migrate migration of the database {name!r}",
+    )
+    yield LockKey.raw(_FLYWAY + _hash_like_java(name)), f"Flyway migration, history table {name}"
 
 
 def _compute_golang_migrate_key(*parts: str) -> LockKey:

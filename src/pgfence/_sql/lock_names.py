@@ -79,6 +79,17 @@ def _remembered_of(dialect: Dialect, place: TableNames) -> set[int]:
     return found
 
 
+def find_name(connection: Connection, place: TableNames, key: int) -> str | None:
+    """Return the stored name of a key; None if it is not stored, or this role may not read the names."""
+    can_read = has_names_sql(place, None).replace("'INSERT'", "'SELECT'").replace("'UPDATE'", "'SELECT'")
+    options = {"no_parameters": True}
+    if not connection.exec_driver_sql(f"SELECT {can_read}", execution_options=options).scalar_one():
+        return None
+    text = f"SELECT n.name FROM {place.name('lock_name')} AS n WHERE n.key = {int(key)}"
+    name: str | None = connection.exec_driver_sql(text, execution_options=options).scalar_one_or_none()
+    return name
+
+
 def forget_old_names(connection: Connection, place: TableNames) -> None:
     """Delete the names that no process has used for 30 days, if the table exists and the role may."""
     text = (

@@ -74,6 +74,7 @@ def elect(options: ElectOptions, speaker: Console, environ: Mapping[str, str]) -
         open_engine(
             options.dsn,
             options.engine,
+            name=options.name,
             namespace=options.namespace,
             schema=options.schema,
             prefix=options.prefix,

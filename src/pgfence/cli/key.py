@@ -1,43 +1,170 @@
-"""`pgfence key`: print the key of a name."""
+"""`pgfence key`: print the key of a name, or find out what a key is for."""
 
 from __future__ import annotations
 
 import json
+import re
+from typing import TYPE_CHECKING
 
 import click
 
+from pgfence._admin.connection import run_on_engine
+from pgfence._admin.known_keys import list_keys_of_libraries, recognize_key
+from pgfence._sql.errors import translate_connect_error
+from pgfence._sql.lock_names import find_name
+from pgfence._sql.storage import table_names_of
 from pgfence.cli import options
-from pgfence.cli.codes import MisuseError
-from pgfence.cli.parser import Command
-from pgfence.keys import LockKey
+from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.cli.parser import Command, Option
+from pgfence.cli.report import Console, choose_code
+from pgfence.cli.server import open_engine
+from pgfence.errors import PgfenceError
+from pgfence.keys import SEPARATOR, LockKey, unqualify_name
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+
+_PAIR = re.compile(r"(-?\d+)\s*,\s*(-?\d+)")
 
 
 @click.command(
     "key",
-    short_help="Print the 64-bit key of a lock name.",
+    short_help="Print the 64-bit key of a lock name, or what a key is for.",
     cls=Command,
-    arguments={"NAME": "Name of a lock."},
+    usage="[OPTIONS] NAME...",
+    arguments={"NAME": "Name of a lock; with --who, names to try, which may be left out."},
     examples={
         "pgfence key nightly-billing --namespace shop": "The key of a name in a namespace",
+        "pgfence key --who 72707369": "What a number in pg_locks or in the server's log is for",
+        "pgfence key --who 3812344,0 nightly-billing": "Whether a pair of numbers is the key of a name, in any library",
     },
-    codes=[("0", "The key was printed."), ("64", "Misuse: the name or the namespace cannot be used.")],
+    codes=[
+        ("0", "The key was printed."),
+        ("64", "Misuse: the name, the namespace or the number cannot be used."),
+        ("67", "With --who: the key is not known."),
+        ("69", "With --who and a database: the server did not respond."),
+        ("78", "With --who and a database: the server is not a PostgreSQL that pgfence supports."),
+    ],
 )
-@click.argument("name", metavar="NAME")
+@click.argument("names", metavar="NAME", nargs=-1)
+@click.option(
+    "--who",
+    cls=Option,
+    metavar="NUMBER",
+    help="Print what this key is for: a number, or the classid and the objid of a pair, A,B.",
+)
+@options.dsn
+@options.engine
 @options.namespace
+@options.schema
+@options.prefix
 @options.as_json
-def key(name: str, namespace: str | None, as_json: bool) -> None:
-    """Print the 64-bit key of a lock name, as pg_locks shows it.
+def key(
+    names: tuple[str, ...],
+    who: str | None,
+    dsn: str | None,
+    engine: str | None,
+    namespace: str | None,
+    schema: str | None,
+    prefix: str | None,
+    as_json: bool,
+) -> None:
+    """Print the 64-bit key of a lock name, as pg_locks shows it, and as a SQL expression.
 
-    Use it to find a lock in pg_locks or in the server's log. It does not contact a server.
+    Use it to find a lock in pg_locks or in the server's log. With --who, print what a key is for; a server is contacted only if
+    --dsn or --engine is given, to look up stored names and the keys of migration tools.
     """
+    if who is None:
+        _show_key(names, namespace or "", as_json=as_json)
+        return
+    wanted = _parse_key(who)
+    if dsn is None and engine is None:
+        found = _recognize(wanted, names, namespace or "", "")
+    else:
+        with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
+            found = _look_up(target, wanted, names, namespace or "")
+    if as_json:
+        print(json.dumps({"key": wanted.value, "space": wanted.space, "found": found}))
+    else:
+        print(f"{wanted.label} is not known." if found is None else f"{wanted.label}: {found}")
+    raise CommandExit(Code.NOBODY if found is None else Code.OK)
+
+
+def _show_key(names: tuple[str, ...], namespace: str, *, as_json: bool) -> None:
+    if len(names) != 1:
+        raise MisuseError("give one NAME, or --who NUMBER; see `pgfence key --help`")
     try:
-        value = LockKey.of(name, namespace=namespace or "").value
+        value = LockKey.of(names[0], namespace=namespace).value
     except ValueError as error:
         raise MisuseError(str(error)) from None
     unsigned = value % (1 << 64)
     shown = {"key": value, "classid": unsigned >> 32, "objid": unsigned & 0xFFFFFFFF, "objsubid": 1}
+    sql = _build_sql(names[0], namespace)
     if as_json:
-        print(json.dumps({"name": name, "namespace": namespace or "", **shown}))
+        print(json.dumps({"name": names[0], "namespace": namespace, **shown, "sql": sql}))
     else:
-        for what, number in shown.items():
+        for what, number in (shown | {"sql": sql}).items():
             print(f"{what:<9}{number}")
+
+
+def _build_sql(name: str, namespace: str) -> str:
+    """Return the SQL expression that computes the key, for psql and for other languages."""
+    text = "chr(31) || " + _quote(name) if not namespace else f"{_quote(namespace)} || chr(31) || {_quote(name)}"
+    return f"('x' || left(encode(sha256(convert_to({text}, 'UTF8')), 'hex'), 16))::bit(64)::bigint"
+
+
+def _quote(text: str) -> str:
+    doubled = text.replace("'", "''")
+    return "E'" + doubled.replace("\\", "\\\\") + "'" if "\\" in text else f"'{doubled}'"
+
+
+def _parse_key(text: str) -> LockKey:
+    if not re.fullmatch(r"-?\d+", text) and not _PAIR.fullmatch(text.strip("() ")):
+        raise MisuseError(f"--who {text}: give a number, or a pair of numbers as A,B")
+    try:
+        if (pair := _PAIR.fullmatch(text.strip("() "))) is not None:
+            # pg_locks shows the halves of a key as unsigned numbers.
+            return LockKey.pair(
+                *(int(half) - (1 << 32) if int(half) >= 1 << 31 else int(half) for half in pair.groups())
+            )
+        return LockKey.raw(int(text))
+    except ValueError as error:
+        raise MisuseError(f"--who {text}: {error}") from None
+
+
+def _recognize(wanted: LockKey, names: tuple[str, ...], namespace: str, database: str) -> str | None:
+    for name in names:
+        try:
+            candidates = [
+                (LockKey.of(name, namespace=namespace), f"pgfence lock {name!r}"),
+                *list_keys_of_libraries(name),
+            ]
+        except ValueError as error:
+            raise MisuseError(str(error)) from None
+        for candidate, what in candidates:
+            if candidate == wanted:
+                return what
+    return recognize_key(wanted, database)
+
+
+def _look_up(engine: Engine, wanted: LockKey, names: tuple[str, ...], namespace: str) -> str | None:
+    place = table_names_of(engine)
+
+    def work(connection: Connection) -> tuple[str, str | None]:
+        database = str(connection.exec_driver_sql("SELECT pg_catalog.current_database()").scalar_one())
+        return database, find_name(connection, place, wanted.value) if wanted.space == "bigint" else None
+
+    def translate(engine: Engine, error: Exception) -> PgfenceError | None:
+        return None if isinstance(error, PgfenceError) else translate_connect_error(engine, error)
+
+    try:
+        database, name = run_on_engine(engine, work, translate)
+    except PgfenceError as error:
+        Console().warn(str(error))
+        raise CommandExit(choose_code(error)) from error
+    if name is None:
+        return _recognize(wanted, names, namespace, database)
+    space, separator, bare = name.rpartition(SEPARATOR)
+    return (
+        f"pgfence lock {bare!r} in the namespace {space!r}" if separator else f"pgfence lock {unqualify_name(name)!r}"
+    )

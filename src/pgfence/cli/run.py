@@ -101,7 +101,7 @@ def run(options: RunOptions, speaker: Console, environ: Mapping[str, str]) -> Re
 
 
 def _find_engine(options: RunOptions, environ: Mapping[str, str]) -> Engine:
-    engine = find_engine(dsn=options.dsn, path=options.engine, environ=environ)
+    engine = find_engine(dsn=options.dsn, path=options.engine, environ=environ, name=options.name)
     pooler = None if options.pooler is None else options.pooler.value
     settle(engine, pooler=pooler, schema=options.schema, prefix=options.prefix)
     return engine

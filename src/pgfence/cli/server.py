@@ -45,9 +45,9 @@ class Pooler(StrEnum):
 
 
 @contextmanager
-def open_engine(dsn: str | None, path: str | None, **given: str | None) -> Iterator[Engine]:
+def open_engine(dsn: str | None, path: str | None, *, name: str | None = None, **given: str | None) -> Iterator[Engine]:
     """Yield the user's engine, configured with the options, and close its connections at the end."""
-    engine = find_engine(dsn=dsn, path=path, environ=os.environ)
+    engine = find_engine(dsn=dsn, path=path, environ=os.environ, name=name or "")
     try:
         settle(engine, **given)
         yield engine
@@ -78,13 +78,14 @@ def settle(engine: Engine, **given: str | None) -> None:
         raise MisuseError(f"{', '.join(f'--{name}' for name in said)}: {error}") from None
 
 
-def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str]) -> Engine:
+def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str], name: str = "") -> Engine:
     """Return the user's engine, from the first of the four sources that is set.
 
     Args:
         dsn: a database URL.
         path: `package.module:attribute`, an Engine or a function without arguments that returns one.
         environ: the environment, with DATABASE_URL and libpq's variables.
+        name: the name of the lock that the command is for, shown in the application name.
 
     Raises:
         MisuseError: the engine cannot be used; the message says why and what to do.
@@ -97,12 +98,12 @@ def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str]
         return _import(path)
     for text, source in ((dsn, "--dsn"), (environ.get("DATABASE_URL"), "DATABASE_URL")):
         if text:
-            return _create(_parse(text, source), source)
+            return _create(_parse(text, source), source, name)
     if any(map(environ.get, WHERE)):
-        return _create(URL.create("postgresql"), "the environment")
+        return _create(URL.create("postgresql"), "the environment", name)
     if "DATABASE_URL" in environ:
         raise MisuseError("DATABASE_URL is empty: set it, or PGSERVICE or PGHOST, or give --dsn or --engine")
-    return _create_unnamed()
+    return _create_unnamed(name)
 
 
 def describe_pooler(engine: Engine, error: PoolerError) -> PoolerError:
@@ -111,14 +112,14 @@ def describe_pooler(engine: Engine, error: PoolerError) -> PoolerError:
     return PoolerError(
         f"{describe_server(engine)}: a connection pooler{' in transaction mode' if not session else ''} is between pgfence and"
         " PostgreSQL, where advisory locks are not safe. Pass the URL of the server itself as --dsn; or use --lease, which "
-        "works through any pooler and needs the tables of `pgfence install`{session}",
+        f"works through any pooler and needs the tables of `pgfence install`{session}",
         mode=error.mode,
     )
 
 
-def _create_unnamed() -> Engine:
+def _create_unnamed(name: str) -> Engine:
     """Return an engine for libpq's default server. If it cannot be reached, the error says how to choose another one."""
-    engine = _create(URL.create("postgresql"), "the environment")
+    engine = _create(URL.create("postgresql"), "the environment", name)
 
     @event.listens_for(engine, "do_connect")
     def connect(dialect: Dialect, _record: object, words: list[Any], options: dict[str, Any]) -> object:
@@ -142,7 +143,7 @@ def _parse(text: str, source: str) -> URL:
     return url
 
 
-def _create(url: URL, source: str) -> Engine:
+def _create(url: URL, source: str, name: str) -> Engine:
     driver = url.drivername.partition("+")[2]
     if driver in {"asyncpg", "psycopg_async"}:
         raise MisuseError(
@@ -153,8 +154,7 @@ def _create(url: URL, source: str) -> Engine:
         raise MisuseError(f"{source} selects the driver {driver}: the command line works with {' and '.join(DRIVERS)}")
     url = url.set(drivername=f"postgresql+{_find_driver(driver)}")
     # Other processes see this as the holder of the lock, unless the user has set an application name.
-    called = f"pgfence (pid {os.getpid()} on {socket.gethostname()})"
-    arguments = {"fallback_application_name": called}
+    arguments = {"fallback_application_name": _build_application_name(name)}
     if "client_encoding" not in url.query and not os.environ.get("PGCLIENTENCODING"):
         # Otherwise psycopg uses the encoding of the database and, with SQL_ASCII, returns bytes that SQLAlchemy cannot handle.
         arguments["client_encoding"] = "utf8"
@@ -163,6 +163,14 @@ def _create(url: URL, source: str) -> Engine:
         return create_engine(url, connect_args=arguments, use_native_hstore=False)
     except (ArgumentError, TypeError):
         raise MisuseError(f"{source} contains an option that SQLAlchemy does not accept") from None
+
+
+def _build_application_name(name: str) -> str:
+    """Return `pgfence NAME (pid 7 on host)`. The name is cut, because the server keeps only 63 bytes."""
+    process = f"(pid {os.getpid()} on {socket.gethostname()})"
+    room = max(8, 63 - len(f"pgfence  {process}"))
+    shown = name if len(name) <= room else f"{name[: room - 3]}..."
+    return " ".join(filter(None, ("pgfence", shown, process)))
 
 
 def _find_driver(wanted: str) -> str:
