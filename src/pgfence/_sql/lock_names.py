@@ -79,15 +79,19 @@ def _remembered_of(dialect: Dialect, place: TableNames) -> set[int]:
     return found
 
 
-def find_name(connection: Connection, place: TableNames, key: int) -> str | None:
-    """Return the stored name of a key; None if it is not stored, or this role may not read the names."""
+def find_name(connection: Connection, place: TableNames, key: LockKey) -> tuple[str, str | None]:
+    """Return the name of the database, and the stored name of a key.
+
+    The stored name is None if there is none, or if this role may not read the names.
+    """
     can_read = has_names_sql(place, None).replace("'INSERT'", "'SELECT'").replace("'UPDATE'", "'SELECT'")
     options = {"no_parameters": True}
-    if not connection.exec_driver_sql(f"SELECT {can_read}", execution_options=options).scalar_one():
-        return None
-    text = f"SELECT n.name FROM {place.name('lock_name')} AS n WHERE n.key = {int(key)}"
-    name: str | None = connection.exec_driver_sql(text, execution_options=options).scalar_one_or_none()
-    return name
+    text = f"SELECT pg_catalog.current_database(), {can_read}"
+    database, readable = connection.exec_driver_sql(text, execution_options=options).one()
+    if not readable or key.space != "bigint":
+        return database, None
+    text = f"SELECT n.name FROM {place.name('lock_name')} AS n WHERE n.key = {int(key.value)}"
+    return database, connection.exec_driver_sql(text, execution_options=options).scalar_one_or_none()
 
 
 def forget_old_names(connection: Connection, place: TableNames) -> None:

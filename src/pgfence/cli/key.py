@@ -22,7 +22,7 @@ from pgfence.errors import PgfenceError
 from pgfence.keys import SEPARATOR, LockKey, unqualify_name
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Engine
 
 _PAIR = re.compile(r"(-?\d+)\s*,\s*(-?\d+)")
 
@@ -150,15 +150,11 @@ def _recognize(wanted: LockKey, names: tuple[str, ...], namespace: str, database
 def _look_up(engine: Engine, wanted: LockKey, names: tuple[str, ...], namespace: str) -> str | None:
     place = table_names_of(engine)
 
-    def work(connection: Connection) -> tuple[str, str | None]:
-        database = str(connection.exec_driver_sql("SELECT pg_catalog.current_database()").scalar_one())
-        return database, find_name(connection, place, wanted.value) if wanted.space == "bigint" else None
-
     def translate(engine: Engine, error: Exception) -> PgfenceError | None:
         return None if isinstance(error, PgfenceError) else translate_connect_error(engine, error)
 
     try:
-        database, name = run_on_engine(engine, work, translate)
+        database, name = run_on_engine(engine, lambda connection: find_name(connection, place, wanted), translate)
     except PgfenceError as error:
         Console().warn(str(error))
         raise CommandExit(choose_code(error)) from error
