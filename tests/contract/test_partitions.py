@@ -93,7 +93,7 @@ def members(admin: psycopg.Connection[Any], name: str) -> int:
 async def test_a_worker_owns_and_serves_all_partitions_until_it_leaves(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Entering waits for the free partitions; each is a lease row of its own; leaving ends the functions and releases all."""
+    """Entering waits for the free partitions; each is a separate lease row; leaving ends the functions and releases all."""
     served = Served(world)
     one = partitions(world, world.engine(), name)
     async with world.enter(one.join(served.serve, owner="pod-1", address="10.0.0.7:80")) as worker:
@@ -144,7 +144,7 @@ async def test_workers_share_the_partitions_and_only_as_many_move_as_must(world:
 async def test_a_partition_is_drained_before_another_worker_starts_it(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The former owner's function is told to stop, and the lease is released when it has returned, not before."""
+    """The former owner's function is asked to stop, and the lease is released when it has returned, not before."""
     old, new = Served(world), Served(world)
     old.hang = True
     async with world.enter(partitions(world, world.engine(), name, 2).join(old.serve)) as first:

@@ -32,7 +32,7 @@ class _AsyncOptions(PartitionOptions[AsyncEngineSource, AsyncPartitionLease]):
 
 
 class AsyncPartitions:
-    """Keys hashed to partitions, each of which one worker at a time owns; see `Partitions`.
+    """Partitions of keys, each owned by one worker at a time; see `Partitions`.
 
     Guarantees, limitations, arguments and errors are the same as for `Partitions`, with an AsyncEngine. The work of each partition is
     a task, which is cancelled when the partition is lost or given up.
@@ -72,7 +72,7 @@ class AsyncPartitions:
     ) -> AsyncWorker:
         """Own a share of the partitions, from now until the worker leaves, in tasks of the running loop.
 
-        As in the sync class; `serve(partition, lease)` runs in a task of its own, which is cancelled when the partition is lost
+        As in the sync class, but `serve(partition, lease)` runs in a separate task, which is cancelled when the partition is lost
         or given up.
 
         Raises:

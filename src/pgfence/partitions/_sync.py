@@ -33,7 +33,7 @@ class _Options(PartitionOptions[EngineSource, PartitionLease]):
 
 
 class Partitions:
-    """Keys hashed to partitions, each of which one worker at a time owns: a single writer for each key.
+    """Partitions of keys, each owned by one worker at a time, so that each key has a single writer.
 
     ::
 
@@ -47,26 +47,26 @@ class Partitions:
         with Partitions(engine, "orders", 64).join(serve, address="10.0.0.7:8000"):
             stop.wait()
 
-    Partition `i` of the partitions `NAME` is the lease `NAME/i`, with a separate token series. Workers join, leave and crash;
-    the partitions are divided among those that are alive, so that the numbers that two workers own differ by at most one, and
-    only as many partitions move as must. A former owner that stops in time releases a partition only when its function has
-    returned, and another worker takes it after that.
+    Keys are hashed to a fixed number of partitions. Partition `i` of `NAME` is the lease `NAME/i`, with a separate token series.
+    Workers may join, leave and crash at any time. The partitions are divided evenly among those that are alive, and no
+    more of them move than necessary. A worker releases a partition when its function has returned, and another one takes it
+    after that.
 
     Guarantees: a partition has at most one owner by token. A transaction of `lease.begin()` that begins after another worker
     took the partition is rejected, and the new owner waits at the gate for one that was already open: the writes of a key are
     in order. The partitions of a worker that crashes are owned by others after at most two TTLs, if the others are alive and
     below their quota.
 
-    Limitations: a function that does not stop is not killed: after a TTL another worker takes its partition, and only writes
-    inside `lease.begin()` are rejected. Work on third parties that does not check the token can overlap. The balance
-    is not guaranteed at every moment. A worker that crashes and joins again at once is a new one: some partitions
-    move twice. A name of the form `NAME/i` that is held as a `Lease` blocks that partition.
+    Limitations: a function that does not return is not stopped. After a TTL another worker takes its partition, and only writes
+    inside `lease.begin()` are rejected. Calls to services that do not check the token may overlap. The numbers of
+    partitions that two workers own may differ by more than one while partitions move. A worker that crashes and joins again
+    at once counts as a new one, so some partitions move twice. A `Lease` with the name `NAME/i` blocks that partition.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.
         name: text, at most 250 characters with its namespace; it must not end in `#` or `/` and digits.
-        count: how many partitions there are, 1 to 1,000. The first worker stores the number; see `resize`. More partitions
-            than workers: 64 suit up to a few dozen workers.
+        count: how many partitions there are, 1 to 1,000; several times as many as workers. The first worker stores the
+            number; see `resize`.
         hash: how a key is assigned to a partition; see `partition_for`. The first worker stores it.
         ttl: seconds that a partition stays with a dead owner, 0.3 to a day. It is also how long a function may take to
             stop.
@@ -99,9 +99,9 @@ class Partitions:
         return self._options.choose_partition(key)
 
     def owner_of(self, partition: int) -> Holder | None:
-        """Return the worker that owns a partition, with the `address` that it joined with; None if nobody does. One round trip.
+        """Return the worker that owns a partition, with the `address` that it joined with; None if it has no owner. One round trip.
 
-        It may have changed when you use it: the worker itself must write inside `lease.begin()`.
+        The owner may have changed by the time you use it, so the worker itself must write inside `lease.begin()`.
 
         Raises:
             ValueError: there is no such partition; or another number of partitions or another hash is stored.
@@ -134,14 +134,17 @@ class Partitions:
     ) -> Worker:
         """Own a share of the partitions, from now until the worker leaves.
 
-        `serve(partition, lease)` is called for each partition that this worker owns, on a thread of its own. It should
-        return soon after `lease.lost` is True, which means that another worker is to get the partition, or that it was lost: `lease.wait_lost(seconds)`
-        is a pause that ends then, and `lease.begin()` raises LockLostError, which may leave `serve`. Other exceptions of `serve` are logged to `pgfence.partitions`; the
-        partition is then released, and taken again after a pause of 2 seconds, which doubles with each further error. A
-        partition whose function returns on its own is taken again after a second.
+        `serve(partition, lease)` is called for each partition that this worker owns, on a separate thread. `lease.lost` becomes
+        True when the partition is to move to another worker, when this worker leaves, and when the lease was lost: `serve` must
+        return soon after that. `lease.wait_lost(seconds)` is a pause that ends then. `lease.begin()` raises LockLostError, which
+        `serve` may let through.
+
+        Other exceptions of `serve` are logged to `pgfence.partitions`. The partition is then released, and this worker takes it
+        again after 2 seconds at the earliest; the pause doubles with each further error, up to a minute. After a function that
+        has returned although its partition was not lost, and after an eviction, the pause is one second.
 
         Does not raise if the server is unreachable or the tables are missing: the error is logged, and the worker tries
-        again. A worker whose function has not returned one TTL after a loss gives up all its partitions until it has.
+        again. A worker whose function has not returned one TTL after a loss gives up all its partitions until it returns.
 
         Args:
             serve: the function that does the work of one partition.

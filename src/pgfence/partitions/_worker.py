@@ -1,7 +1,7 @@
 """A worker of partitions: it is a member, takes what it should own, serves it, and gives it up. The same code serves threads and tasks.
 
-join ── below the quota: acquire free partitions, serve each ── lost, told to stop, or returned ── release ─┐
-  └─ above it: tell the newest to stop ── sleep until a member joins or leaves, or a third of the TTL ──────┘
+join ── below the quota: acquire free partitions, serve each ── lost, asked to stop, or returned ── release ─┐
+  └─ above it: ask the newest to stop  ── sleep until a member joins or leaves, or a third of the TTL ──────┘
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ log = logging.getLogger("pgfence.partitions")
 OwnershipT = TypeVar("OwnershipT", bound="PartitionLease | AsyncPartitionLease")
 
 LONGEST_PAUSE = 1.0
-"""Seconds between two questions while this worker owns less than its quota."""
+"""Seconds between two queries while this worker owns less than its quota."""
 LONGEST_RETRY = 5.0
 SHORTEST_REST = 1.0
-"""Seconds before this worker takes a partition again that it did not give up for another one; twice that after each error."""
+"""Seconds before this worker takes a partition again whose function returned early; twice that after each error."""
 LONGEST_REST = 60.0
 
 
@@ -88,9 +88,9 @@ class Balancer(Generic[OwnershipT]):
         self._spawn = spawn
         self._member = str(uuid.uuid4())
         self.error: Exception | None = None
-        """Why the worker has ended, if it was not by `leave()`."""
+        """The reason why the worker has ended, unless `leave()` ended it."""
         self.started = carrier.make_event()
-        """Is set when the worker has taken what it could at first, or has failed."""
+        """Is set when the worker has taken the partitions that were free, or has failed."""
         # Guards what the worker's thread, the threads that serve and the caller of `leave` share. An event must be set only once.
         self._lock = threading.Lock()
         self._ending = False
@@ -101,7 +101,7 @@ class Balancer(Generic[OwnershipT]):
         self._is_aside = False
         """Whether this worker has given up everything, because a function does not return."""
         self._rests: dict[int, float] = {}
-        """Until when each partition rests that ended without being given up."""
+        """Until when this worker does not take a partition again: its function has returned early or failed, or it was evicted."""
         self._errors: dict[int, int] = {}
         """How often in a row the function has failed for a partition."""
         self._failures = 0
@@ -138,7 +138,7 @@ class Balancer(Generic[OwnershipT]):
     async def _try_balance(self) -> float:
         """Return the seconds until the next time."""
         try:
-            with self._lock:  # before the question: what is notified during it ends the sleep after it
+            with self._lock:  # before the query: a notification during it ends the sleep after it
                 self._sleep = self._carrier.make_event()
             pause = await self._balance()
         except Refused as refusal:
@@ -160,7 +160,7 @@ class Balancer(Generic[OwnershipT]):
             await self._stand_aside(runs)
             return interval
         self._is_aside = False
-        if not self._stop_listening:  # before the question, so that no change after it is missed
+        if not self._stop_listening:  # before the query, so that no change after it is missed
             for name, wake in ((request.group, self._wake), (f"{request.group}/", self._wake_if_short)):
                 self._stop_listening.append(manager.heartbeat.listen(request.place, name, wake))
         found = await options.join(self._member)
@@ -259,7 +259,8 @@ class Balancer(Generic[OwnershipT]):
             errors = self._note_error(run, error)
         finally:
             self._errors[run.number] = errors
-            self._rests[run.number] = clock() + min(SHORTEST_REST * 2.0**errors, LONGEST_REST)
+            if errors or run.lease.loss_reason in (None, "evicted"):
+                self._rests[run.number] = clock() + min(SHORTEST_REST * 2.0**errors, LONGEST_REST)
             run.grant.resign()
             await manager.give_up(run.grant)
 
@@ -286,9 +287,9 @@ class Balancer(Generic[OwnershipT]):
             await event.wait(seconds)
 
     def _note_failure(self, error: Exception) -> float:
-        """Log that nothing could be asked, once, and return the seconds to pause."""
+        """Log that the server could not be queried, once, and return the seconds to pause."""
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
         names = format_names((self._options._name,))
-        log.log(level, "the worker of %s cannot ask the server now, and tries again: %s", names, error)
+        log.log(level, "the worker of %s cannot query the server now, and tries again: %s", names, error)
         return min(LONGEST_RETRY, 0.25 * 2.0 ** min(self._failures, 10)) * between(0.5, 1.0)
