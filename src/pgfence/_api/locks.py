@@ -240,7 +240,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
         Args:
             timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait.
             on_loss: with "cancel", a loss cancels the block, and leaving it raises LockLostError. With "flag" it does neither, so
-            check `lost`.
+                check `lost`.
 
         Raises:
             PgfenceError: on entering, the same errors as `acquire`.
