@@ -152,7 +152,7 @@ def no_leaked_locks(request: pytest.FixtureRequest) -> Iterator[None]:
     try:
         _eventually(lambda: not find_locks(monitor))
     except AssertionError:
-        names = find_names()
+        names = find_names(monitor)
         left = [row.describe(names) for row in find_locks(monitor)]
         monitor.exec_driver_sql(f"SELECT pg_terminate_backend(pid) FROM ({_ADVISORY}) AS leaked")
         pytest.fail("advisory locks were left behind:\n" + "\n".join(left))

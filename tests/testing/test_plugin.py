@@ -83,6 +83,7 @@ def test_a_test_that_leaves_a_lock_behind_fails(
         conftest=CONFTEST,
         test_a="""
             import pytest
+            from sqlalchemy import text
             from pgfence import AdvisoryLock, Lease, TransactionLock
 
             kept = []
@@ -104,7 +105,10 @@ def test_a_test_that_leaves_a_lock_behind_fails(
 
             def test_leaks_a_transaction(engine):
                 connection = engine.connect()
-                kept.append(connection.close)
+                kept.append(connection.invalidate)
+                connection.execute(text("INSERT INTO pgfence_lock_name VALUES (4711, 'of another process', now())"))
+                connection.execute(text("SELECT pg_advisory_lock(4711)"))
+                connection.commit()
                 TransactionLock(connection, "account:1").acquire()
 
             def test_afterwards(engine):
@@ -119,6 +123,7 @@ def test_a_test_that_leaves_a_lock_behind_fails(
             "- advisory lock 'report' (key *), held by *(backend *), since *; the session is idle, its last statement was: *",
             "- lease 'close', held by me*, since *, process *",
             "the test left behind:",
+            "- advisory lock 'of another process' (key 4711), held by *",
             "- advisory lock 'account:1' (key *), held by *; the session is idle in transaction, *",
         ]
     )

@@ -71,7 +71,12 @@ READ_LOCKS = text(
     " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
     " ORDER BY l.granted DESC, 2, 1"
 )
-HAS_LEASES = text("SELECT pg_catalog.to_regclass(:table) IS NOT NULL")
+HAS_TABLE = text("SELECT pg_catalog.to_regclass(:table) IS NOT NULL")
+
+
+def build_name_query(place: TableNames) -> TextClause:
+    """Return the query for the stored names of keys."""
+    return text(f"SELECT key, name FROM {place.name('lock_name')}")
 
 
 def build_lease_query(place: TableNames) -> TextClause:

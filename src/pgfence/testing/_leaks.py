@@ -98,16 +98,20 @@ def find_locks(connection: Connection) -> list[LockRow]:
 
 def find_leases(connection: Connection) -> list[LeaseRow]:
     """Return the leases, slots, permits and terms that are held, in the tables with the default schema and prefix."""
-    if not connection.execute(statements.HAS_LEASES, {"table": _PLACE.name("lease")}).scalar_one():
+    if not connection.execute(statements.HAS_TABLE, {"table": _PLACE.name("lease")}).scalar_one():
         return []
     return [LeaseRow(*row) for row in connection.execute(statements.build_lease_query(_PLACE))]
 
 
-def find_names() -> dict[tuple[int, str], str]:
-    """Return the names of the keys that this process has computed."""
-    # The server knows only numbers. This is slow, and runs only if a test fails.
+def find_names(connection: Connection) -> dict[tuple[int, str], str]:
+    """Return the names that are stored in the database, and those of the keys that this process has computed."""
+    names: dict[tuple[int, str], str] = {}
+    if connection.execute(statements.HAS_TABLE, {"table": _PLACE.name("lock_name")}).scalar_one():
+        rows = connection.execute(statements.build_name_query(_PLACE))
+        names |= {(key, "bigint"): unqualify_name(name) for key, name in rows}
+    # Slow, and runs only if a test fails. Names of transaction locks are not stored.
     keys = [each for each in gc.get_objects() if type(each) is LockKey]
-    return {(key.value, key.space): key.name for key in keys if key.name is not None}
+    return names | {(key.value, key.space): key.name for key in keys if key.name is not None}
 
 
 class LeakCheck:
@@ -123,7 +127,7 @@ class LeakCheck:
             end = time.monotonic() + PATIENCE
             while left := [row for row in self._look() if row.identity not in self._before]:
                 if time.monotonic() > end:
-                    names = find_names()
+                    names = find_names(self._connection)
                     return "the test left behind:\n" + "\n".join(f"- {row.describe(names)}" for row in left)
                 time.sleep(_PAUSE)
         return ""
