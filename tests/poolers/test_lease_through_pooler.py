@@ -9,7 +9,16 @@ import psycopg
 import pytest
 from sqlalchemy import event
 
-from pgfence import AsyncElection, AsyncRateLimit, AsyncSemaphore, Election, RateLimit, Semaphore
+from pgfence import (
+    AsyncElection,
+    AsyncPartitions,
+    AsyncRateLimit,
+    AsyncSemaphore,
+    Election,
+    Partitions,
+    RateLimit,
+    Semaphore,
+)
 from pgfence.config import configure
 from support.leases import lease, rival, row
 from support.locking import background
@@ -115,3 +124,24 @@ async def test_permits_rates_and_elections_work_through_it(
     member = await world.call(world.pick(Election, AsyncElection)(engine, name, ttl=3).stand)
     await eventually(lambda: member.is_leader)
     await world.call(member.resign)
+
+
+async def test_partitions_are_shared_through_it(world: World, name: str, pgbouncer: Callable[..., str]) -> None:
+    """Without notifications the workers query the server: a newcomer gets its share, and the other one all when it leaves."""
+    through = pgbouncer("transaction")
+
+    async def wait_async(_: int, held: Any) -> None:
+        await held.wait_lost()
+
+    def join() -> Any:
+        engine = pooled(world, through, pooler="transaction")
+        serve = world.pick(lambda _, held: held.wait_lost(), wait_async)
+        return world.pick(Partitions, AsyncPartitions)(engine, name, 4, ttl=1).join(serve)
+
+    first = await world.call(join)
+    await eventually(lambda: len(first.owned) == 4)
+    second = await world.call(join)
+    await eventually(lambda: len(first.owned) == len(second.owned) == 2)
+    await world.call(second.leave)
+    await eventually(lambda: len(first.owned) == 4)
+    await world.call(first.leave)
