@@ -26,6 +26,7 @@ FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "idempotency keys": {"idempotency_key": _WRITE},
     "semaphores": {"semaphore": _WRITE, "permit_waiter": _EVERY},
     "rate limits": {"rate_limit": _WRITE, "rate_take": _WRITE},
+    "partitions": {"partition_set": _WRITE, "partition_member": _EVERY},
 }
 """The privileges that each feature needs."""
 
