@@ -28,7 +28,7 @@ _RECORDERS: weakref.WeakKeyDictionary[object, Recorder] = weakref.WeakKeyDiction
 
 
 class _Global:
-    """The key of the global meter provider, which may be set later."""
+    """The key of the global meter provider, which the application may set later."""
 
 
 _GLOBAL = _Global()
@@ -44,26 +44,26 @@ def instrument(
     Call it once for each engine, at any time, before or after `configure()`; a listener that was set with
     `configure(on_event=...)` is still called. A second call with the same providers does nothing.
 
-    The metrics are collected by the reader of the meter provider. An acquire or release only appends its event to a list; durations
-    are recorded when the metrics are collected. Of more than 1,000 durations with the same attributes between two collections, a
-    random sample of 1,000 is recorded. Counters count everything.
+    The metrics are collected by the reader of the meter provider. An acquire or release only appends its event to a list;
+    durations are recorded when the metrics are collected. If more than 1,000 durations with the same attributes occur between two
+    collections, a random sample of 1,000 is recorded. Counters count everything.
 
     Spans are added only to a trace that is already being recorded: `pgfence.acquire` for a call that found another holder,
     `pgfence.hold` for the time from the grant to the release, and `pgfence.transaction.attempt` for each attempt of
     `run_transaction`. A span is created when it ends, so spans of the work inside a hold are its siblings.
 
     Limitations: locks on your own Connection are not part of the gauges. A process that ends without a last collection loses the
-    events since the collection before.
+    events since the previous one.
 
     Args:
         engine: an Engine or AsyncEngine.
-        meter_provider: the provider of the metrics; None is the global one.
-        tracer_provider: the provider of the spans; None is the global one.
+        meter_provider: the provider of the metrics; None means the global provider.
+        tracer_provider: the provider of the spans; None means the global provider.
 
     Raises:
         ModuleNotFoundError: OpenTelemetry is not installed.
         ValueError: the engine already reports to other providers.
-        TypeError: the engine is not an engine.
+        TypeError: `engine` is not an Engine or AsyncEngine.
     """
     hub = events_of(engine)
     try:

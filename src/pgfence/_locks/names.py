@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import LockSql
 
 UNTRANSLATED = (TextError, KeyCollisionError)
-"""Errors of an acquire call that are raised as they are."""
+"""Errors of an acquire call that are raised unchanged."""
 
 
 async def note_names(engine: Engine, session: LockConnection, sql: LockSql, limit: float) -> None:
-    """Store the names that this process has not stored yet. Without the table, nothing is sent.
+    """Store the names that this process has not stored yet. If the table does not exist, nothing is sent.
 
     Raises:
         KeyCollisionError: a key belongs to another name.

@@ -1,1 +1,1 @@
-"""What `pgfence.telemetry` measures."""
+"""The measurements of `pgfence.telemetry`."""

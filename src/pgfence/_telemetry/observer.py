@@ -1,4 +1,4 @@
-"""What happens to an event on the thread or task where it happens."""
+"""Handle an event on the thread or task where it happens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EngineObserver:
         reason: str | None,
         contended: bool,
     ) -> None:
-        """Note an event of a lock, and add the span that ends with it."""
+        """Record an event of a lock, and add the span that ends with the event."""
         self._pending.append((self._database, event, name, kind, waited, held, reason, contended))
         if len(self._pending) >= recorder.MOST_PENDING:
             self._recorder.count_early()
@@ -45,12 +45,12 @@ class EngineObserver:
             self._spans.add_lock(event, name, kind, token, owner, waited, held, reason, contended)
 
     def observe(self, event: Event) -> None:
-        """Note the end of an attempt of `run_transaction`."""
+        """Record the end of an attempt of `run_transaction`."""
         if isinstance(event, TransactionAttempt):
             self._pending.append((self._database, event.event, "", "", None, None, None, False))
             if self._spans.is_tracing():
                 self._spans.add_attempt(event)
 
     def observe_timing(self, what: Timing, seconds: float) -> None:
-        """Note a duration."""
+        """Record a duration."""
         self._pending.append((self._database, what, "", "", None, seconds, None, False))

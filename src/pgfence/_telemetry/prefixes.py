@@ -1,24 +1,24 @@
-"""The prefixes of names, as values of an attribute: bounded, however many names an application uses."""
+"""The prefixes of names, as values of an attribute. Their number is bounded, however many names an application uses."""
 
 from __future__ import annotations
 
 import re
 
 LIMIT = 100
-"""The number of different prefixes. All further ones share one value."""
+"""The number of different prefixes. All further prefixes share one value."""
 OTHER = "_other"
 
 _END = re.compile("[:/#,]")
 
 
 class Prefixes:
-    """The prefixes seen so far. Not thread-safe in the sense that the limit may be exceeded by a few."""
+    """The prefixes seen so far. If several threads add prefixes at the same time, their number may slightly exceed the limit."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
     def limit(self, value: str) -> str:
-        """Return the value if it is one of the first, otherwise the value that all others share."""
+        """Return the value if it is among the first ones, and otherwise the value that all others share."""
         if value in self._seen:
             return value
         if len(self._seen) >= LIMIT:

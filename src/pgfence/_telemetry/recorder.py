@@ -1,7 +1,7 @@
 """Turn the events of engines into OpenTelemetry metrics.
 
 The thread or task where an event happens only appends it to a list, because recording one value costs as much as a quarter of an
-acquire and release. What was appended is counted in bulk, and recorded when the metrics are collected, on the thread of the exporter.
+acquire and release. The exporter's thread counts the appended events in bulk, and records them when the metrics are collected.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 
     Values: TypeAlias = tuple[str, ...]
     Pending: TypeAlias = tuple[str, str, str, str, float | None, float | None, str | None, bool]
-    """Database, event, name, kind, waited, held, reason, contended."""
+    """The fields are database, event, name, kind, waited, held, reason and contended."""
 
 MOST_PENDING = 2000
-"""The number of events that are appended before the next one counts them."""
+"""The number of events that may be appended before the thread of the next event counts them."""
 MOST_SAMPLES = 1000
-"""The number of durations with the same attributes that are recorded between two collections. Of more, a random sample is."""
+"""The number of durations with the same attributes that are recorded between two collections.
+
+If there are more, a random sample is recorded.
+"""
 
 _OUTCOMES = {"acquired": "granted", "refused": "refused", "timeout": "timeout"}
 _KEYS = ("idempotency key", "effect")
@@ -43,11 +46,11 @@ _DURATIONS = {
     "pause": metrics.PAUSE,
 }
 _MAXIMA = (metrics.HOLD_AGE, metrics.LOCK_TABLE_USAGE, metrics.LOCK_TABLE_LIMIT)
-"""Gauges of which the largest value counts, if several managers have one. The others are summed up."""
+"""Gauges that report the largest value, if several managers have one. The values of the other gauges are added."""
 
 
 class Samples:
-    """The durations with the same attributes since the last collection: all of them, or a random sample."""
+    """The durations with the same attributes since the last collection, or a random sample of them."""
 
     __slots__ = ("kept", "seen")
 
@@ -64,7 +67,7 @@ class Samples:
 
 
 class Recorder:
-    """The instruments of one meter, and what they count, for all engines that use it."""
+    """The instruments of one meter, and their values, for all engines that use the meter."""
 
     def __init__(self, meter: Meter) -> None:
         from opentelemetry.metrics import Observation
@@ -81,7 +84,7 @@ class Recorder:
         self._errors = Prefixes()
         self._engines: list[tuple[str, weakref.ref[Dialect]]] = []
         self._unread: dict[Metric, dict[Values, float]] = {}
-        """The gauges of the last look that were not read yet."""
+        """The values of gauges that were read from the process and not yet collected."""
         self._histograms: dict[Metric, Histogram] = {}
         for each in metrics.METRICS:
             self._create_instrument(meter, each)
@@ -116,7 +119,7 @@ class Recorder:
         self._engines.append((database, weakref.ref(dialect)))
 
     def count_early(self) -> None:
-        """Count what was appended before the metrics are collected, because it has become much."""
+        """Count the appended events before the metrics are collected, because there are many."""
         self._count_pending(wait=0.0)
 
     # ------------------------------------------------------------ where metrics are collected
@@ -128,7 +131,7 @@ class Recorder:
         return dict(self._counts[metric])
 
     def _read_gauge(self, metric: Metric) -> dict[Values, float]:
-        # One look serves all gauges of a collection, each of which is read once.
+        # The state is read once for all gauges of a collection, each of which is collected once.
         if metric not in self._unread:
             self._unread = self._read_gauges()
         return self._unread.pop(metric)
@@ -154,7 +157,7 @@ class Recorder:
                 histogram.record(seconds, attributes)
 
     def _count_pending(self, wait: float) -> bool:
-        """Count what was appended, and return True, unless another thread does so and does not finish in time."""
+        """Count the appended events and return True, or False if another thread counts them and does not finish in time."""
         if self._pid != PROCESS.known_pid:
             # A thread of the parent may have held the lock at the fork. It does not exist in this process.
             self._pid, self._lock = PROCESS.known_pid, threading.Lock()
@@ -164,7 +167,7 @@ class Recorder:
             take, granted, samples = self.pending.popleft, self._counts[metrics.ATTEMPTS], self._samples
             for _ in range(len(self.pending)):
                 item = database, event, _, kind, _, held, _, contended = take()
-                # The two events of every lock that is free, without a call.
+                # Every uncontended lock causes these two events, so they are counted here without a call.
                 if event == "acquired" and not contended:
                     values = database, kind, "granted"
                     granted[values] = granted.get(values, 0) + 1

@@ -1,4 +1,4 @@
-"""Turn the events of engines into OpenTelemetry spans, each when it has ended."""
+"""Turn the events of engines into OpenTelemetry spans. Each span is created when it has ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SpanWriter:
 
     def is_tracing(self) -> bool:
         """Return whether this thread or task is in a trace that is recorded."""
-        # A hold outside of a trace gets no span: it would be a trace that has only this one.
+        # A hold outside of a trace gets no span, because that span would be the only one of its trace.
         return self._trace.get_current_span().is_recording()
 
     def add_lock(
@@ -51,7 +51,7 @@ class SpanWriter:
         reason: str | None,
         contended: bool,
     ) -> None:
-        """Add the span that ends with an event of a lock: a wait or a hold."""
+        """Add the span of a wait or a hold that ends with an event of a lock."""
         attributes: dict[str, str | int] = {NAME: name, metrics.KIND: kind}
         if token is not None:
             attributes[TOKEN] = token

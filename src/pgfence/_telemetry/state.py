@@ -1,4 +1,4 @@
-"""What the process holds and waits for at this moment, read when metrics are collected."""
+"""Read what the process holds and waits for, when metrics are collected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DialectOnly(NamedTuple):
-    """A dialect, in the place of its engine."""
+    """A dialect that is passed in place of its engine."""
 
     dialect: Dialect
 
@@ -39,7 +39,7 @@ class GaugeValue(NamedTuple):
 
 
 def read_state(dialect: Dialect, prefixes: Prefixes) -> Iterator[GaugeValue]:
-    """Yield the state of an engine in this process, and of its `lock_engine`, without a statement."""
+    """Yield the state of an engine and its `lock_engine` in this process, without sending a statement."""
     managers = list(_list_managers(dialect))
     other = config_of(DialectOnly(dialect)).lock_engine
     if other is not None and not callable(other):

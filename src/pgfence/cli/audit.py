@@ -33,7 +33,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
         "pgfence audit --action evict --json": "All evictions, for a program",
     },
     codes=[
-        ("0", "Success, also if there are no entries."),
+        ("0", "The entries were printed, even if there are none."),
         ("64", "Misuse."),
         ("69", "The server did not respond."),
         ("78", "The tables or a permission are missing."),
@@ -44,14 +44,14 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
     cls=Option,
     heading="Filter",
     metavar="TIME",
-    help="Only entries since TIME: a number with s, m, h or d for how long ago, or a time in ISO 8601.",
+    help="Print only entries since TIME, which is a number with s, m, h or d for how long ago, or a time in ISO 8601.",
 )
 @click.option(
     "--action",
     cls=Option,
     heading="Filter",
     type=click.Choice(ACTIONS),
-    help="Only entries of this action.",
+    help="Print only entries of this action.",
 )
 @options.dsn
 @options.engine
@@ -67,7 +67,7 @@ def audit(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """Print who evicted holders, asked leaders to resign, freed keys and released leaked locks: when and why.
+    """Print who evicted holders, asked leaders to resign, freed keys and released leaked locks, and when and why.
 
     The oldest entry is first. The entries of all namespaces are printed.
     """

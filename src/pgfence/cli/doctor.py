@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pgfence._admin.doctor.finding import Finding
 
 FOUND = 1
-"""The exit code if there are findings that count."""
+"""The exit code if there are errors or, with `--strict`, warnings."""
 _INI = Path("alembic.ini")
 _COLORS = {"error": "red", "warning": "yellow", "info": "blue"}
 _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "info": ("note", "notes")}
@@ -44,7 +44,7 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
     codes=[
         ("0", "No finding is an error; with --strict, none is an error or a warning."),
         ("1", "A finding is an error; with --strict, an error or a warning; with --ttl, the lease's TTL is too short."),
-        ("64", "Misuse; also an alembic.ini or env.py that cannot be read."),
+        ("64", "The command was misused, or alembic.ini or env.py cannot be read."),
         ("69", "The server did not respond."),
         ("78", "The server is not PostgreSQL."),
     ],
@@ -87,8 +87,8 @@ def doctor(
 ) -> None:
     """Examine the server, the role and the settings, and print what pgfence does not work well with, and the fixes.
 
-    Use it before the first deployment, in CI, and when something is wrong. It changes nothing and takes no lock. Run it with
-    the URL and the role of the application: privileges and settings depend on them.
+    Use it before the first deployment, in CI, and when something is wrong. It changes nothing and takes no lock. Run it with the
+    URL and the role of the application, because privileges and settings depend on them.
     """
     ini = alembic_ini or (_INI if _INI.is_file() else None)
     given = {"pooler": pooler, "namespace": namespace, "schema": schema, "prefix": prefix}

@@ -32,7 +32,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     short_help="List what is held, by whom, and who waits.",
     cls=Command,
     usage="[OPTIONS] [PREFIX]",
-    arguments={"PREFIX": "Only names that begin with PREFIX, as the list shows them. Default: all."},
+    arguments={"PREFIX": "List only names that begin with PREFIX, as the list shows them. Default: all."},
     examples={
         "pgfence ps": "Who holds what",
         "pgfence ps close: --watch": "Names that begin with close:, refreshed every second",
@@ -40,7 +40,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
         "pgfence ps --json | jq '.rows[] | select(.waiters != [])'": "For programs",
     },
     codes=[
-        ("0", "Success, also if nothing is held."),
+        ("0", "The list was printed, even if nothing is held."),
         ("64", "Misuse."),
         ("69", "The server did not respond."),
         ("78", "The server is not a PostgreSQL that pgfence supports."),
@@ -55,7 +55,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     type=click.Choice(KINDS),
     multiple=True,
     metavar="KIND",
-    help=f"Only this kind; may be repeated: {', '.join(KINDS)}.",
+    help=f"List only this kind; may be repeated: {', '.join(KINDS)}.",
 )
 @click.option(
     "--state",
@@ -65,7 +65,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     type=click.Choice(list(_STATES)),
     multiple=True,
     metavar="STATE",
-    help=f"Only holders in this state; may be repeated: {', '.join(_STATES)}.",
+    help=f"List only holders in this state; may be repeated: {', '.join(_STATES)}.",
 )
 @click.option(
     "--limit",
@@ -75,7 +75,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     default=100,
     show_default=False,
     metavar="NUMBER",
-    help="At most so many rows; 0: all. Default: 100.",
+    help="List at most this many rows; 0 lists all. Default: 100.",
 )
 @click.option("--watch", "watched", cls=Option, heading=options.OUTPUT, is_flag=True, help="Refresh until Ctrl-C.")
 @click.option(
@@ -98,7 +98,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     cls=Option,
     heading=options.OUTPUT,
     is_flag=True,
-    help="Print one JSON object; with --watch, one a line.",
+    help="Print one JSON object; with --watch, print one per line.",
 )
 def ps(
     names: str,
@@ -114,9 +114,9 @@ def ps(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """List who holds which lock, lease or key, and who waits for it, what is waited for first.
+    """List who holds which lock, lease or key, and who waits for it. Locks that others wait for come first.
 
-    Takes no lock and writes nothing. A role without privileges sees less, and the list says what is missing.
+    The command takes no lock and writes nothing. A role without privileges sees less, and the list says what is missing.
     """
     if not 0 <= limit <= LARGEST_LIMIT:
         raise MisuseError(f"--limit must be from 0 to {LARGEST_LIMIT}, not {limit}")

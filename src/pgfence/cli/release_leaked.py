@@ -37,8 +37,8 @@ _QUERY = 60
         'pgfence release-leaked --reason "leaked by the old importer"': "List them, ask for confirmation, and end them",
     },
     codes=[
-        ("0", "Ended; or shown, with --dry-run."),
-        ("64", "Misuse; also without a terminal and without --yes."),
+        ("0", "The sessions were ended or, with --dry-run, shown."),
+        ("64", "The command was misused, or it has neither a terminal nor --yes."),
         ("67", "No session holds a leaked lock. Nothing was done."),
         ("69", "The server did not respond."),
         ("75", "All of the sessions were used again after they were shown. Nothing was done."),
@@ -53,7 +53,7 @@ _QUERY = 60
     type=float,
     default=leaks.IDLE_FOR,
     metavar="SECONDS",
-    help=f"Only sessions that have been idle for at least SECONDS. Default: {leaks.IDLE_FOR:g}.",
+    help=f"End only sessions that have been idle for at least SECONDS. Default: {leaks.IDLE_FOR:g}.",
 )
 @options.reason
 @options.actor

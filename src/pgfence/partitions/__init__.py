@@ -1,4 +1,4 @@
-"""Partitions: keys hashed to N partitions, each owned by one worker at a time, with a fencing token for each ownership."""
+"""Partitions hash keys to N partitions. One worker at a time owns each partition, with a fencing token for each ownership."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class _AsyncOptions(PartitionOptions[AsyncEngineSource, AsyncPartitionLease]):
 
 
 class AsyncPartitions:
-    """Partitions of keys, each owned by one worker at a time; see `Partitions`.
+    """Partitions of keys. One worker at a time owns each partition; see `Partitions`.
 
     Guarantees, limitations, arguments and errors are the same as for `Partitions`, with an AsyncEngine. The work of each partition is
     a task, which is cancelled when the partition is lost or given up.
@@ -72,8 +72,8 @@ class AsyncPartitions:
     ) -> AsyncWorker:
         """Own a share of the partitions, from now until the worker leaves, in tasks of the running loop.
 
-        As in the sync class, but `serve(partition, lease)` runs in a separate task, which is cancelled when the partition is lost
-        or given up.
+        This works as in the sync class, but `serve(partition, lease)` runs in a separate task, which is cancelled when the
+        partition is lost or given up.
 
         Raises:
             RuntimeError: no event loop is running.
@@ -112,11 +112,11 @@ class AsyncWorker:
 
     @property
     def owned(self) -> Mapping[int, AsyncHeldLease]:
-        """The partitions that this worker owns now, with their leases, as far as this process knows. No I/O."""
+        """The partitions that this worker owns now, with their leases, as far as this process knows."""
         return self._balancer.list_owned()
 
     async def leave(self) -> None:
-        """Give up all partitions and stop being a worker; as in the sync class, for tasks.
+        """Give up all partitions and stop being a worker; see `Worker.leave`.
 
         Raises:
             ValueError: the worker has ended before, because another number of partitions or another hash is stored.
@@ -128,7 +128,7 @@ class AsyncWorker:
                 raise self._balancer.error
 
     async def __aenter__(self) -> Self:
-        """Wait until the worker has taken the partitions that are free; as in the sync class.
+        """Wait until the worker has taken the partitions that are free; see `Worker`.
 
         Raises:
             ValueError: another number of partitions or another hash is stored.

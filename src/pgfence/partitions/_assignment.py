@@ -1,8 +1,8 @@
-"""How many partitions a member owns, and which ones it takes and gives up. Pure functions, without I/O or clocks.
+"""Compute how many partitions a member owns, and which ones it takes and gives up. These functions use no I/O and no clock.
 
-Each member decides alone, from how many members are alive and how many of them joined earlier. The quotas of all members add up to
-the number of partitions, so a member that owns less than its quota finds free ones. A quota never grows when a member joins and never
-shrinks when one leaves: nothing moves except to the new member, or from the old one.
+Each member decides alone. It needs to know only how many members are alive and how many of them joined earlier. The quotas of all
+members add up to the number of partitions, so a member that owns less than its quota finds free ones. A quota never grows when a
+member joins and never shrinks when a member leaves, so partitions move only to the new member, or from the member that leaves.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def compute_quota(count: int, members: int, rank: int) -> int:
 
 
 def choose_surplus(owned: Sequence[OwnedT], quota: int) -> Sequence[OwnedT]:
-    """Return what a member gives up, of what it owns in the order in which it took it."""
-    # The newest: what the work has cached for the oldest is worth most.
+    """Return the partitions that a member gives up, given those that it owns in the order in which it took them."""
+    # The newest are given up, because the data that the work has cached for the oldest ones is worth most.
     return owned[quota:]
 
 
 def rotate_free(free: Sequence[int], members: int, rank: int) -> list[int]:
     """Return free partitions in the order in which a member tries them."""
-    # Members that look at the same time begin at different places, so that they rarely try the same partition.
+    # Members that try at the same time begin at different places, so they rarely try the same partition.
     start = len(free) * rank // max(members, 1)
     return [*free[start:], *free[:start]]

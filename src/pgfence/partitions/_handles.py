@@ -6,7 +6,7 @@ from pgfence.fence.handles import AsyncHeldLease, HeldLease, _HasToken
 
 
 class _PartitionHandle(_HasToken):
-    """What the sync and async classes share."""
+    """The common part of the sync and async classes."""
 
     __slots__ = ()
 
@@ -18,12 +18,12 @@ class _PartitionHandle(_HasToken):
 
 
 class PartitionLease(_PartitionHandle, HeldLease):
-    """An owned partition, held like a lease."""
+    """The handle of an owned partition, which works like that of a lease."""
 
     __slots__ = ()
 
 
 class AsyncPartitionLease(_PartitionHandle, AsyncHeldLease):
-    """An owned partition, held like a lease."""
+    """The handle of an owned partition, which works like that of a lease."""
 
     __slots__ = ()

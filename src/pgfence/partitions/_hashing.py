@@ -18,20 +18,20 @@ _SEED, _FACTOR = 0x9747B28C, 0x5BD1E995
 
 
 def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = "sha256") -> int:  # noqa: A002  # the public name
-    """Return the partition of a key, from 0 to `count - 1`. No I/O.
+    """Return the partition of a key, from 0 to `count - 1`, without a request to the server.
 
     The server computes the same number with `pgfence_partition_for_v1(key, count, hash)`, in SQL.
 
-    Guarantees: the result depends on nothing but the arguments, and no release changes it. With "murmur2" it is the partition
-    that Kafka's default partitioner chooses for the key.
+    Guarantees: the result depends only on the arguments, and no release changes it. With "murmur2" it is the partition that
+    Kafka's default partitioner chooses for the key.
 
     Limitations: another count moves most keys to another partition.
 
     Args:
         key: any text, hashed in UTF-8.
         count: the number of partitions, 1 to 1,000.
-        hash: "sha256": the first 8 bytes of the SHA-256, big-endian and without the sign bit, modulo `count`. "murmur2": as
-            Kafka.
+        hash: "sha256" takes the first 8 bytes of the SHA-256, big-endian and without the sign bit, modulo `count`. "murmur2"
+            computes the same as Kafka.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -41,7 +41,7 @@ def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = 
 
 
 def compute_partition(key: str, count: int, hash_name: PartitionHash) -> int:
-    """Return the partition of a key; `count` and the hash were checked before.
+    """Return the partition of a key. The caller has checked `count` and the hash.
 
     Raises:
         ValueError: the key contains a lone surrogate.

@@ -1,4 +1,4 @@
-"""The requests to the server for partitions, and the arguments of `Partitions`, for the sync and async classes. No I/O."""
+"""The requests to the server for partitions, and the arguments of `Partitions`, for the sync and async classes, without I/O."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PartitionRequest(LeaseRequest):
 
     Attributes:
         group: the stored name of the set of partitions.
-        number: which partition it is.
+        number: the number of the partition.
         count: the number of partitions that the caller expects.
         hash: the hash that the caller expects.
     """
@@ -63,7 +63,7 @@ class PartitionRequest(LeaseRequest):
 
 
 class Membership(NamedTuple):
-    """What the server answers to a member.
+    """The server's response to a member.
 
     Attributes:
         members: how many members are alive.
@@ -77,7 +77,7 @@ class Membership(NamedTuple):
 
 
 class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
-    """The arguments of `Partitions` and what is done with them, for the sync and async classes."""
+    """The arguments of `Partitions`, and the requests that are built from them, for the sync and async classes."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
         return compute_partition(check_text(key, "key"), self.count, self.hash)
 
     def prepare(self) -> tuple[LeaseManager, PartitionRequest]:
-        """Return the manager to ask, and the request from which those for single partitions are made."""
+        """Return the manager, and the request from which the requests for single partitions are made."""
         manager, request = self._prepare()
         assert isinstance(request, PartitionRequest)
         return manager, request
@@ -132,7 +132,7 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
         )
 
     async def join(self, member: str) -> Membership:
-        """Join, or stay a member for another TTL.
+        """Become a member, or stay a member for another TTL.
 
         Raises:
             Refused: another number of partitions or another hash is stored.

@@ -33,7 +33,7 @@ class _Options(PartitionOptions[EngineSource, PartitionLease]):
 
 
 class Partitions:
-    """Partitions of keys, each owned by one worker at a time, so that each key has a single writer.
+    """Partitions of keys. One worker at a time owns each partition, so each key has a single writer.
 
     ::
 
@@ -52,10 +52,10 @@ class Partitions:
     more of them move than necessary. A worker releases a partition when its function has returned, and another one takes it
     after that.
 
-    Guarantees: a partition has at most one owner by token. A transaction of `lease.begin()` that begins after another worker
-    took the partition is rejected, and the new owner waits at the gate for one that was already open: the writes of a key are
-    in order. The partitions of a worker that crashes are owned by others after at most two TTLs, if the others are alive and
-    below their quota.
+    Guarantees: at most one owner of a partition has its newest token. A transaction of `lease.begin()` that begins after another
+    worker took the partition is rejected, and the new owner waits at the gate for a transaction that was already open, so the
+    writes of a key are in order. The partitions of a worker that crashes are owned by others after at most two TTLs, if the
+    others are alive and below their quota.
 
     Limitations: a function that does not return is not stopped. After a TTL another worker takes its partition, and only writes
     inside `lease.begin()` are rejected. Calls to services that do not check the token may overlap. The numbers of
@@ -90,7 +90,7 @@ class Partitions:
         self._options = _Options(engine, name, count, hash=hash, ttl=ttl, namespace=namespace)
 
     def partition_for(self, key: str) -> int:
-        """Return the partition of a key, from 0 to `count - 1`; see `pgfence.partition_for`. No I/O.
+        """Return the partition of a key, from 0 to `count - 1`, without a request to the server; see `pgfence.partition_for`.
 
         Raises:
             TypeError: the key is not a str.
@@ -99,9 +99,10 @@ class Partitions:
         return self._options.choose_partition(key)
 
     def owner_of(self, partition: int) -> Holder | None:
-        """Return the worker that owns a partition, with the `address` that it joined with; None if it has no owner. One round trip.
+        """Return the worker that owns a partition, with the `address` that it joined with, or None if the partition has no owner.
 
-        The owner may have changed by the time you use it, so the worker itself must write inside `lease.begin()`.
+        This takes one round trip. The owner may have changed before you use it, so the worker itself must write inside
+        `lease.begin()`.
 
         Raises:
             ValueError: there is no such partition; or another number of partitions or another hash is stored.
@@ -115,7 +116,7 @@ class Partitions:
         """Store another number of partitions, for all processes. Stop all workers first.
 
         Workers that still have the old number get ValueError. Most keys move to another partition, so the tokens of all
-        partitions are raised: no former owner can commit after this.
+        partitions are increased, and no former owner can commit after this.
 
         Args:
             count: how many partitions there are from now on, 1 to 1,000.
@@ -143,8 +144,9 @@ class Partitions:
         again after 2 seconds at the earliest; the pause doubles with each further error, up to a minute. After a function that
         has returned although its partition was not lost, and after an eviction, the pause is one second.
 
-        Does not raise if the server is unreachable or the tables are missing: the error is logged, and the worker tries
-        again. A worker whose function has not returned one TTL after a loss gives up all its partitions until it returns.
+        The call does not raise an error if the server is unreachable or the tables are missing. The error is logged, and the
+        worker tries again. A worker whose function has not returned one TTL after a loss gives up all its partitions until it
+        returns.
 
         Args:
             serve: the function that does the work of one partition.
@@ -162,7 +164,7 @@ class Partitions:
 
 
 class Worker:
-    """A worker that owns a share of the partitions. Leave, or use it as a context manager."""
+    """A worker that owns a share of the partitions. Call `leave`, or use the worker as a context manager."""
 
     def __init__(self, options: _Options, serve: Callable[[int, HeldLease], object]) -> None:
         self._serve = serve
@@ -186,13 +188,15 @@ class Worker:
 
     @property
     def owned(self) -> Mapping[int, HeldLease]:
-        """The partitions that this worker owns now, with their leases, as far as this process knows. No I/O."""
+        """The partitions that this worker owns now, with their leases, as far as this process knows."""
         return self._balancer.list_owned()
 
     def leave(self) -> None:
-        """Give up all partitions and stop being a worker. Returns when every function has returned; a second time does nothing.
+        """Give up all partitions and stop being a worker.
 
-        Inside the function it returns immediately, and the worker leaves afterwards.
+        The call returns when every function has returned; a second call does nothing.
+
+        If the function itself calls this, the call returns immediately, and the worker leaves afterwards.
 
         Raises:
             ValueError: the worker has ended before, because another number of partitions or another hash is stored.
@@ -204,7 +208,7 @@ class Worker:
                 raise self._balancer.error
 
     def __enter__(self) -> Self:
-        """Wait until the worker has taken the partitions that are free, or has found that the server cannot be asked.
+        """Wait until the worker has taken the partitions that are free, or has found that it cannot reach the server.
 
         Raises:
             ValueError: another number of partitions or another hash is stored.

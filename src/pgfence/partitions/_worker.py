@@ -1,4 +1,6 @@
-"""A worker of partitions: it is a member, takes what it should own, serves it, and gives it up. The same code serves threads and tasks.
+"""A worker is a member that takes partitions up to its quota, serves them, and gives them up.
+
+The same code serves threads and tasks.
 
 join ── below the quota: acquire free partitions, serve each ── lost, asked to stop, or returned ── release ─┐
   └─ above it: ask the newest to stop  ── sleep until a member joins or leaves, or a third of the TTL ──────┘
@@ -39,7 +41,7 @@ LONGEST_PAUSE = 1.0
 """Seconds between two queries while this worker owns less than its quota."""
 LONGEST_RETRY = 5.0
 SHORTEST_REST = 1.0
-"""Seconds before this worker takes a partition again whose function returned early; twice that after each error."""
+"""Seconds before this worker takes a partition again whose function returned early. Each further error doubles the pause."""
 LONGEST_REST = 60.0
 
 
@@ -63,7 +65,7 @@ class _Run(Generic[OwnershipT]):
 
 
 class Balancer(Generic[OwnershipT]):
-    """What one worker does from `join()` to `leave()`.
+    """The work of one worker from `join()` to `leave()`.
 
     `run_worker` belongs to the worker's thread or task; each partition is served on another one. `end` and `list_owned` may be called
     from anywhere.
@@ -90,31 +92,32 @@ class Balancer(Generic[OwnershipT]):
         self.error: Exception | None = None
         """The reason why the worker has ended, unless `leave()` ended it."""
         self.started = carrier.make_event()
-        """Is set when the worker has taken the partitions that were free, or has failed."""
-        # Guards what the worker's thread, the threads that serve and the caller of `leave` share. An event must be set only once.
+        """This is set when the worker has taken the partitions that were free, or has failed."""
+        # This lock guards what the worker's thread, the threads that serve and the caller of `leave` share. An event must be set
+        # only once.
         self._lock = threading.Lock()
         self._ending = False
         self._runs: dict[int, _Run[OwnershipT]] = {}
         self._sleep: WakeEvent | None = None
         self._is_short = False
-        """Whether this worker owns less than its quota, so that a release by another one matters."""
+        """Whether this worker owns less than its quota, so that a release by another worker matters."""
         self._is_aside = False
         """Whether this worker has given up everything, because a function does not return."""
         self._rests: dict[int, float] = {}
-        """Until when this worker does not take a partition again: its function has returned early or failed, or it was evicted."""
+        """Until when this worker does not take a partition again whose function returned early or failed, or that was evicted."""
         self._errors: dict[int, int] = {}
         """How often in a row the function has failed for a partition."""
         self._failures = 0
         self._stop_listening: list[Callable[[], None]] = []
 
     def list_owned(self) -> Mapping[int, OwnershipT]:
-        """Return the leases of the partitions that are owned now, by number. No I/O."""
+        """Return the leases of the partitions that are owned now, by number."""
         with self._lock:
             runs = sorted(self._runs.items())
         return {number: run.lease for number, run in runs if run.lease.state in ("held", "unknown")}
 
     def end(self) -> None:
-        """Make the worker give up its partitions and leave. Returns immediately."""
+        """Make the worker give up its partitions and leave, and return immediately."""
         with self._lock:
             self._ending = True
         self._wake()
@@ -136,9 +139,10 @@ class Balancer(Generic[OwnershipT]):
             self.started.set()
 
     async def _try_balance(self) -> float:
-        """Return the seconds until the next time."""
+        """Take and give up partitions once, and return the seconds until the next time."""
         try:
-            with self._lock:  # before the query: a notification during it ends the sleep after it
+            # A new event before the query, so that a notification during the query ends the sleep after it.
+            with self._lock:
                 self._sleep = self._carrier.make_event()
             pause = await self._balance()
         except Refused as refusal:
@@ -160,7 +164,7 @@ class Balancer(Generic[OwnershipT]):
             await self._stand_aside(runs)
             return interval
         self._is_aside = False
-        if not self._stop_listening:  # before the query, so that no change after it is missed
+        if not self._stop_listening:  # The time is read before the query, so that no later change is missed.
             for name, wake in ((request.group, self._wake), (f"{request.group}/", self._wake_if_short)):
                 self._stop_listening.append(manager.heartbeat.listen(request.place, name, wake))
         found = await options.join(self._member)
@@ -176,7 +180,7 @@ class Balancer(Generic[OwnershipT]):
     async def _take(self, manager: LeaseManager, request: PartitionRequest, found: Membership, missing: int) -> float:
         """Take as many free partitions as are missing, and return the seconds until the next time."""
         interval = compute_interval(request.terms.ttl)
-        taken_by = clock() + interval  # then the membership must be renewed
+        taken_by = clock() + interval  # The membership must be renewed then.
         for number in rotate_free(found.free, found.members, found.rank):
             if not missing or self._ending or clock() > taken_by:
                 break
@@ -192,7 +196,7 @@ class Balancer(Generic[OwnershipT]):
         return (min(LONGEST_PAUSE, interval) if missing else interval) * between(0.8, 1.0)
 
     def _list_runs(self) -> list[_Run[OwnershipT]]:
-        """Return what is being served, in the order in which it was taken, and note what was lost."""
+        """Return the partitions that are served now, in the order in which they were taken, and note which were lost."""
         with self._lock:
             runs = list(self._runs.values())
         for run in runs:
@@ -201,7 +205,7 @@ class Balancer(Generic[OwnershipT]):
         return runs
 
     async def _stand_aside(self, runs: list[_Run[OwnershipT]]) -> None:
-        """Give up everything while the function does not stop for a partition that was lost a TTL ago: this worker may hang."""
+        """Give up everything while the function still serves a partition that was lost a TTL ago, because this worker may hang."""
         if not self._is_aside:
             self._is_aside = True
             stuck = tuple(f"{self._options._name}/{run.number}" for run in runs if run.lost_at is not None)
@@ -215,12 +219,12 @@ class Balancer(Generic[OwnershipT]):
         await self._options.leave(self._member)
 
     async def _leave(self) -> None:
-        """Give up everything, and return when it is released."""
+        """Give up all partitions, and return when they are released."""
         for run in self._list_runs():
             run.grant.resign()
         try:
             await self._options.leave(self._member)
-        except Exception as error:  # the other members notice after one TTL
+        except Exception as error:  # The other members notice this after one TTL.
             log.debug("the worker could not leave", exc_info=error)
         while True:
             with self._lock:
@@ -237,7 +241,7 @@ class Balancer(Generic[OwnershipT]):
             self._runs[number] = run
         try:
             self._spawn(lambda: self._serve_partition(manager, run), lambda: self._forget(run))
-        except BaseException:  # no thread can be started
+        except BaseException:  # The process cannot start another thread.
             self._forget(run)
             await manager.give_up(run.grant)
             raise

@@ -4,12 +4,12 @@ Installing pgfence adds its plugin to pytest. The plugin does nothing until a te
 
 - `pgfence_server`: the URL of a database for this run, on a temporary PostgreSQL server.
 - `pgfence_namespace`: a namespace of this test alone.
-- `pgfence_holds`: hold a lock from another session.
-- `pgfence_no_leaks`: fail a test that leaves a lock behind.
-- `pgfence_faults`: make locks busy, lost or stale, end connections and processes, move the server's clock.
-- `pgfence_history`: record who was inside a critical section, and check it.
+- `pgfence_holds`: holds a lock in another session.
+- `pgfence_no_leaks`: fails a test that leaves a lock behind.
+- `pgfence_faults`: makes locks busy, lost or stale, ends connections and processes, and moves the server's clock.
+- `pgfence_history`: records who was inside a critical section, and checks the record.
 
-This module has the types of these fixtures. It needs no pytest.
+This module contains the types of these fixtures, and does not need pytest.
 """
 
 from __future__ import annotations

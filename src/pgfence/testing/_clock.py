@@ -41,7 +41,7 @@ class ServerClock:
             "LD_PRELOAD": find_library(),
             "FAKETIME_TIMESTAMP_FILE": str(file),
             "FAKETIME_NO_CACHE": "1",
-            # The server measures waits with the monotonic clock, which no step of the clock moves.
+            # The server measures waits with the monotonic clock, which is not changed when the clock is moved.
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "NO_FAKE_STAT": "1",
         }
@@ -49,7 +49,7 @@ class ServerClock:
 
     @contextmanager
     def move(self, seconds: float) -> Iterator[None]:
-        """Set the clock ahead by so many seconds, or back if negative, until the end of the block."""
+        """Set the clock ahead by a number of seconds, or back if it is negative, until the end of the block."""
         before = self._ahead
         self._set(before + seconds)
         try:

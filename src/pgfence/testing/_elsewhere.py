@@ -1,4 +1,4 @@
-"""Hold locks in another session: that of a separate thread, on an engine with separate connections."""
+"""Hold locks in another session, on a separate thread and an engine with separate connections."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATIENCE = 10.0
 
 
 class OtherThread:
-    """A separate thread with an event loop: to pgfence it is another contender, as another process would be."""
+    """A separate thread with an event loop. pgfence treats it as another contender, like another process."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pgfence-testing")
@@ -67,7 +67,7 @@ def hold_elsewhere(lock: LockBase[Any] | AsyncLockBase[Any]) -> Iterator[Any]:
         try:
             yield held
         finally:
-            # A fault may have ended it.
+            # A fault may have ended the hold.
             if held.state in ("held", "unknown"):
                 with suppress(LockLostError, LockNotHeldError):
                     other.call(held.release)
@@ -105,16 +105,15 @@ class PgfenceHolds(Protocol):
             with pgfence_holds("report") as held:
                 assert write_report(engine) is None
 
-    It is called with names, or with one lock, and returns a context manager that yields the handle. It can be used in async
-    tests, too.
+    Call it with names, or with one lock. It returns a context manager that yields the handle. It can be used in async tests, too.
 
     Names are held as a session-level advisory lock, which excludes the `AdvisoryLock`, the `TransactionLock` and the
     `ReadWriteLock` of these names. A str is a name in the namespace of the test, if the test or one of its fixtures uses
-    `pgfence_namespace`, and otherwise has no namespace. A LockKey has its own namespace. With `shared=True` one name is held
-    as by a reader.
+    `pgfence_namespace`, and otherwise has no namespace. A LockKey has a namespace of its own. With `shared=True`, one name is
+    held in shared mode, as a reader does.
 
-    A lock is an AdvisoryLock, a Lease, a Once, a Semaphore, the `read` or `write` of a ReadWriteLock, or an async one. It is
-    acquired on a separate thread, which to pgfence is another contender.
+    A lock is an AdvisoryLock, a Lease, a Once, a Semaphore, the `read` or `write` of a ReadWriteLock, or the async counterpart of
+    one of these. It is acquired on a separate thread, which pgfence treats as another contender.
 
     Entering the block raises LockTimeoutError if the lock does not become free within 10 s. The message names the holder.
     """

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     AnyHeldLease: TypeAlias = HeldLease | AsyncHeldLease
 
 _NOTICE = 10.0
-"""Seconds within which a holder in this process notices a loss."""
+"""The number of seconds in which a holder in this process must notice a loss."""
 
 
 class HasPid(Protocol):
@@ -87,9 +87,9 @@ class PgfenceFaults:
         """Hold names or a lock from another session inside a `with` block, as `pgfence_holds` does; see `PgfenceHolds`.
 
         Args:
-            lock: as for `pgfence_holds`.
-            names: likewise.
-            shared: likewise.
+            lock: the lock to hold, as for `pgfence_holds`.
+            names: the names to hold, as for `pgfence_holds`.
+            shared: whether to hold one name in shared mode, as for `pgfence_holds`.
         """
         return self._holds(*names, shared=shared)
 
@@ -119,7 +119,7 @@ class PgfenceFaults:
 
         Raises:
             LockNotHeldError: no session holds the lock.
-            TypeError: the handle is that of a lease.
+            TypeError: the handle belongs to a lease.
             FaultUnavailableError: this role may not terminate the session, or the process belongs to another user.
         """
         if isinstance(target, (Held, AsyncHeld)):
@@ -166,11 +166,11 @@ class PgfenceFaults:
     def cut(self, *, silent: bool = False) -> AbstractContextManager[None, None]:
         """Break the connections through `url` inside a `with` block.
 
-        At the end of the block new connections work again. What was broken stays broken: a connection does not come back.
+        At the end of the block new connections work again. A connection that was broken inside the block stays broken.
 
         Args:
-            silent: False resets the connections and rejects new ones. True drops everything that is sent, without an error, as
-                a firewall does; a client notices it by its timeouts only.
+            silent: False resets the connections and rejects new ones. True drops everything that is sent, without an error, as a
+                firewall does, so a client detects the failure only by its timeouts.
         """
         _ = self.url
         assert self._proxy is not None
@@ -189,7 +189,7 @@ class PgfenceFaults:
 
         Raises:
             LockNotHeldError: no lease of that name is held.
-            TypeError: the handle is that of a session lock, which does not expire: use `kill`.
+            TypeError: the handle belongs to a session lock, which does not expire; use `kill`.
         """
         _expire(*self._find_lease(target))
         if isinstance(target, (Held, AsyncHeld)):
@@ -202,17 +202,17 @@ class PgfenceFaults:
     def steal(self, target: Any) -> AbstractContextManager[Any, None]:
         """Let another holder take over a lock inside a `with` block, and yield the other holder's handle.
 
-        A lease expires and is granted to another contender, with the next token: a transaction with the old token that enters
-        the gate from then on is rejected, and one that is inside already may commit. The former holder is not notified: it
-        considers the lease held until its next renewal, as after a pause. A session lock is lost by `kill` and then held by
-        another session.
+        A lease expires and is granted to another contender, with the next token. A transaction with the old token that enters the
+        gate after that is rejected, and one that is already inside may commit. The former holder is not notified: it considers
+        the lease held until its next renewal, as after a pause. The session of a session lock is terminated as by `kill`, and
+        another session then holds the lock.
 
         Args:
             target: a handle; or the name of a lease, as for `expire`.
 
         Raises:
             LockNotHeldError: no lease of that name is held.
-            LockTimeoutError: a third contender got it first.
+            LockTimeoutError: a third contender acquired the lock first.
         """
         return SafeContext(self._steal(target))
 
@@ -234,11 +234,11 @@ class PgfenceFaults:
     def skew(self, ahead: Seconds) -> AbstractContextManager[None, None]:
         """Move the clock of the server inside a `with` block.
 
-        Needs the temporary server of `pgfence_server`, libfaketime, and `pgfence_skew = true` in pytest's configuration, so that
-        the server is started with libfaketime.
+        This needs the temporary server of `pgfence_server`, libfaketime, and `pgfence_skew = true` in pytest's configuration, so
+        that the server is started with libfaketime.
 
         Args:
-            ahead: seconds, or a timedelta; a negative one sets the clock back. In nested blocks they are added.
+            ahead: seconds, or a timedelta; a negative value sets the clock back. The values of nested blocks are added.
 
         Raises:
             FaultUnavailableError: the clock of this server cannot be moved; the message says why.
@@ -332,7 +332,7 @@ def _request_renewal(held: Held | AsyncHeld) -> None:
 
 @contextmanager
 def _notice(held: Held | AsyncHeld) -> Iterator[None]:
-    """Wait at the end of the block until a handle of this process is lost."""
+    """At the end of the block, wait until a handle of this process is lost."""
     over = threading.Event()
     held._hold.add_end_callback(over.set)
     try:

@@ -93,8 +93,8 @@ class PgfenceHistory:
     def check(self) -> set[str]:
         """Raise an error unless each holder was alone, and return the holders that had not left when another one entered.
 
-        Only a holder that was killed, or whose lock was lost, may not have left: assert that the test has done this to each
-        holder in the returned set.
+        Only a holder that was killed, or whose lock was lost, may have failed to leave. Assert that the test has done this to
+        each holder in the returned set.
 
         Raises:
             AssertionError: a holder was still inside after another one had entered, a token was smaller than an earlier
@@ -127,7 +127,7 @@ async def _record_async(session: Any, entry: Entry) -> None:
 
 
 def judge_history(entries: Iterable[Entry]) -> tuple[list[str], set[str]]:
-    """Return what no exclusive lock permits, and who entered and had not left when another one entered."""
+    """Return the violations of exclusion, and the holders that had not left when another one entered."""
     wrong: list[str] = []
     unfinished: set[str] = set()
     inside: dict[str, str | None] = {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
 PATIENCE = 2.0
-"""Seconds for releases that are still under way, such as that of a dropped handle."""
+"""Seconds to wait for releases that are still under way, such as the release of a dropped handle."""
 _PAUSE = 0.01
 _PLACE = TableNames()
 
@@ -40,7 +40,7 @@ class LockRow(NamedTuple):
 
     @property
     def identity(self) -> Hashable:
-        """What differs between two locks."""
+        """The fields that identify the lock."""
         return self[:5]
 
     def describe(self, names: Mapping[tuple[int, str], str]) -> str:
@@ -81,7 +81,7 @@ class LeaseRow(NamedTuple):
 
     @property
     def identity(self) -> Hashable:
-        """What differs between two grants."""
+        """The fields that identify the grant."""
         return self.name, self.token
 
     def describe(self, _names: object) -> str:
@@ -109,7 +109,7 @@ def find_names(connection: Connection) -> dict[tuple[int, str], str]:
     if connection.execute(statements.HAS_TABLE, {"table": _PLACE.name("lock_name")}).scalar_one():
         rows = connection.execute(statements.build_name_query(_PLACE))
         names |= {(key, "bigint"): unqualify_name(name) for key, name in rows}
-    # Slow, and runs only if a test fails. Names of transaction locks are not stored.
+    # This is slow, and runs only if a test fails. Names of transaction locks are not stored.
     keys = [each for each in gc.get_objects() if type(each) is LockKey]
     return names | {(key.value, key.space): key.name for key in keys if key.name is not None}
 
@@ -122,7 +122,7 @@ class LeakCheck:
         self._before = {row.identity for row in self._look()}
 
     def finish(self) -> str:
-        """Return which locks are left, after a wait for releases that are under way; an empty text if there are none."""
+        """Wait for releases that are under way, and return a description of the locks that are left, or an empty text."""
         with self._connection:
             end = time.monotonic() + PATIENCE
             while left := [row for row in self._look() if row.identity not in self._before]:

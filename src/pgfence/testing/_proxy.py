@@ -23,7 +23,7 @@ class Proxy:
     """Forwards every connection to one server. It runs on a separate thread.
 
     Limitations: when it swallows packets, its kernel still acknowledges them, as a middlebox does, so TCP keepalives are
-    answered. A cable that is cut is something else.
+    answered. Therefore it does not simulate a cable that is cut.
     """
 
     def __init__(self, dsn: str) -> None:
@@ -40,11 +40,11 @@ class Proxy:
         self.dsn = urlunsplit(target._replace(netloc=f"{user}{at}{_HOST}:{self.port}"))
 
     def cut(self) -> None:
-        """Reset every connection, in both directions. New ones are forwarded."""
+        """Reset every connection, in both directions. New connections are forwarded."""
         self._run(self._cut())
 
     def half_close(self, towards: Literal["client", "server"]) -> None:
-        """Close one direction of every connection: this side reads the end of the stream."""
+        """Close one direction of every connection, so that this side reads the end of the stream."""
         self._run(self._half_close(0 if towards == "client" else 1))
 
     def black_hole(self) -> None:
@@ -56,11 +56,11 @@ class Proxy:
         self._pause = seconds
 
     def refuse(self) -> None:
-        """Accept no new connections. The old ones are still forwarded."""
+        """Accept no new connections. Existing connections are still forwarded."""
         self._run(self._refuse())
 
     def heal(self) -> None:
-        """Forward again, beginning with what was held back, and accept new connections."""
+        """Forward again, beginning with the data that was held back, and accept new connections."""
         self._pause = 0.0
         self._call(self._flowing.set)
         self._run(self._listen(self.port))
@@ -92,7 +92,7 @@ class Proxy:
         await self._listen(0)
 
     async def _listen(self, port: int) -> None:
-        # Not asyncio's own server: it loses a connection that it accepts in the iteration in which it is closed.
+        # asyncio's own server is not used, because it loses a connection that it accepts in the iteration in which it is closed.
         if self._listener is None:
             self._listener = socket.create_server((_HOST, port))
             self._listener.setblocking(False)
@@ -126,7 +126,7 @@ class Proxy:
     def _accept(self, listener: socket.socket) -> None:
         try:
             client, _ = listener.accept()
-        except OSError:  # the client has closed it already
+        except OSError:  # The client has already closed the connection.
             return
         client.setblocking(False)
         task = self._loop.create_task(self._serve(client))
@@ -134,7 +134,7 @@ class Proxy:
 
         def forget(_: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
-            client.close()  # also if the task was cancelled before its first step
+            client.close()  # This runs also if the task was cancelled before its first step.
 
         task.add_done_callback(forget)
 

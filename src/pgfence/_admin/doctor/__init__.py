@@ -1,1 +1,1 @@
-"""The checks of `monitoring.doctor()` and `pgfence doctor`: pure functions on what was read of the server."""
+"""The checks of `monitoring.doctor()` and `pgfence doctor`: pure functions of the state that was read from the server."""

@@ -1,4 +1,4 @@
-"""Checks of what happens on the server: locks, waits, indexes, standbys."""
+"""Checks of the locks, waits, indexes and standbys on the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what the connection leads to: server, pooler, keepalives, clock."""
+"""Checks of the server, the pooler, the keepalives and the clock."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NOTABLE_CLOCK_DIFFERENCE = 1.0
 SLOWEST_DETECTION = 120
 """Seconds within which the server should notice that a client has vanished."""
 _ADVISED = {"tcp_keepalives_idle": "10", "tcp_keepalives_interval": "5", "tcp_keepalives_count": "4"}
-# What the kernel uses where the server has no value of its own.
+# The values that the kernel uses if the server has none of its own.
 _KERNEL = {"tcp_keepalives_idle": 7200, "tcp_keepalives_interval": 75, "tcp_keepalives_count": 9}
 
 
 def check_version(version: str, number: int) -> Iterator[Finding]:
-    """Yield the finding for a server that pgfence does not support. Nothing else can be read of such a server."""
+    """Yield the finding for a server that pgfence does not support. Nothing else can be read from such a server."""
     if number < OLDEST * 10000 or "-YB-" in version:
         yield build_finding(
             "server-version",

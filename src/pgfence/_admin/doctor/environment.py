@@ -19,7 +19,7 @@ _LOCK = "migration_lock"
 
 
 def check_environment(ini: Path) -> Iterator[Finding]:
-    """Yield what the environment of an ini file lacks.
+    """Yield a finding for each setting that the environment of an ini file lacks.
 
     Raises:
         ValueError: the file or its env.py cannot be read.

@@ -38,11 +38,11 @@ _ORDER = list(CATALOGUE)
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What the doctor found.
+    """The result of an examination.
 
     Attributes:
-        server: host and database.
-        version: of the server.
+        server: the host and the database.
+        version: the version of the server.
         role: the role whose rights and settings were examined.
         findings: the findings, the most severe first.
         checked: the codes that were looked for.
@@ -65,7 +65,7 @@ def examine(engine: Engine | AsyncEngine, alembic_ini: Path | None, select: Call
     Args:
         engine: the engine.
         alembic_ini: the ini file of the Alembic environment.
-        select: returns the part of the diagnosis that is wanted.
+        select: a function that returns the wanted part of the diagnosis.
     """
     config, place = config_of(engine), table_names_of(engine)
     style_of(engine.dialect)

@@ -23,7 +23,7 @@ class Finding:
     Attributes:
         code: the code of the finding. It does not change between releases.
         severity: "error" if a part of pgfence does not work or does not protect; "warning" if it fails under a load or an outage
-            that is likely to come; "info" for what may be intended.
+            that is likely to come; "info" if the state may be intended.
         found: what was found.
         why: why it matters.
         fix: how to fix it, as SQL, a command or a sentence.
@@ -38,14 +38,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What the checks judge.
+    """The state that the checks examine.
 
     Attributes:
         snapshot: the state of the server.
         config: the settings of the engine.
-        declared: the pooler setting for session locks: that of the `lock_engine`, if there is one.
+        declared: the pooler setting for session locks. It is read from the `lock_engine`, if there is one.
         place: the table names.
-        pooler: what is between pgfence's session locks and the server.
+        pooler: the pooler between pgfence's session locks and the server.
     """
 
     snapshot: Snapshot
@@ -89,8 +89,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "idle-in-transaction": CodeEntry(
         "warning",
-        "A client that hangs inside a transaction keeps its transaction locks and stays inside the gates that it has entered:"
-        " other processes wait for it.",
+        "A client that hangs inside a transaction keeps its transaction locks and stays inside the gates that it has entered, "
+        "so other processes wait for it.",
     ),
     "idle-session-timeout": CodeEntry(
         "warning",
@@ -99,8 +99,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "statement-timeout": CodeEntry(
         "info",
-        "A wait for a gate is cancelled by the server (SQLSTATE 57014) before pgfence's own timeout ends it with"
-        " LockTimeoutError. Waits for transaction locks and idempotency keys are not affected.",
+        "The server cancels a wait for a gate (SQLSTATE 57014) before pgfence's own timeout ends it with LockTimeoutError. "
+        "Waits for transaction locks and idempotency keys are not affected.",
     ),
     "synchronous-commit": CodeEntry(
         "warning",
@@ -114,15 +114,16 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     "tables-elsewhere": CodeEntry(
         "error", "Everything that needs the tables raises SchemaError, because they are not found."
     ),
-    "tables-outdated": CodeEntry("error", "What needs the newer tables or functions raises SchemaError."),
-    "tables-differ": CodeEntry("error", "What uses the missing or altered objects raises SchemaError or fails."),
+    "tables-outdated": CodeEntry("error", "Features that need the newer tables or functions raise SchemaError."),
+    "tables-differ": CodeEntry("error", "Features that use the missing or altered objects raise SchemaError or fail."),
     "grants-missing": CodeEntry(
-        "error", "The role can use a feature only in part: the first call that needs more raises SchemaError."
+        "error",
+        "The role can use a feature only in part. The first call that needs more privileges raises SchemaError.",
     ),
     "lock-table": CodeEntry(
         "warning",
-        "A full lock table fails the statements of all programs, and prevents logins. pgfence rejects requests from 90 % on"
-        " with CapacityError.",
+        "A full lock table fails the statements of all programs, and prevents logins. From 90 % on, pgfence rejects requests "
+        "with CapacityError.",
     ),
     "leaked-locks": CodeEntry(
         "warning",
@@ -134,8 +135,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "invalid-index": CodeEntry(
         "warning",
-        "A failed CREATE INDEX CONCURRENTLY leaves an index that every write maintains and no query uses. A unique one does not"
-        " reject all duplicates.",
+        "A failed CREATE INDEX CONCURRENTLY leaves an index that every write maintains and no query uses. A unique index of "
+        "this kind does not reject all duplicates.",
     ),
     "synchronous-standby": CodeEntry(
         "error", "Every COMMIT waits until a synchronous standby is connected, and so does every grant of a lease."
