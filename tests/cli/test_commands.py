@@ -69,7 +69,7 @@ def test_help_of_each_command_says_when_to_use_it(words: list[str], capsys: pyte
     """Each help text has a sentence about its use, and ends with exit codes."""
     assert main([*words, "--help"]) == 0
     out = capsys.readouterr().out
-    assert "\n  Use it " in out
+    assert re.search(r"\n  (Use|Run) it ", out)
     assert "\nExit codes:\n  0" in out
 
 
@@ -93,7 +93,7 @@ def test_help_of_run_says_what_it_excludes(capsys: pytest.CaptureFixture[str]) -
     """As the table in the docs does: a plain lock and a lease of one name do not meet."""
     assert main(["run", "--help"]) == 0
     assert (
-        "excludes other runs, AdvisoryLock and TransactionLock; with --lease or --once-per, Lease and Once."
+        "excludes other runs, AdvisoryLock and TransactionLock. With --lease or --once-per, it excludes Lease and Once instead."
         in " ".join(capsys.readouterr().out.split())
     )
 

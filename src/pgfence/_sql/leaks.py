@@ -42,6 +42,8 @@ _OURS = (
     "pg_catalog.pg_advisory_unlock",
     "pgfence.ticket",
     "lock_with_token_v",
+    "note_names_v",  # stores the name on the same connection, after the grant
+    "pg_catalog.pg_backend_pid()",  # probes the connection where the system does not report its loss
 )
 ELSEWHERE = (
     " FROM pg_catalog.pg_locks AS l JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid"
