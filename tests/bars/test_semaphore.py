@@ -23,7 +23,7 @@ TTL = 1.5 if FULL else 0.8
 ROWS = (
     [(1, 4, 20_000, 2.0), (5, 10, 20_000, 0.7), (50, 20, 20_000, 0.5)]
     if FULL
-    else [(1, 4, 60, 0.5), (5, 10, 120, 0.3), (50, 20, 150, 0.3)]
+    else [(1, 4, 60, 0.5), (5, 10, 100, 0.3), (50, 20, 150, 0.3)]
 )
 
 # A permit counts as in use from its grant to the last moment at which its token was checked successfully.
@@ -45,7 +45,7 @@ def work(number):
         note("take", permit.lease_id, time.monotonic())
         with contextlib.suppress(LockLostError), permit:
             for _ in range(3):
-                time.sleep(random.uniform(0, 0.002 + 0.007 * (permits - 1)))  # so that all permits are in use most of the time
+                time.sleep(random.uniform(0, 0.002 + 0.012 * (permits - 1)))  # so that all permits are in use most of the time
                 moment = time.monotonic()
                 permit.check()
                 note("use", permit.lease_id, moment)
