@@ -41,7 +41,7 @@ _SERVER = pytest.StashKey[servers.TestServer]()
 _ADVISORY = """
     SELECT l.pid, l.classid, l.objid, l.objsubid, l.mode, l.granted, a.application_name, a.state, a.query
     FROM pg_locks l JOIN pg_database d ON d.oid = l.database LEFT JOIN pg_stat_activity a USING (pid)
-    WHERE l.locktype = 'advisory' AND d.datname = current_database() AND a.query NOT LIKE 'WITH probe %'
+    WHERE l.locktype = 'advisory' AND d.datname = current_database() AND a.query NOT LIKE 'WITH probe %%'
 """
 # The set-up of a new connection takes a random key for a moment; an opening that a test gave up may still be at it in the next test.
 
