@@ -25,6 +25,7 @@ SCENARIOS = (
     "crowd",
     "loss",
     "imports",
+    "telemetry",
     "leases",
     "limits",
     "claims",

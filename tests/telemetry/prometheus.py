@@ -161,7 +161,8 @@ def main() -> None:
         working = threading.Thread(target=use_locks, args=(engine, stop))
         working.start()
         try:
-            with run_prometheus(server.server_port, Path(folder)) as address:
+            # Held all the time, so that every scrape finds a hold.
+            with Lease(engine, "indexer", ttl=30).hold(), run_prometheus(server.server_port, Path(folder)) as address:
                 check(address)
         finally:
             stop.set()
