@@ -211,6 +211,8 @@ def test_an_engine_is_instrumented_once() -> None:
     bench.emit("refused")
     assert bench.collect()["pgfence.lock.attempts"] == {("lease", "refused"): 1}
     assert len(seen) == 1
+    (kept,) = [each for each in telemetry._RECORDERS.values() if each._engines[-1][1]() is bench.engine.dialect]
+    assert len(kept._engines) == 1
     with pytest.raises(ValueError, match="already reports to other providers"):
         telemetry.instrument(bench.engine, bench.provider, NoOpTracerProvider())
     with pytest.raises(TypeError):
