@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-EXTRAS = ("alembic", "asyncio", "asyncpg", "cli", "embedded", "fastapi", "psycopg", "psycopg2")
+EXTRAS = ("alembic", "asyncio", "asyncpg", "cli", "embedded", "fastapi", "otel", "psycopg", "psycopg2")
 
 
 def names(requirements: list[str]) -> set[str]:

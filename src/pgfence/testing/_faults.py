@@ -170,7 +170,8 @@ class PgfenceFaults:
 
         Args:
             silent: False resets the connections and rejects new ones. True drops everything that is sent, without an error, as a
-                firewall does, so a client detects the failure only by its timeouts.
+                firewall does, so a client detects the failure only by its own time limits; the operating system still answers
+                TCP keepalives for the proxy.
         """
         _ = self.url
         assert self._proxy is not None
