@@ -78,7 +78,7 @@ def evict(
         name: the name, in the configured namespace; of a permit of the semaphore `NAME` it is `NAME#i`, as `holders()` shows; of a
             partition it is `NAME/i`.
         reason: the reason, for the audit table; not empty.
-        actor: the person or program that acts, for the audit table; None is this process's user and host.
+        actor: the person or program that acts, for the audit table; None means this process's user and host.
         dry_run: whether to return only who would be evicted.
 
     Returns:
@@ -120,7 +120,7 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         name: the name of the election, in the configured namespace.
         reason: the reason, for the audit table; not empty.
-        actor: the person or program that asks, for the audit table; None is this process's user and host.
+        actor: the person or program that asks, for the audit table; None means this process's user and host.
 
     Returns:
         The leader that was asked; None if there was no leader, and nothing was done.
@@ -193,7 +193,7 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
         scope: the scope of the key, without the configured namespace.
         key: the key.
         reason: the reason, for the audit table; not empty.
-        actor: the person or program that acts, for the audit table; None is this process's user and host.
+        actor: the person or program that acts, for the audit table; None means this process's user and host.
 
     Returns:
         The key as it was found; None if it is unknown, finished or free, and nothing was done.
@@ -312,7 +312,7 @@ def release_leaked(
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         reason: the reason, for the audit table; not empty.
-        actor: the person or program that acts, for the audit table; None is this process's user and host.
+        actor: the person or program that acts, for the audit table; None means this process's user and host.
         idle_for: the minimum number of seconds since the session became idle.
         dry_run: whether to return only which locks would be released.
 

@@ -1,1 +1,1 @@
-"""Track which contenders of this process hold locks and which wait. No I/O."""
+"""Track which contenders of this process hold locks and which wait, without I/O."""

@@ -1,4 +1,4 @@
-"""The requests for leases, slots and attempts, and the results that the server returns for them. No I/O.
+"""The requests for leases, slots and attempts, and the results that the server returns for them, without I/O.
 
 A request is a generator that yields statements and receives their rows, so that sync and async callers run the same steps.
 """

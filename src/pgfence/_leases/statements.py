@@ -332,7 +332,7 @@ class LeaseStatements:
         grant.emit(self.config.events, "released")
 
     def let_lapse(self, grant: Grant) -> None:
-        """Stop renewing without releasing: the lease ends with its TTL. No I/O."""
+        """Stop renewing without a release, so that the lease ends with its TTL. Nothing is sent."""
         self.detach(grant)
         grant.entry.leave()
 

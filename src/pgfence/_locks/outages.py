@@ -1,4 +1,4 @@
-"""Decide when a wait retries during an outage of the server, and build the error at its timeout. No I/O."""
+"""Decide when a wait retries during an outage of the server, and build the error at its timeout, without I/O."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def build_lease_holder(name: str, row: Row) -> Holder:
 
 
 def with_token(sessions: Iterable[Holder], rows: Iterable[Holder]) -> list[Holder]:
-    """Return the holders of a key, and add kind, token and client from the lease row of the one that has a token."""
+    """Return the holders of a key, and add kind, token and client to the holder with a token, from its lease row."""
     known = {row.backend_pid: row for row in rows if row.kind == "session lock"}
     return [
         replace(one, kind=row.kind, token=row.token, host=row.host, pid=row.pid, since=row.since)

@@ -139,7 +139,7 @@ class LockSql:
         return None
 
     def holders(self, connection: Connection) -> list[Holder]:
-        """Return the holders of these keys. One round trip."""
+        """Return the holders of these keys, in one round trip."""
         return activity.find_holders(connection, self.keys)
 
     @property

@@ -187,7 +187,7 @@ def _replace(text: str, words: Mapping[str, str]) -> str:
 
 
 def read_version(connection: Connection) -> tuple[str, int, str]:
-    """Return the server's version as text and as a number, and the role. One round trip, which begins the transaction."""
+    """Return the server's version as text and as a number, and the role. The round trip begins the transaction."""
     version, number, role = connection.exec_driver_sql(_VERSION).one()
     return version.partition(" (")[0].partition(" on ")[0], number, role
 

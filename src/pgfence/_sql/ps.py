@@ -239,7 +239,7 @@ class HoldQuery:
 
 
 def probe(connection: Connection, place: TableNames) -> Access:
-    """Return what the role can see. One round trip."""
+    """Return what the role can see, in one round trip."""
     values = ", ".join(
         f"({quote_literal(name)}, {quote_literal(place.prefix + name)}, {quote_literal(field)})"
         for name, field in _TABLES.items()
@@ -258,7 +258,7 @@ def probe(connection: Connection, place: TableNames) -> Access:
 
 
 def look(connection: Connection, query: HoldQuery, access: Access) -> tuple[list[HoldRow], list[WaitRow]]:
-    """Return the holds, those that are waited for first and then by age, and all waits. One round trip."""
+    """Return the holds and all waits, in one round trip. Holds that others wait for come first, then the oldest."""
     style = style_of(connection.dialect)
     names = {name: name_of(query.place, name, style) for name in _TABLES}
     names["gate_text"] = quote_literal(names["gate"])

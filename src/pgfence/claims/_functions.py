@@ -130,7 +130,7 @@ def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) ->
         session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. It may be
             a different one from that of the claim.
         row: an instance that `claim` returned.
-        ttl: seconds, as for `claim`; None for the last value that was passed.
+        ttl: seconds, as in `claim`; None means the last value that was passed.
 
     Raises:
         AttemptLostError: the claim was replaced or finished, the row was deleted, or the transaction of the claim was rolled
@@ -163,7 +163,7 @@ def finish_claim(session: Any, row: Claimable) -> object:
 
     Raises:
         AttemptLostError: the claim was replaced or finished, the row was deleted, or the transaction of the claim was rolled
-            back. PostgreSQL has aborted this transaction, as for `extend_claim`.
+            back. PostgreSQL has aborted this transaction, as in `extend_claim`.
         LockNotHeldError: `claim` did not return this instance.
         TransactionStateError: the connection is in autocommit.
         TypeError: `row` is not an instance of a class with `Claimable`, or `session` is not a session.

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         (
             "64",
             (
-                "Misuse; also without a terminal and without --yes; NAME is a semaphore or partitions, evict one of them; with"
-                " --ask, the holder is not the leader of an election."
+                "The command was misused, or it has neither a terminal nor --yes; NAME is a semaphore or partitions, of which "
+                "you can evict only one permit or partition; with --ask, the holder is not the leader of an election."
             ),
         ),
         ("67", "No lease and no session has that name; with --ask, there is no leader. Nothing was done."),

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         "pgfence keys --scope checkout --json": "For a program",
     },
     codes=[
-        ("0", "Success, also if no keys are unfinished."),
+        ("0", "The keys were listed, even if no key is unfinished."),
         ("64", "Misuse."),
         ("69", "The server did not respond."),
         ("78", "The tables or a permission are missing."),
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     heading="Filter",
     default="",
     metavar="TEXT",
-    help="Only scopes that begin with TEXT.",
+    help="List only scopes that begin with TEXT.",
 )
 @click.option(
     "--older-than",
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     type=float,
     default=0.0,
     metavar="SECONDS",
-    help="Only keys that were first claimed at least SECONDS ago.",
+    help="List only keys that were first claimed at least SECONDS ago.",
 )
 @options.dsn
 @options.engine
@@ -129,7 +129,7 @@ def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
     },
     codes=[
         ("0", "Freed; or shown, with --dry-run."),
-        ("64", "Misuse; also without a terminal and without --yes."),
+        ("64", "The command was misused, or it has neither a terminal nor --yes."),
         ("67", "The key is unknown, finished or free. Nothing was done."),
         ("69", "The server did not respond."),
         ("75", "Its result is being stored, or another attempt has started. Nothing was done."),

@@ -33,12 +33,12 @@ class Command(click.Command):
     """A command whose help has headings.
 
     Args:
-        *args: as for `click.Command`.
+        *args: the arguments of `click.Command`.
         usage: the usage line after the command's name; None lets Click write it.
         arguments: name and description of each positional argument.
         examples: command lines, each with a description.
         codes: exit codes and their meanings.
-        **attrs: as for `click.Command`.
+        **attrs: the keyword arguments of `click.Command`.
     """
 
     def __init__(

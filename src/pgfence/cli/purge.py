@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         "pgfence purge --quiet": "In the crontab of one host or of all of them",
     },
     codes=[
-        ("0", "Done, also if no key had expired."),
+        ("0", "The purge is complete, even if no key had expired."),
         ("64", "Misuse."),
         ("69", "The server did not respond, or the connection was lost. Finished batches stay deleted."),
         ("75", "The server ended the purge, for example because of a timeout. Finished batches stay deleted."),

@@ -1,4 +1,4 @@
-"""The requests to the server for a slot: which slot is current, and then that slot. No I/O, as for every lease."""
+"""The requests to the server for a slot. The first asks which slot is current, and the second acquires it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pgfence.once._slots import CatchUp, Schedule
 
 MOVES = 10
-"""How often the current slot may change before it is requested; slots shorter than a round trip always change."""
+"""How often the current slot may change before it is requested. Slots that are shorter than a round trip always change."""
 
 
 _WHY = {"done": "is done", "missed": 'was missed, and catch_up="none" does not run it late'}
@@ -88,7 +88,7 @@ class SlotRequest(AcquireRequest):
     """A request for the slot that is due.
 
     Attributes:
-        schedule: the slots, or the only one.
+        schedule: the slots, or the only slot.
         catch_up: how slots that were not run are handled.
     """
 

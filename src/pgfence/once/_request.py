@@ -1,4 +1,4 @@
-"""Options of a Once, checked once for the sync and async classes."""
+"""Check the options of a Once, for the sync and async classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ WHAT = "the name of a Once"
 
 
 def list_rounds(results: list[R], once: W, further: W) -> Iterator[W]:
-    """Yield a guard for each call while slots are caught up: calls continue until one adds no result, as no slot is due then."""
+    """Yield a guard for each call while slots are caught up.
+
+    A call that adds no result is the last, because no slot is due then.
+    """
     yield once
     before = 0
     while len(results) > before:
@@ -117,7 +120,10 @@ class OnceOptions(LeaseOptions[EngineSourceT, HandleT]):
         )
 
     def _get_row_name(self) -> str:
-        """Return the name of its rows. Slots given by `at=` may run in any order and at the same time, so each has its own."""
+        """Return the name of the row.
+
+        Slots given by `at=` may run in any order and at the same time, so each has a row of its own.
+        """
         return f"{self._name}@{self._schedule.isoformat()}" if isinstance(self._schedule, datetime) else self._name
 
     def __repr__(self) -> str:

@@ -35,10 +35,10 @@ def schedule_of(
 
     Raises:
         TypeError: not exactly one of the three is given, or one has another type.
-        ValueError: one of them, the zone or `catch_up` cannot be used.
+        ValueError: one of the three, the zone or `catch_up` cannot be used.
     """
     if sum(given is not None for given in (every, cron, at)) != 1:
-        raise TypeError("Once needs exactly one of every=, cron= and at=: how often, when, or which slot this is")
+        raise TypeError("Once needs exactly one of every= (how often), cron= (when) and at= (which slot this is)")
     check_choice("catch_up", catch_up, ("none", "last", "all"))
     if at is not None:
         return _parse_instant(at)
@@ -62,7 +62,7 @@ def _parse_cron(cron: object, zone: tzinfo) -> Cron:
 
 @functools.lru_cache(maxsize=128)
 def _check_schedule(line: str, zone: tzinfo) -> Cron:
-    # Imported here, so that importing pgfence does not load what few programs need.
+    # cronsim is imported here, so that importing pgfence does not load a library that few programs need.
     from cronsim import CronSim, CronSimError
 
     fields = _parse_fields(line)
@@ -93,7 +93,7 @@ def _parse_fields(line: str) -> str:
         if len(words) > 1 or word not in _NICKNAMES:
             raise ValueError(f"cron={line!r} is not a known nickname, which are: {', '.join(_NICKNAMES)}")
         return _NICKNAMES[word]
-    # cronsim also accepts six fields, with the seconds first: a crontab would read the hour of such a line as its minute.
+    # cronsim also accepts six fields, with the seconds first. A crontab would read the minute of such a line as its hour.
     if len(words) != 5:
         raise ValueError(f"cron={line!r} is not a crontab line: it has {len(words)} fields, not five. {_FIELDS}")
     return " ".join(words)

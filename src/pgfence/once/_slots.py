@@ -1,7 +1,7 @@
-"""Determine which slot is due: pure rules over the server's clock, with the same result on every host.
+"""Determine which slot is due, by rules that depend only on the server's clock and have the same result on every host.
 
-A slot is an instant. The current slot is the newest one that has begun; it lasts until the next begins. What has been done is
-recorded as one instant for each name, the newest slot that was finished: that one and all earlier ones are over.
+A slot is an instant. The current slot is the newest one that has begun. It lasts until the next slot begins. For each name, one
+instant is recorded, which is the newest slot that was finished. This slot and all earlier ones are over.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 CatchUp: TypeAlias = Literal["none", "last", "all"]
 
 PUNCTUAL = timedelta(seconds=60)
-"""How long after its beginning a slot may still be begun if nothing is caught up: the resolution of a crontab."""
+"""How long after its beginning a slot may still be begun if nothing is caught up. This is the resolution of a crontab."""
 
 SHORTEST = timedelta(milliseconds=1)
 _DAY = timedelta(days=1)
 _MOMENT = timedelta(microseconds=1)
 _FAR = datetime.max.replace(tzinfo=UTC)
-_ORIGIN = date(2001, 1, 1)  # a Monday, so that weeks begin on Monday
+_ORIGIN = date(2001, 1, 1)  # This day is a Monday, so that weeks begin on Monday.
 
 
 class Schedule(Protocol):
-    """Slots in their order."""
+    """A series of slots."""
 
     @property
     def zone(self) -> tzinfo:
-        """The time zone in which they begin."""
+        """The time zone in which the slots begin."""
         ...
 
     def current(self, now: datetime) -> datetime:
@@ -45,7 +45,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """A slot at a fixed interval.
+    """Slots at a fixed interval.
 
     Whole days are calendar days in the zone, from midnight to midnight, even if they have 23 or 25 hours. All other intervals
     have the same length in real time, counted from one fixed midnight in the zone.
@@ -66,7 +66,7 @@ class Every:
         if self.step % _DAY:
             return current + self.step
         days = (current.astimezone(self.zone).date() - _ORIGIN).days
-        while True:  # runs once, and again only if a calendar has left out a whole day
+        while True:  # The loop runs once, and again only if a calendar has left out a whole day.
             days += self.step.days
             if (later := self._find_midnight(days)) > slot:
                 return later
@@ -77,10 +77,10 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Cron:
-    """A slot whenever cron would start the command of a crontab line, with cron's rules for daylight saving time.
+    """Slots at the times at which cron would start the command of a crontab line, with cron's rules for daylight saving time.
 
-    A slot at a time that the clocks skip begins right after the change; a slot at a time that they show twice begins
-    once, at the first of the two. Lines with a star for minute or hour follow real time instead.
+    A slot at a time that the clocks skip begins right after the change. A slot at a time that the clocks show twice begins only
+    at the first of the two. Lines with a star for minute or hour follow real time instead.
     """
 
     line: str
@@ -90,7 +90,7 @@ class Cron:
         from cronsim import CronSim
 
         now = now.astimezone(UTC)
-        # Backwards, cronsim does not see what the clocks show twice, so the search goes forward again from there. It starts a
+        # Backwards, cronsim misses times that the clocks show twice, so the search goes forward again from there. It starts a
         # microsecond later, because backwards cronsim excludes the given instant, and forward it may step over it.
         start = next(CronSim(self.line, (now + _MOMENT).astimezone(self.zone), reverse=True))
         current = start.astimezone(UTC)
@@ -121,8 +121,8 @@ class Due:
 
     Attributes:
         slot: its beginning.
-        until: the time from which another slot is current; the slot is not current before its beginning either. None if
-            the clock is not considered.
+        until: the time from which another slot is current, or None if the clock is not considered. The slot is not current before
+            its beginning either.
     """
 
     slot: datetime
@@ -136,7 +136,7 @@ class Over:
     Attributes:
         slot: the current slot.
         why: the reason.
-        following: when the next slot begins; None if there is none.
+        following: when the next slot begins, or None if there is none.
     """
 
     slot: datetime
@@ -146,7 +146,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A finished slot that has not begun at this moment: the clock was set back since, and an operator must decide.
+    """A finished slot that has not begun at this moment. The clock was set back since, and an operator must decide.
 
     Attributes:
         slot: its beginning.
@@ -158,10 +158,10 @@ class Ahead:
 def due(
     schedule: Schedule | datetime, catch_up: CatchUp, now: datetime, done: datetime | None, tried: datetime | None
 ) -> Due | Over | Ahead:
-    """Return what may be run at `now`.
+    """Return the slot that may be run at `now`, or the reason why none may be.
 
     Args:
-        schedule: the slots; a datetime is the only slot, whatever the clock says.
+        schedule: the slots. A datetime is the only slot, whatever the time is.
         catch_up: how slots that were not run are handled: "last" runs the newest, however late; "all" runs each in order, from
             the first that was ever tried; "none" runs none of them, so a slot must be begun within its first minute.
         now: the time by the server's clock.

@@ -32,7 +32,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         def send_digest() -> int: ...
 
     It does not start jobs, so call it from cron, or from a scheduler on every host. The server's clock and its time zone database
-    determine which slot it is, so the clocks of the hosts do not matter, and a slot is done however short the work was. A slot is
+    determine the current slot, so the clocks of the hosts do not matter, and a slot is done however short the work was. A slot is
     held by a lease of that name, with its heartbeat and token; see `Lease`. One slot of a name runs at a time.
 
     Guarantees: a slot that was finished never runs again. If several callers request a slot at the same time, one of them gets
@@ -136,7 +136,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         further = super().wrap(busy="skip", unreachable=lenient)
 
         def decorate(fn: Callable[P, R]) -> Callable[P, R | None]:
-            once(fn)  # raises now if the function cannot be wrapped
+            once(fn)  # This raises an error now if the function cannot be wrapped.
 
             @functools.wraps(fn)
             def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -155,7 +155,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         return decorate
 
     def holders(self) -> list[Holder]:
-        """Return who is running a slot of this name, as the server reports it. Takes no lock.
+        """Return who is running a slot of this name, as the server reports it, without taking a lock.
 
         Raises:
             UnreachableError: the server cannot be reached.

@@ -24,7 +24,8 @@ class SlotZoneError(PgfenceError):
         zone: the name of the time zone.
         at: the time at which they disagree.
         here: how far local time is ahead of UTC at that time, by this host's rules.
-        there: the same by the server's rules, or those of the host that ran the last slot if the server has no such zone.
+        there: how far it is ahead by the server's rules, or by those of the host that ran the last slot if the server has no such
+            zone.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class SlotZoneError(PgfenceError):
 
 
 def get_zone_name(schedule: Schedule | datetime) -> str | None:
-    """Return the name of the zone whose rules on the server apply; None in UTC, and for a slot that the caller gives."""
+    """Return the name of the zone whose rules on the server apply, or None for UTC and for a slot that the caller gives."""
     return None if isinstance(schedule, datetime) else getattr(schedule.zone, "key", None)
 
 
@@ -59,7 +60,7 @@ def get_utc_offset(schedule: Schedule | datetime, at: datetime) -> int:
 
 
 def convert_to_zone_rules(schedule: Schedule | datetime, done: datetime, offset: int) -> datetime:
-    """Return when this host's clocks show what those of the host that ran a slot showed, `offset` seconds ahead of UTC."""
+    """Return when local time on this host is what it was on the host that ran a slot, `offset` seconds ahead of UTC."""
     assert not isinstance(schedule, datetime)
     local = (done.astimezone(UTC) + timedelta(seconds=offset)).replace(tzinfo=schedule.zone)
     return local.astimezone(UTC)
@@ -68,7 +69,7 @@ def convert_to_zone_rules(schedule: Schedule | datetime, done: datetime, offset:
 def find_other_host(
     names: tuple[str, ...], schedule: Schedule | datetime, done: datetime | None, offset: int | None
 ) -> SlotZoneError | None:
-    """Return the error if another host ran the last slot with other rules for a zone; None if both agree."""
+    """Return the error if another host ran the last slot with other rules for a zone, or None if both hosts agree."""
     if done is None or offset is None or offset == (here := get_utc_offset(schedule, done)):
         return None
     return _error(

@@ -51,7 +51,7 @@ class AsyncPartitions:
         self._options = _AsyncOptions(engine, name, count, hash=hash, ttl=ttl, namespace=namespace)
 
     def partition_for(self, key: str) -> int:
-        """Return the partition of a key; arguments and errors are the same as for the sync class. No I/O."""
+        """Return the partition of a key; arguments and errors are the same as for the sync class."""
         return self._options.choose_partition(key)
 
     async def owner_of(self, partition: int) -> Holder | None:

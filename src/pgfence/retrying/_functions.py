@@ -163,7 +163,7 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
         TypeError: at decoration, if `sessionmaker` is not a session factory, or the function takes no argument, is a generator
             function, or does not match the factory (sync or async). At a call, if a session is passed.
         ValueError: `attempts` is below 1.
-        PgfenceError: at a call, as for `run_transaction`.
+        PgfenceError: at a call, under the same conditions as in `run_transaction`.
     """
     asynchronous = _is_async(sessionmaker)
     count, limit = check_int(attempts, "attempts"), None if timeout is None else seconds(timeout)

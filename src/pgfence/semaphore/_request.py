@@ -1,4 +1,4 @@
-"""The requests to the server for permits, and the arguments of a semaphore, for the sync and async classes. No I/O."""
+"""The requests to the server for permits, and the arguments of a semaphore, for the sync and async classes, without I/O."""
 
 from __future__ import annotations
 

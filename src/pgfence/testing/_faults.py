@@ -57,7 +57,7 @@ class HasPid(Protocol):
 
 Process: TypeAlias = "int | HasPid"
 Row: TypeAlias = "tuple[str, int | None]"
-"""The stored name and the token of a lease; None is any token."""
+"""The stored name and the token of a lease; None means any token."""
 
 
 class PgfenceFaults:

@@ -48,7 +48,8 @@ log = logging.getLogger("pgfence.transaction")
 MANY_KEYS = 100
 _WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
-# Only passed to a routing Session to select its engine, never executed. A Session that routes reads must send this to the primary.
+# This is only passed to a routing Session to select its engine, and never executed. A Session that routes reads must send it to
+# the primary.
 _WRITE = update(table("pgfence_lock"))
 
 
@@ -120,18 +121,20 @@ class TransactionLockBase(Guided):
         return resolved[1]
 
     def _prepare(self, work: Session | Connection) -> PreparedCall:
-        """Find the missing keys, and reject states in which the lock would not protect. Without a round trip of our own."""
+        """Find the missing keys, and reject states in which the lock would not protect, without an additional round trip."""
         connection = self._connect(work)
         config = config_of(connection)
         state = sql.read_driver_state(connection)
         self._check_mode(state)
         if not connection.in_transaction():
-            # Begun explicitly: statements that the application's hooks send at BEGIN must come before ours.
+            # The transaction is begun explicitly, because statements that the application's hooks send at BEGIN must come before
+            # ours.
             connection.begin()
             state = sql.read_driver_state(connection)
         record = TransactionRecord.of(connection)
         if state.idle:
-            # The server has no open transaction: an earlier one on this connection was ended in plain SQL, with its locks.
+            # The server has no open transaction, because an earlier one on this connection was ended in plain SQL, with its
+            # locks.
             record.forget()
         keys = self._find_missing(record, self._resolve_keys(config))
         if keys and self._expire and not isinstance(work, Connection):
@@ -204,7 +207,9 @@ class TransactionLockBase(Guided):
         return sql.Stay.of(self._connect(work))
 
     def _check_held(self, _work: Session | Connection, stay: sql.Stay) -> None:
-        """Raise an error unless the transaction still holds the lock. Takes a round trip only if a savepoint may have released it.
+        """Raise an error unless the transaction still holds the lock.
+
+        A round trip is needed only if a savepoint may have released it.
 
         Raises:
             TransactionStateError: the transaction no longer holds the lock.
@@ -237,11 +242,11 @@ class TransactionLockBase(Guided):
             granted = self._ask(call, deadline, owner)
         except DBAPIError as error:
             raise_translated(error, None, self._build_error_context())
-            raise  # an error that pgfence has no class for: the transaction is the caller's, and so is the error
+            raise  # pgfence has no class for this error. The transaction belongs to the caller, who gets the error unchanged.
         if not granted:
             return False
         call.record.add(call.keys, shared=self._shared)
-        # What was loaded while another transaction held the lock may be older than its COMMIT.
+        # Instances that were loaded while another transaction held the lock may be older than its COMMIT.
         if self._expire and not isinstance(work, Connection):
             work.expire_all()
         self._emit_end(call.config, "acquired", began, contended=granted == "waited")
@@ -295,7 +300,7 @@ class TransactionLockBase(Guided):
         except DBAPIError as error:
             if sqlstate_of(error) != LOCK_NOT_AVAILABLE:
                 raise
-            # Roll back to the savepoint: the timeout must not leave the caller's transaction aborted.
+            # Roll back to the savepoint, because the timeout must not leave the caller's transaction aborted.
             sql.give_back(call.connection)
             return False
         sql.keep(call.connection)
@@ -367,5 +372,8 @@ class TransactionLockBase(Guided):
 
 
 def _default_timeout(config: Config, owner: Contender) -> float:
-    """Return the default timeout. It is limited while a session lock is held: PostgreSQL cannot detect deadlocks with those."""
+    """Return the default timeout.
+
+    It is limited while a session lock is held, because PostgreSQL cannot detect deadlocks with session locks.
+    """
     return min(config.default_timeout, NESTED_LIMIT) if owner.holds else config.default_timeout

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Sent: TypeAlias = tuple[Callable[[Sequence[Mapping[Any, Any]]], list[Row]], Sequence[Mapping[Any, Any]], Outcome]
 
 LOCK_FROM = 4
-"""The number of rows from which locking them first costs less than one round trip for each row."""
+"""From this number of rows on, locking them first costs less than one round trip for each row."""
 
 
 class Flush:
@@ -46,14 +46,14 @@ class Flush:
     Attributes:
         session: the session that flushes.
         context: SQLAlchemy's record of the flush.
-        started: all listeners of before_flush, and `ahead`, have been called.
-        ahead: called after these listeners, before any row is compared or written.
-        emitting: rows are being written together, and mappers hide their version column.
+        started: whether all listeners of before_flush, and `ahead`, have been called.
+        ahead: a function that is called after these listeners, before any row is compared or written.
+        emitting: whether rows are being written together, so that mappers hide their version column.
         locked: the version of each row that was compared and has been locked since.
         expected: the rows whose statement compares them, with their versions, by their keys in that statement.
         written: the rows that are written together and whose version is read after the flush, in order.
         deleted: the rows that are deleted together after they were locked.
-        sent: the statements that were executed: a function that returns their rows, their parameters, and the outcome.
+        sent: for each executed statement, a function that returns its rows, its parameters, and the outcome.
         failed_rows: the rows as they were when the flush failed.
     """
 
@@ -79,7 +79,7 @@ class Flush:
         """Execute the flush; if it fails, read its rows before its transaction is rolled back."""
         context = self.context
         assert context is not None
-        # Remove this method, which `_session` has set: on the context it would be a reference cycle.
+        # Remove this method, which `_session` has set, because it would be a reference cycle on the context.
         del context.execute
         try:
             if self.ahead is not None:
@@ -90,7 +90,7 @@ class Flush:
             if not self._ways and self._other_way is None:
                 context.execute()
                 return
-            # Locked before the first write, in an order that all sessions share: two flushes of the same rows cannot deadlock.
+            # The rows are locked before the first write, in an order that all sessions share, so two flushes cannot deadlock.
             self._compare(context)
             self.emitting = True
             context.execute()
@@ -99,7 +99,7 @@ class Flush:
             _confirm(self)
         except (StaleDataError, ObjectDeletedError):
             self.emitting = False
-            # Read before the rollback: afterwards the rows show what other processes have written since.
+            # The rows are read before the rollback, because afterwards they show what other processes have written since.
             self.record_failed_rows()
             raise
         finally:
@@ -111,11 +111,11 @@ class Flush:
             return
         self._recorded = True
         with suppress(DBAPIError):
-            # The comparison found some of these rows; those of other tables it had not reached yet.
+            # The comparison found some of these rows, and had not yet reached those of other tables.
             self.failed_rows += read_failed_rows(self)
 
     def way_of(self, mapper: Mapper[object]) -> Way | None:
-        """Return how rows of a mapper are written together; None if each has its own statement."""
+        """Return how rows of a mapper are written together, or None if each has its own statement."""
         if not getattr(mapper, "batches", False):
             return None
         found: Way | None = self._ways.get(mapper.base_mapper)
@@ -132,7 +132,7 @@ class Flush:
         self.expected[state.mapper.base_mapper, key] = state, version
 
     def note_compared(self, rows: Iterable[Row]) -> None:
-        """Record that statements have compared and written rows, which are locked since then."""
+        """Record that statements have compared and written rows, which are now locked."""
         for row in rows:
             state, version = self.expected[row]
             self.locked[state] = version
@@ -164,7 +164,7 @@ class Flush:
     def find_replaced(self, state: State) -> State | None:
         """Return the row that the flush deletes and whose key a new row takes; SQLAlchemy sends one UPDATE for both."""
         if self._deletes is None:
-            # Computed once, at the first new row: by then all rows that cascades delete are known.
+            # This is computed once, at the first new row, when all rows that cascades delete are known.
             self._deletes = any(deleted for deleted, _ in self.context.states.values()) if self.context else False
         if not self._deletes:
             return None
@@ -181,13 +181,13 @@ NOW: ContextVar[Flush | None] = ContextVar("pgfence_flush", default=None)
 
 
 def find_way(mapper: Mapper[object]) -> Way | None:
-    """Return how the running flush writes rows of a mapper together; None if it does not, or no flush is running."""
+    """Return how the running flush writes rows of a mapper together, or None if it does not, or no flush is running."""
     flush = NOW.get()
     return flush.way_of(mapper) if flush is not None and flush.emitting else None
 
 
 def batch_of(state: State) -> Flush | None:
-    """Return the flush that is writing a row together with others; None if the row's own UPDATE compares it.
+    """Return the flush that is writing a row together with others, or None if the row's own UPDATE compares it.
 
     Raises:
         TransactionStateError: rows of the table are written together, and this one belongs to another session.
@@ -218,8 +218,12 @@ def collect_written(context: UOWTransaction, chosen: Callable[[State], bool]) ->
 
 
 def _choose_ways(flush: Flush, context: UOWTransaction) -> dict[Mapper[object], Way]:
-    """Choose how to write the rows of each table. A table with a single row is left out: one statement is cheapest there."""
-    # The flush itself does this first: relationships add the rows that they change. A second run finds nothing left to do.
+    """Choose how to write the rows of each table.
+
+    A table with a single row is left out, because one statement is cheapest there.
+    """
+    # The flush itself does this first, so that relationships add the rows that they change. A second run finds nothing left to
+    # do.
     while any(action.execute(context) for action in list(context.presort_actions.values())):
         pass
     counts: dict[Mapper[object], int] = {}
@@ -279,7 +283,7 @@ def _confirm(flush: Flush) -> None:
             continue
         keys = [tuple(mapper.primary_key_from_instance(state.obj())) for state in some]
         for state, key, version in zip(some, keys, versions_of(where, mapper, keys), strict=True):
-            # None for a row that this flush has added and then written by post_update: it was not locked.
+            # The version is None for a row that this flush has added and then written by post_update, because it was not locked.
             before = flush.locked.get(state)
             if version == before and not mapper.version_id_generator:
                 raise not_counted_error(mapper, version)

@@ -33,10 +33,9 @@ _SHOWN = 5
 class WrittenRow(NamedTuple):
     """A row that a failed flush was to write, as it was when the flush failed.
 
-    `settled` is False for a row that no longer exists and that this transaction may have deleted itself: only after the
-    rollback is it known whether another process has deleted it. `flushed` is True if this flush may have written or deleted
-    it, because one statement was sent for several rows and their count was wrong. `ours` is True for a row that this
-    transaction was the last to write.
+    `settled` is False for a row that no longer exists and that this transaction may have deleted itself. Only the rollback shows
+    whether another process has deleted it. `flushed` is True if this flush may have written or deleted it, because one statement
+    was sent for several rows and their count was wrong. `ours` is True for a row that this transaction was the last to write.
     """
 
     mapper: Mapper[object]
@@ -55,7 +54,7 @@ class WrittenRow(NamedTuple):
 
 
 class FailedFlush(Protocol):
-    """A flush that has failed: the part of `_batch.Flush` that is used here."""
+    """The part of `_batch.Flush` that is used here, after the flush has failed."""
 
     session: Session
     context: UOWTransaction | None
@@ -74,7 +73,7 @@ class FailedFlush(Protocol):
 def read_failed_rows(flush: FailedFlush) -> list[WrittenRow]:
     """Return the rows of a flush that has just failed, without those that it has locked or written.
 
-    Must be called before the rollback, in the transaction of the flush.
+    Call this before the rollback, in the transaction of the flush.
     """
     found: list[WrittenRow] = []
     done, updated = flush.collect_sent_rows("written"), flush.collect_sent_rows("some updated")
@@ -98,7 +97,7 @@ def read_failed_rows(flush: FailedFlush) -> list[WrittenRow]:
 def identify(
     flush: FailedFlush, connection: Connection, mapper: Mapper[object], rows: Iterable[tuple[State, object, object]]
 ) -> list[WrittenRow]:
-    """Return rows, given with the version that was read and the one found, and whether this transaction has written them."""
+    """Return the conflicts of rows whose version that was read, version that was found, and own writes are given."""
     # Sessions that share a connection write in one transaction, so xmin does not tell which of them wrote a row.
     shared = flush.shares_connection(mapper)
     found: list[WrittenRow] = []
@@ -140,7 +139,7 @@ def _find_to_be_written(flush: FailedFlush) -> list[State]:
 
 
 def explain_failure(flush: FailedFlush, error: Exception) -> Exception:
-    """Return the error to raise for a flush that did not find a row to write. Must be called after the rollback.
+    """Return the error to raise for a flush that did not find a row to write. Call this after the rollback.
 
     It is the given error if that is about other classes, or if the rows could not be read.
     """
@@ -240,7 +239,7 @@ def _describe(item: VersionConflict) -> str:
 
 
 def switched_class_error(state: State, replaced: State) -> PgfenceError:
-    """Return the error for a new instance that has the key of a deleted one of another class."""
+    """Return the error for a new instance that has the key of a deleted instance of another class."""
     name, other = state.class_.__name__, replaced.class_.__name__
     return PgfenceError(
         f"{name} {identity_of(replaced)} was added with the key of a row of class {other} that the same flush deletes. SQLAlchemy"

@@ -52,7 +52,7 @@ def _insert(mapper: Mapper[object], state: State) -> None:
     if batch is not None:
         old = None if replaced is None else _compare(batch, mapper, replaced, by=state)
         if replaced is not None or not _returns_version(mapper):
-            batch.written[state] = None  # `_confirm` reads its version after the flush
+            batch.written[state] = None  # `_confirm` reads the version after the flush.
         raise_version(mapper, state, old)
 
 
@@ -87,7 +87,7 @@ def _update(mapper: Mapper[object], state: State) -> None:
 
 
 def _compare(batch: Flush, mapper: Mapper[object], state: State, *, by: State) -> object:
-    """Return the version of a row that was compared, or that will be by the UPDATE that writes an instance to it."""
+    """Return the version that was compared with a row, or that the UPDATE of an instance will compare."""
     if batch.way_of(mapper) == "counted":
         version = version_of(state)
         batch.expect(by, version)
@@ -125,7 +125,7 @@ def touch(target: object) -> None:
 
 
 def _touch_switched(state: State, replaced: State) -> None:
-    """Make the UPDATE that replaces a deleted row write a column: without one no trigger would run."""
+    """Make the UPDATE that replaces a deleted row write a column, because no trigger would run without one."""
     columns = {column for column in get_version_column(state.mapper).table.c if not column.primary_key}
     attributes = state.mapper.column_attrs
     if any(key in attributes and attributes[key].columns[0] in columns for key in state.committed_state):
@@ -143,7 +143,7 @@ def _touch_switched(state: State, replaced: State) -> None:
 
 
 def _column_of(target: object) -> str:
-    """Return the attribute of a column that can be written again unchanged; it is loaded."""
+    """Return the attribute of a column that can be written again unchanged, and load it."""
     mapper = inspect(target).mapper
     name = _find_spare_column(target)
     if name is not None:
@@ -158,7 +158,7 @@ def _column_of(target: object) -> str:
 
 
 def _find_spare_column(target: object) -> str | None:
-    """Return the attribute of a column, other than key and version, that can be written unchanged; a loaded one if possible."""
+    """Return the attribute of a column, other than key and version, that can be written unchanged. A loaded one is preferred."""
     state: State = inspect(target)
     mapper, found = state.mapper, None
     table = get_version_column(mapper).table

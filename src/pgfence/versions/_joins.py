@@ -1,4 +1,4 @@
-"""How rows refer to their owner, for each relationship in `__version_relationships__`."""
+"""Find out how rows refer to their owner, for each relationship in `__version_relationships__`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 _INFO = "pgfence_joins"
 _UNKNOWN = object()
-"""Stands for a value that the database computes."""
+"""A placeholder for a value that the database computes."""
 
 
 class Join:
     """The condition by which rows refer to their owner.
 
-    In a many-to-many relationship the rows do not refer to their owners, so that only deleting a row counts, not changing it.
+    In a many-to-many relationship the rows do not refer to their owners, so only deleting a row counts, and changing it does not.
 
     Attributes:
         prop: the relationship.
@@ -60,7 +60,7 @@ class Join:
         return tuple(places[each] for each in key) if set(key) == set(places) else None
 
     def get_before(self, state: State) -> Values | None:
-        """Return the values of a row as they are stored; None if not all of them are in memory."""
+        """Return the values of a row as they are stored, or None if not all of them are in memory."""
         values = tuple(
             state.committed_state[name] if name in state.committed_state else state.dict.get(name, _UNKNOWN)
             for name in self.names
@@ -90,14 +90,15 @@ class Join:
         return any(name in coming or name in state.committed_state for name in self.names)
 
     def has_owner(self, values: Values) -> bool:
-        """Return whether a row with these values can have an owner: NULL refers to no row."""
+        """Return whether a row with these values can have an owner. A row with NULL has none."""
         return all(value is not None for name, value in zip(self.names, values, strict=True) if name in self._pairs)
 
     def owner_of(self, values: Values) -> ColumnElement[bool]:
         """Return the condition for the owners of rows with these values."""
         named = dict(zip(self.names, values, strict=True))
         if _UNKNOWN in values:
-            # The rest of the condition is left out: counting one owner too many is safe, one too few loses a conflict.
+            # The rest of the condition is left out, because counting one owner too many is safe, and counting one too few loses a
+            # conflict.
             return and_(*[ours == named[name] for name, ours in self._pairs.items()])
 
         def replace(element: ExternallyTraversible, **_: object) -> ExternallyTraversible | None:
@@ -152,7 +153,7 @@ def collect_incoming(state: State) -> dict[str, object]:
 def collect_copied(
     prop: RelationshipProperty[object], source: State | None, target: Mapper[object]
 ) -> dict[str, object]:
-    """Return the foreign keys that a flush copies from one row into another; None if the source row has no key yet."""
+    """Return the foreign keys that a flush copies from one row into another, or None if the source row has no key yet."""
     return {
         _name(target, theirs): None if source is None else getattr(source.obj(), _name(source.mapper, ours))
         for ours, theirs in prop.synchronize_pairs

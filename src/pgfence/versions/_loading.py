@@ -102,7 +102,7 @@ def _load(session: Session, mapper: Mapper[object], pk: object, expected: object
     primary = {"bind": session.get_bind(mapper, clause=update(version.table))}
     with session.no_autoflush:
         if lock:
-            # Separate from the read: tables that the read joins without locking would be as old as the statement that
+            # This is separate from the read, because tables that the read joins without locking would be as old as the statement that
             # waited, and PostgreSQL rejects FOR UPDATE of an outer join.
             keys = zip(mapper.base_mapper.primary_key, _key_of(mapper, pk), strict=False)
             one = select(version).where(*(column == value for column, value in keys)).with_for_update()
@@ -123,7 +123,10 @@ def _agrees(row: object, version: object, expected: object) -> bool:
 
 
 def _reject_unflushed(session: Session, mapper: Mapper[object]) -> None:
-    """Raise an error if there are unflushed changes, including those of rows that the same SELECT loads along: reading would lose them."""
+    """Raise an error if there are unflushed changes, including changes of rows that the same SELECT loads.
+
+    Reading would lose them.
+    """
     changed = [one for one in session.dirty if session.is_modified(one)] + list(session.deleted)
     if changed:
         kinds_of = ", ".join(sorted({type(one).__name__ for one in changed}))

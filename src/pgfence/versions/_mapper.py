@@ -50,7 +50,7 @@ class SentUpdate(Update):
 
     Attributes:
         mapper: the base mapper of the rows.
-        way: how rows are written together; None if they are written one by one.
+        way: how rows are written together, or None if they are written one by one.
         version: their version column.
     """
 
@@ -91,7 +91,7 @@ class SentUpdate(Update):
         return result
 
     def _record_counted(self, flush: Flush, parameters: Sequence[Parameters], result: CursorResult[Any]) -> None:
-        """Record rows that were written at the versions they were read at, or raise if not all were."""
+        """Record rows that were written at the versions at which they were read, or raise an error if some were not."""
         written = result.rowcount == len(parameters)
         flush.sent.append((self.rows_of, parameters, "written" if written else "some updated"))
         if not written:
@@ -103,7 +103,7 @@ class SentUpdate(Update):
     def _record_written(self, parameters: Parameters, result: CursorResult[Any]) -> object:
         """Record a row that was written, and return its version if the server has set it."""
         if result.rowcount != 1:
-            # Raised here, before SQLAlchemy sets the next version in memory, which would lose the expected one.
+            # The error is raised here, before SQLAlchemy sets the next version in memory, which would lose the expected one.
             raise StaleDataError(
                 f"An UPDATE on table '{self.table.description}' expected to update 1 row(s); {result.rowcount} were matched."
             )
@@ -142,7 +142,8 @@ class SentPostUpdate(SentUpdate):
         for parameters in distilled_params:
             if parameters.get(column._label) is None:
                 raise missing_version_error(self.mapper, _get_key_in(self.mapper, parameters))
-            # One by one: executemany returns no versions, and its count does not tell which row was not written.
+            # The rows are written one by one, because executemany returns no versions, and its count does not show which row was
+            # not written.
             result = Update._execute_on_connection(self, connection, [parameters], execution_options)
             version = self._record_written(parameters, result)
             context = result.context
@@ -154,7 +155,7 @@ class SentPostUpdate(SentUpdate):
 
 
 class SentDelete(Delete):
-    """The DELETE of rows at the versions they were read at, which raises if a row was not at its version.
+    """The DELETE of rows at the versions at which they were read. It raises an error if a row was not at its version.
 
     SQLAlchemy itself checks the count only if the driver can count several rows at once and `confirm_deleted_rows` is on.
     """
@@ -183,7 +184,8 @@ class SentDelete(Delete):
     ) -> Any:
         flush, mapper = NOW.get(), self.mapper
         if len(distilled_params) > 1 and flush is not None and flush.shares_connection(mapper):
-            # Counted immediately and one by one: the rollback would restore rows that another session deleted on this connection.
+            # Each row is counted immediately, because the rollback would restore rows that another session deleted on this
+            # connection.
             results = [self._execute_on_connection(connection, [each], execution_options) for each in distilled_params]
             return SimpleNamespace(rowcount=len(results))
         if flush is not None and self.way == "counted":
@@ -222,7 +224,7 @@ def _raise_versions(
 ) -> None:
     """Lock and compare rows that are not locked yet, and increment the versions in the parameters of their UPDATE."""
     assert flush.context is not None
-    # By the keys in memory, as in SQLAlchemy's parameters: a row that was added has no identity yet.
+    # The keys in memory are used, as in SQLAlchemy's parameters, because a row that was added has no identity yet.
     states = {
         tuple(state.mapper.primary_key_from_instance(state.obj())): state
         for state in flush.context.post_update_states[mapper][0]
@@ -310,7 +312,7 @@ class VersionedMapper(Mapper[object]):
     def _validate_polymorphic_identity(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, given: RowCheck
     ) -> None:
-        # The mapper of a subclass assigns what its base returns: this property's own value.
+        # The mapper of a subclass assigns the value that its base returns, which is this property's own value.
         if given is not _prepare_row:
             self.__dict__["_check"] = given
 
@@ -325,7 +327,7 @@ class VersionedMapper(Mapper[object]):
         version, way = self.__dict__["version_id_col"], find_way(self)
         kind = _SENT.get(key[0])
         if version is None or kind is None or key[1] is not version.table:
-            # Under a separate key: an UPDATE that was built without the version must not be reused for one with it.
+            # The key is separate, because an UPDATE that was built without the version must not be reused for one with it.
             return super()._memo((way, key) if way else key, callable_)
 
         def make() -> Any:

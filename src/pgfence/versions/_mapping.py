@@ -1,4 +1,4 @@
-"""What a mapper says about the version of its rows."""
+"""Read from a mapper how the version of its rows is stored."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def find_versioned_class(mapper: Mapper[object]) -> type[VersionedBase]:
 
 
 def mode_of(mapper: Mapper[object]) -> Mode:
-    """Return what increments the version: this program, a trigger, or PostgreSQL itself."""
+    """Return whether this program, a trigger or PostgreSQL itself increments the version."""
     return find_versioned_class(mapper).__version_mode__
 
 
@@ -66,11 +66,11 @@ def is_local(mapper: Mapper[object]) -> bool:
 
 
 def get_version_in(instance: object) -> object:
-    """Return the version that an instance was loaded at; None if it was not loaded."""
+    """Return the version at which an instance was loaded, or None if the version was not loaded."""
     return version_of(instance_state(instance))
 
 
 def version_of(state: State) -> object:
-    """Return the version that an instance was loaded at; None if it was not loaded."""
+    """Return the version at which an instance was loaded, or None if the version was not loaded."""
     value = state.committed_state.get(ATTRIBUTE, state.dict.get(ATTRIBUTE))
     return None if value is NO_VALUE else value

@@ -1,4 +1,4 @@
-"""The mixins for mapped classes. `_flush` implements their effect on a flush, `_statements` that on other statements.
+"""The mixins for mapped classes. `_flush` implements their effect on a flush, and `_statements` their effect on other statements.
 
 It is separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not load.
 """
@@ -40,7 +40,7 @@ class _Guarded(VersionedBase):
 class Versioned(_Guarded):
     """A mixin that gives the rows of a mapped class a version.
 
-    An UPDATE or DELETE applies to the version that was read, or raises.
+    An UPDATE or DELETE applies to the version that was read, or raises an error.
 
     ::
 
@@ -98,7 +98,7 @@ class Versioned(_Guarded):
 
     if TYPE_CHECKING:
         version: Mapped[int]
-    else:  # without an annotation, because dataclasses and pydantic would make it a field
+    else:  # There is no annotation, because dataclasses and pydantic would make it a field.
 
         @declared_attr
         def version(cls):  # noqa: ANN202, N805
@@ -139,7 +139,7 @@ class VersionedUUID(_Guarded):
 
 
 def _make_column(name: str, kind: type[TypeEngine[_T]], **options: Any) -> MappedColumn[_T]:
-    # Last, so that an INSERT with values by position remains correct.
+    # The column comes last, so that an INSERT with values by position remains correct.
     return mapped_column(name, kind, nullable=False, info={_OURS: True}, sort_order=_LAST, **options)
 
 
@@ -231,5 +231,5 @@ def _check_relationships(mapper: Mapper[object], cls: type[VersionedBase]) -> No
 
 
 event.listen(VersionedBase, "instrument_class", _configure, propagate=True)
-# For all classes: one without a version can have a relationship to one with a version.
+# All classes are checked, because a class without a version can have a relationship to a class with one.
 event.listen(Mapper, "mapper_configured", _check_relationships)

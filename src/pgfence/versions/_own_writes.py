@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pgfence._orm import State
 
 _OVERTAKEN: WeakKeyDictionary[State, tuple[object, object]] = WeakKeyDictionary()
-"""Pending changes that were out of date before a statement of their session: their version, and that of the row."""
+"""The version of each pending change that was out of date before a statement of its session, and the version of its row."""
 
 _IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[Mapper[object]]] = WeakKeyDictionary()
 """The base classes whose rows were written by statements inside a savepoint."""
@@ -37,12 +37,12 @@ _FLUSHED_IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[object]] = Weak
 
 
 def collect_instances(state: ORMExecuteState, mapper: Mapper[object]) -> dict[State, object]:
-    """Return the instances of a class, and the versions they were read at, before a statement that writes rows of the class."""
+    """Return the instances of a class, and the versions at which they were read, before a statement writes rows of the class."""
     session, base = state.session, mapper.base_mapper
     for transaction in _iterate_savepoints(session):
         _IN_SAVEPOINT.setdefault(transaction, set()).add(base)
     if state.execution_options.get("autoflush", True):
-        session._autoflush()  # the statement would do it anyway, but it must happen before rows are locked
+        session._autoflush()  # The statement would flush anyway, but the flush must happen before rows are locked.
     return {each: version_of(each) for each in session.identity_map.all_states() if each.mapper.base_mapper is base}
 
 
@@ -56,7 +56,7 @@ def follow(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[State, o
     if not known:
         return lambda: None
     connection = session.connection(bind_arguments=dict(state.bind_arguments))
-    # Read before the statement: afterwards a version that another session wrote looks like one of the statement's.
+    # This is read before the statement, because afterwards a version of another session looks like one of the statement.
     current = _lock_current(connection, base, known)
 
     def move() -> None:
@@ -124,7 +124,7 @@ def _lock_current(connection: Connection, base: Mapper[object], known: dict[Stat
     if differing:
         here = find_written_here(connection, base, list(map(identity_of, differing)))
         for each, ours in zip(differing, here, strict=True):
-            # Only the first of several statements can tell: afterwards the row has the version of that statement.
+            # Only the first of several statements can detect this, because afterwards the row has the version of that statement.
             if not ours and find_overtaken(each, known[each]) is None:
                 _OVERTAKEN[each] = known[each], now[each]
     return [each for each, version in known.items() if now[each] == version and identity_of(each) not in barred]
@@ -156,7 +156,7 @@ def _iterate_savepoints(session: Session) -> Iterator[SessionTransaction]:
 def _note_flushed(session: Session, context: UOWTransaction) -> None:
     """Record the keys of the rows that a flush in a savepoint has written."""
     for transaction in _iterate_savepoints(session):
-        # By key: the instance may be garbage-collected, and another one loaded for the row.
+        # The keys are stored, because the instance may be garbage-collected, and another one loaded for the row.
         states = [each for each in context.states if is_versioned(each.mapper)]
         keys = {each.key or each.mapper._identity_key_from_state(each) for each in states}
         _FLUSHED_IN_SAVEPOINT.setdefault(transaction, set()).update(keys)
@@ -164,7 +164,7 @@ def _note_flushed(session: Session, context: UOWTransaction) -> None:
 
 @event.listens_for(Session, "after_soft_rollback")
 def _expire_rolled_back(session: Session, transaction: SessionTransaction) -> None:
-    """Expire instances whose version the rollback may have undone: another session could write the same number again."""
+    """Expire instances whose version the rollback may have undone, because another session could write the same number again."""
     while not transaction.nested and transaction.parent is not None:
         transaction = transaction.parent
     written, flushed = _IN_SAVEPOINT.pop(transaction, ()), _FLUSHED_IN_SAVEPOINT.pop(transaction, ())

@@ -1,4 +1,4 @@
-"""`__version_relationships__`: a change of rows that belong to a versioned row counts as a change of that row."""
+"""Count a change of rows that belong to a versioned row as a change of that row, if `__version_relationships__` says so."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pgfence.versions._joins import Join, Values
 
 
-# What is known without reading, including unloaded collections that were changed from the other side.
+# The values that are known without reading, including unloaded collections that were changed from the other side.
 _KNOWN = PassiveFlag.PASSIVE_NO_INITIALIZE | PassiveFlag.INCLUDE_PENDING_MUTATIONS
 
 _KEYS, _CONDITIONS = 1000, 100
@@ -79,7 +79,7 @@ def _before_flush(session: Session, context: UOWTransaction, _instances: object)
 
 def _count(context: UOWTransaction) -> None:
     """Let a flush write the owners of the rows that it writes."""
-    # Cascades may bring rows into the flush. SQLAlchemy does not repeat what is done here.
+    # Cascades may add rows to the flush. SQLAlchemy does not repeat this step.
     while True in [action.execute(context) for action in list(context.presort_actions.values())]:
         pass
     owners = {state: state.obj() for state in _find_changed_collections(context)}

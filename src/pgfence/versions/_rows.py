@@ -52,10 +52,10 @@ def versions_of(
     """Return the version of each row, or None for a row that does not exist.
 
     Args:
-        connection: used for reading.
+        connection: the connection that reads.
         mapper: the class of the rows.
         keys: their primary keys.
-        lock: options of a row lock, which is taken in the order of the keys; None if the rows are not locked.
+        lock: the options of a row lock, which is taken in the order of the keys, or None if the rows are not locked.
     """
     query, names = _build_query(mapper, None if lock is None else tuple(lock.items()))
     values = {name: [key[place] for key in keys] for place, name in enumerate(names)}
@@ -82,7 +82,7 @@ def _build_key_table(
     names = [f"key_{place}" for place in range(len(columns))]
     arrays = [_build_array(name, each.type) for name, each in zip(names, columns, strict=True)]
     given = [column(name, each.type) for name, each in zip(names, columns, strict=True)]
-    # Rows are matched by position: the returned key may have another type than the one that was sent.
+    # Rows are matched by position, because a returned key may have another type than the key that was sent.
     wanted = func.unnest(*arrays).table_valued(*given, with_ordinality="place").render_derived("wanted")
     return wanted, and_(*[each == wanted.c[name] for each, name in zip(columns, names, strict=True)]), columns, names
 
@@ -93,7 +93,7 @@ def lock_rows(
     """Lock rows in the order of their keys.
 
     Args:
-        connection: in whose transaction the rows are locked.
+        connection: the connection whose transaction locks the rows.
         mapper: the class of the rows.
         keys: their primary keys.
         deleting: whether some will be deleted, so that no other transaction may add rows that refer to them.
@@ -134,7 +134,7 @@ def find_written_here(connection: Connection, mapper: Mapper[object], keys: Sequ
 @lru_cache(maxsize=1000)
 def _build_written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
     wanted, same, _, names = _build_key_table(mapper)
-    # Unqualified: if the table is a view, which has no xmin, the name resolves to the NULL column of `absent`.
+    # The name is unqualified, so that it resolves to the NULL column of `absent` if the table is a view, which has no xmin.
     name: ColumnElement[object] = literal_column("xmin")
     xmin = select(name).select_from(get_version_column(mapper).table).where(same).correlate(wanted).scalar_subquery()
     absent = select(null().label("xmin")).subquery("absent")
@@ -158,7 +158,7 @@ def _build_written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
 
 
 class Xid(UserDefinedType[int]):
-    """The type of the system column xmin: an int in Python, an xid in PostgreSQL, which wraps around after 2**32."""
+    """The type of the system column xmin. It is an int in Python and an xid in PostgreSQL, which wraps around after 2**32."""
 
     cache_ok = True
 
@@ -170,14 +170,15 @@ class Xid(UserDefinedType[int]):
         return "XID"
 
     def bind_expression(self, bindvalue: BindParameter[int]) -> ColumnElement[int]:
-        # Cast through text: PostgreSQL does not compare an integer with an xid, and an int4 would be negative for half of them.
+        # It is cast through text, because PostgreSQL does not compare an integer with an xid, and half of the xids would be
+        # negative as int4.
         return cast(cast(bindvalue, Text), Xid)
 
     def bind_processor(self, dialect: Dialect) -> _BindProcessorType[int]:
         return lambda value: None if value is None else str(value)
 
     def result_processor(self, dialect: Dialect, coltype: object) -> _ResultProcessorType[int]:
-        # psycopg and psycopg2 return a str, asyncpg an int.
+        # psycopg and psycopg2 return a str, and asyncpg returns an int.
         return lambda value: None if value is None else int(value)
 
 

@@ -132,7 +132,7 @@ class VersionedSession(Session):
     def merge_all(
         self, instances: Iterable[_O], *, load: bool = True, options: Sequence[ORMOption] | None = None
     ) -> Sequence[_O]:
-        """Merge several instances, each as `merge` does; SQLAlchemy has this method since 2.1."""
+        """Merge several instances, each as `merge` does. SQLAlchemy has this method since 2.1."""
         found = list(instances)
         for instance in found if load else ():
             _check_merge(self, instance)
@@ -143,16 +143,16 @@ def _check_merge(session: Session, instance: object) -> None:
     """Raise an error unless an instance, and those that merge() cascades to, may overwrite what is in the database.
 
     Raises:
-        VersionRequiredError: one has no valid version, and a row with its key exists.
-        VersionConflictError: one was read at another version, or its row was deleted.
+        VersionRequiredError: an instance has no valid version, and a row with its key exists.
+        VersionConflictError: an instance was read at another version, or its row was deleted.
     """
     state = inspect(instance, raiseerr=False)
     if not isinstance(state, InstanceState):
-        return  # merge() raises for objects that are not mapped
+        return  # merge() raises an error for objects that are not mapped.
     if overwriting := [
         each for each in _iterate_cascade(state) if is_versioned(each.mapper) and each.session is not session
     ]:
-        session._autoflush()  # as merge() does, except inside a flush
+        session._autoflush()  # merge() does the same, except inside a flush.
         with session.no_autoflush:
             conflicts = [item for each in overwriting for item in _find_conflicts(session, each)]
         if conflicts:

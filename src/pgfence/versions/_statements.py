@@ -80,7 +80,7 @@ def guard(state: ORMExecuteState) -> AnyResult | None:
     elif mode_of(mapper) == "client":
         return _execute_followed(state, mapper)[0]
     if statement._propagate_attrs["plugin_subject"].is_aliased_class:
-        inside.add(mapper)  # SQLAlchemy does not synchronize instances with an alias
+        inside.add(mapper)  # SQLAlchemy does not synchronize instances with an alias.
     return _execute(state, inside, mapper)
 
 
@@ -170,19 +170,19 @@ def _find_assigned(statement: object, parameters: object, mapper: Mapper[object]
 
 
 def _may_hold_another(statement: object) -> bool:
-    """Return whether a statement may contain another one that writes."""
+    """Return whether a statement may contain another statement that writes."""
     if isinstance(statement, FromStatement) or getattr(statement, "_independent_ctes", None):
         return True
     if not isinstance(statement, Select):
         return False
-    # One level deep only, because traversing the whole of each SELECT is expensive.
+    # Only one level is searched, because traversing the whole of each SELECT is expensive.
     joined = [each[0] for each in statement._setup_joins]
     read = [getattr(each, "table", each) for each in (*statement._raw_columns, *statement._from_obj, *joined)]
     return any(isinstance(each, CTE) for each in read)
 
 
 def _find_written_inside(statement: object, *, refuse: bool) -> set[Mapper[object]]:
-    """Return the classes whose rows are changed by statements inside another one."""
+    """Return the classes whose rows are changed by statements inside another statement."""
     found: set[Mapper[object]] = set()
     for part in visitors.iterate(statement) if isinstance(statement, ClauseElement) else ():
         if part is not statement and isinstance(part, (Insert, Update)) and _changes_rows(part):
@@ -208,7 +208,7 @@ def _raises_itself(statement: object, mapper: Mapper[object]) -> bool:
 
 
 def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[object]) -> AnyResult:
-    """Execute an UPDATE for each row that compares the version given with it."""
+    """Execute an UPDATE for each row, which compares the version that is given with the row."""
     rows = state.parameters
     assert isinstance(rows, list)
     if mode_of(mapper) == "xmin":
@@ -274,8 +274,8 @@ def _execute(
     Args:
         state: the execution.
         mappers: classes whose instances SQLAlchemy does not synchronize.
-        synchronized: the class for which it applies `synchronize_session`. Instances with another version are read again: a
-            new version next to columns that another session has changed since would let them be overwritten.
+        synchronized: the class for which SQLAlchemy applies `synchronize_session`. Instances with another version are read again,
+            because columns that another session has changed since could be overwritten if they had the new version.
     """
     found = [(mapper, loaded) for mapper in mappers if (loaded := collect_instances(state, mapper))]
     kept = collect_instances(state, synchronized) if synchronized is not None else {}
