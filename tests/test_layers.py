@@ -455,6 +455,7 @@ NAMES = {
     "doctor": "likewise, and public: monitoring.doctor()",
     "init": "likewise",
     "keys": "likewise",
+    "stats": "likewise",
     "ps": "likewise, after the command of Unix",
     "key": "an option of the command line, or a key of the public surface",
     "server": "public: embedded.server()",

@@ -39,6 +39,8 @@ FILL = (
         for table in ("resign_request", "semaphore", "permit_waiter", "rate_limit", "rate_take")
     ),
     *(f"VACUUM ANALYZE {{}}{table}" for table in ("partition_set", "partition_member")),
+    "INSERT INTO {}lock_name (key, name, seen_at) VALUES (1, 'r', now())",
+    "VACUUM ANALYZE {}lock_name",
 )
 CALLS = (
     "acquire_lease_v1(%(name)s, %(id)s, 60, 0, 0, NULL, 'me', 'here', 1, '', NULL)",
@@ -86,6 +88,8 @@ CALLS = (
     "take_v1(%(name)s, 3, 60, 2)",
     "take_v1(%(name)s, 3, 60, 2)",
     "change_rate_v1(%(name)s, 2, 60)",
+    "note_names_v1(ARRAY[hashtext(%(name)s)]::bigint[], ARRAY[%(name)s])",
+    "note_names_v1(ARRAY[hashtext(%(name)s)]::bigint[], ARRAY[%(name)s])",
 )
 SCANS = (
     "SELECT relname, seq_tup_read FROM pg_stat_xact_user_tables WHERE starts_with(relname, %s) AND seq_tup_read > 0"

@@ -25,6 +25,7 @@ MODULES = {
     "init": "init",
     "doctor": "doctor",
     "ps": "ps",
+    "stats": "stats",
     "evict": "evict",
     "keys": "keys",
     "release-leaked": "release_leaked",

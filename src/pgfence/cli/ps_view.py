@@ -41,7 +41,7 @@ def show_listing(listing: Listing, prefix: str, file: TextIO) -> None:
     """Print the list: for a terminal in its width and with colours, otherwise as aligned lines in full."""
     now = datetime.now(UTC)
     if file.isatty():
-        console = _open_console(file)
+        console = open_console(file)
         console.print(_build_view(listing, now, console.width) if listing else _describe_nothing(prefix))
     elif listing:
         cells = [tuple(text for text, _ in line) for line in _iterate_lines(listing, now)]
@@ -52,7 +52,7 @@ def show_listing(listing: Listing, prefix: str, file: TextIO) -> None:
         print(note, file=file)
 
 
-def _open_console(file: TextIO) -> Console:
+def open_console(file: TextIO) -> Console:
     """Return Rich's console; with NO_COLOR it prints no escape sequences, not even bold letters."""
     system: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     return Console(file=file, color_system=system, highlight=False, markup=False, emoji=False)
@@ -187,7 +187,7 @@ def _build_holder_data(holder: Holder) -> dict[str, object]:
 
 def watch(read: Callable[[int | None], Listing], limit: int | None, interval: float, *, as_json: bool) -> None:
     """Show the list again and again until Ctrl-C. An error of the server is shown, and the next refresh tries again."""
-    console = _open_console(sys.stdout)
+    console = open_console(sys.stdout)
     live = None
     if console.is_terminal and not console.is_dumb_terminal and not as_json:
         live = Live(console=console, screen=True, auto_refresh=False)

@@ -1,0 +1,247 @@
+"""`pgfence stats`: sample the list of holders for a while, and show what is waited for and what is held longest."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import click
+
+from pgfence import monitoring
+from pgfence.cli import options
+from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.cli.parser import Command, Option
+from pgfence.cli.ps_view import describe_holder, format_span, open_console
+from pgfence.cli.report import Console, choose_code, format_columns
+from pgfence.cli.server import open_engine
+from pgfence.errors import PgfenceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pgfence._admin.ps import Listing, Row
+
+SAMPLED = 1000
+"""The largest number of rows of one sample."""
+_BAR = 20
+
+
+@dataclass(slots=True)
+class Waited:
+    """What was seen of the waits for one name.
+
+    Attributes:
+        seconds: the time that all waiters have waited together, as far as samples show it.
+        most: the largest number of waiters at a time.
+        longest: the longest wait of one waiter, in seconds.
+    """
+
+    seconds: float = 0.0
+    most: int = 0
+    longest: float = 0.0
+
+
+@dataclass(slots=True)
+class HoldSeen:
+    """The longest hold of one name.
+
+    Attributes:
+        kind: what is held.
+        seconds: how long, when it was last seen.
+        holder: who holds it.
+    """
+
+    kind: str
+    seconds: float
+    holder: str
+
+
+@dataclass(slots=True)
+class Samples:
+    """What the samples have shown so far."""
+
+    count: int = 0
+    errors: int = 0
+    limited: bool = False
+    waited: dict[str, Waited] = field(default_factory=lambda: defaultdict(Waited))
+    holds: dict[str, HoldSeen] = field(default_factory=dict)
+
+    def add(self, listing: Listing, now: datetime, lasted: float) -> None:
+        """Add a list that was read now, and stands for the `lasted` seconds before."""
+        self.count += 1
+        self.limited |= listing.limited
+        together: dict[str, int] = defaultdict(int)
+        for row in listing:
+            self._add_hold(row, now)
+            if row.waiters:
+                together[row.label] = max(together[row.label], len(row.waiters))
+                seen = self.waited[row.label]
+                seen.longest = max(seen.longest, *(each.waiting.total_seconds() for each in row.waiters))
+        for label, number in together.items():
+            self.waited[label].seconds += number * lasted
+            self.waited[label].most = max(self.waited[label].most, number)
+
+    def _add_hold(self, row: Row, now: datetime) -> None:
+        if row.holder.since is None:
+            return
+        seconds = max(0.0, (now - row.holder.since).total_seconds())
+        known = self.holds.get(row.label)
+        if known is None or seconds >= known.seconds:
+            self.holds[row.label] = HoldSeen(row.holder.kind, seconds, describe_holder(row.holder))
+
+    def rank_waits(self, most: int) -> list[tuple[str, Waited]]:
+        """Return the names that were waited for longest."""
+        return sorted(self.waited.items(), key=lambda each: -each[1].seconds)[:most]
+
+    def rank_holds(self, most: int) -> list[tuple[str, HoldSeen]]:
+        """Return the longest holds."""
+        return sorted(self.holds.items(), key=lambda each: -each[1].seconds)[:most]
+
+
+@click.command(
+    "stats",
+    short_help="Sample what is waited for most and held longest.",
+    cls=Command,
+    usage="[OPTIONS] [PREFIX]",
+    arguments={"PREFIX": "Only names that begin with PREFIX, as `pgfence ps` shows them. Default: all."},
+    examples={
+        "pgfence stats --for 60": "The busiest names of a minute",
+        "pgfence stats account: --for 10 --interval 0.2": "Of one family, with more samples",
+    },
+    codes=[
+        ("0", "Success; also after Ctrl-C, with what was seen until then."),
+        ("64", "Misuse."),
+        ("69", "The server did not respond, not even once."),
+        ("78", "The server is not a PostgreSQL that pgfence supports."),
+    ],
+)
+@click.argument("names", metavar="[PREFIX]", default="")
+@click.option("--for", "length", cls=Option, type=float, default=10.0, metavar="SECONDS", help="How long. Default: 10.")
+@click.option(
+    "--interval", cls=Option, type=float, default=1.0, metavar="SECONDS", help="Time between two samples. Default: 1."
+)
+@click.option("--top", cls=Option, type=int, default=10, metavar="NUMBER", help="Names in each list. Default: 10.")
+@options.dsn
+@options.engine
+@options.namespace
+@options.schema
+@options.prefix
+@options.as_json
+def stats(
+    names: str,
+    length: float,
+    interval: float,
+    top: int,
+    dsn: str | None,
+    engine: str | None,
+    namespace: str | None,
+    schema: str | None,
+    prefix: str | None,
+    as_json: bool,
+) -> None:
+    """Look at `pgfence ps` again and again for a while, and show which names were waited for most and held longest.
+
+    Use it to find the lock that slows an application down. Takes no lock and writes nothing.
+    """
+    for value, what, least, most in (
+        (length, "--for", 0.1, 86400),
+        (interval, "--interval", 0.1, 3600),
+        (top, "--top", 1, 1000),
+    ):
+        if not least <= value <= most:
+            raise MisuseError(f"{what} must be from {least} to {most}, not {value:g}")
+    with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
+        samples = _sample(lambda: monitoring.ps(target, names, limit=SAMPLED), length, interval)
+    if as_json:
+        print(json.dumps(_build_data(samples, top)))
+    else:
+        _show(samples, top)
+    raise CommandExit(Code.OK)
+
+
+def _sample(read: Callable[[], Listing], length: float, interval: float) -> Samples:
+    """Read the list until the time is over, or until Ctrl-C.
+
+    Raises:
+        CommandExit: not even the first list could be read.
+    """
+    samples, began = Samples(), time.monotonic()
+    last = began
+    try:
+        while True:
+            start = time.monotonic()
+            try:
+                listing = read()
+            except PgfenceError as error:
+                if not samples.count:
+                    Console().warn(str(error))
+                    raise CommandExit(choose_code(error)) from error
+                samples.errors += 1
+            else:
+                # The first sample stands for the interval before it, as each later one does.
+                samples.add(listing, datetime.now(UTC), start - last if samples.count else min(interval, length))
+                last = start
+            pause = min(interval - (time.monotonic() - start), began + length - time.monotonic())
+            if time.monotonic() + interval > began + length:
+                return samples
+            time.sleep(max(0.0, pause))
+    except KeyboardInterrupt:
+        return samples
+
+
+def _show(samples: Samples, top: int) -> None:
+    tty = sys.stdout.isatty()
+    console = open_console(sys.stdout)
+    lines = [f"{samples.count} samples" + (f", {samples.errors} failed" if samples.errors else "") + "."]
+    if samples.limited:
+        lines.append(f"Only the first {SAMPLED} rows of each sample were counted.")
+    waits, holds = samples.rank_waits(top), samples.rank_holds(top)
+    lines += ["", "Most waited for", *(_chart_waits(waits) if waits else ["Nothing was waited for."])]
+    lines += ["", "Longest holds", *(_chart_holds(holds) if holds else ["Nothing was held."])]
+    for line in lines:
+        if tty:
+            console.print(line, soft_wrap=True, style="bold" if line in {"Most waited for", "Longest holds"} else "")
+        else:
+            print(line)
+
+
+def _chart_waits(waits: Sequence[tuple[str, Waited]]) -> Iterable[str]:
+    rows = [("WAITED", "", "WAITERS", "LONGEST", "NAME")]
+    for label, seen in waits:
+        bar = _draw_bar(seen.seconds, waits[0][1].seconds)
+        rows.append((_format(seen.seconds), bar, str(seen.most), _format(seen.longest), label))
+    return format_columns(rows)
+
+
+def _chart_holds(holds: Sequence[tuple[str, HoldSeen]]) -> Iterable[str]:
+    rows = [("HELD", "", "KIND", "NAME", "HOLDER")]
+    for label, seen in holds:
+        bar = _draw_bar(seen.seconds, holds[0][1].seconds)
+        rows.append((_format(seen.seconds), bar, seen.kind, label, seen.holder))
+    return format_columns(rows)
+
+
+def _draw_bar(value: float, largest: float) -> str:
+    return "#" * max(1, round(_BAR * value / largest)) if largest else ""
+
+
+def _format(seconds: float) -> str:
+    return format_span(timedelta(seconds=seconds))
+
+
+def _build_data(samples: Samples, top: int) -> dict[str, object]:
+    waits = [
+        {"name": label, "waited": round(seen.seconds, 3), "waiters": seen.most, "longest": round(seen.longest, 3)}
+        for label, seen in samples.rank_waits(top)
+    ]
+    holds = [
+        {"name": label, "kind": seen.kind, "held": round(seen.seconds, 3), "holder": seen.holder}
+        for label, seen in samples.rank_holds(top)
+    ]
+    counted = {"samples": samples.count, "failed": samples.errors, "limited": samples.limited}
+    return {**counted, "waits": waits, "holds": holds}
