@@ -62,7 +62,7 @@ class HoldSeen:
 
 
 @dataclass(slots=True)
-class Samples:
+class HoldSamples:
     """What the samples have shown so far."""
 
     count: int = 0
@@ -94,11 +94,11 @@ class Samples:
         if known is None or seconds >= known.seconds:
             self.holds[row.label] = HoldSeen(row.holder.kind, seconds, describe_holder(row.holder))
 
-    def rank_waits(self, most: int) -> list[tuple[str, Waited]]:
+    def list_longest_waits(self, most: int) -> list[tuple[str, Waited]]:
         """Return the names that were waited for longest."""
         return sorted(self.waited.items(), key=lambda each: -each[1].seconds)[:most]
 
-    def rank_holds(self, most: int) -> list[tuple[str, HoldSeen]]:
+    def list_longest_holds(self, most: int) -> list[tuple[str, HoldSeen]]:
         """Return the longest holds."""
         return sorted(self.holds.items(), key=lambda each: -each[1].seconds)[:most]
 
@@ -156,7 +156,7 @@ def stats(
         if not least <= value <= most:
             raise MisuseError(f"{what} must be from {least} to {most}, not {value:g}")
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
-        samples = _sample(lambda: monitoring.ps(target, names, limit=SAMPLED), length, interval)
+        samples = _collect_samples(lambda: monitoring.ps(target, names, limit=SAMPLED), length, interval)
     if as_json:
         print(json.dumps(_build_data(samples, top)))
     else:
@@ -164,13 +164,13 @@ def stats(
     raise CommandExit(Code.OK)
 
 
-def _sample(read: Callable[[], Listing], length: float, interval: float) -> Samples:
+def _collect_samples(read: Callable[[], Listing], length: float, interval: float) -> HoldSamples:
     """Read the list until the time is over, or until Ctrl-C.
 
     Raises:
         CommandExit: not even the first list could be read.
     """
-    samples, began = Samples(), time.monotonic()
+    samples, began = HoldSamples(), time.monotonic()
     last = began
     try:
         while True:
@@ -194,15 +194,15 @@ def _sample(read: Callable[[], Listing], length: float, interval: float) -> Samp
         return samples
 
 
-def _show(samples: Samples, top: int) -> None:
+def _show(samples: HoldSamples, top: int) -> None:
     tty = sys.stdout.isatty()
     console = open_console(sys.stdout)
     lines = [f"{samples.count} samples" + (f", {samples.errors} failed" if samples.errors else "") + "."]
     if samples.limited:
         lines.append(f"Only the first {SAMPLED} rows of each sample were counted.")
-    waits, holds = samples.rank_waits(top), samples.rank_holds(top)
-    lines += ["", "Most waited for", *(_chart_waits(waits) if waits else ["Nothing was waited for."])]
-    lines += ["", "Longest holds", *(_chart_holds(holds) if holds else ["Nothing was held."])]
+    waits, holds = samples.list_longest_waits(top), samples.list_longest_holds(top)
+    lines += ["", "Most waited for", *(_format_waits(waits) if waits else ["Nothing was waited for."])]
+    lines += ["", "Longest holds", *(_format_holds(holds) if holds else ["Nothing was held."])]
     for line in lines:
         if tty:
             console.print(line, soft_wrap=True, style="bold" if line in {"Most waited for", "Longest holds"} else "")
@@ -210,23 +210,23 @@ def _show(samples: Samples, top: int) -> None:
             print(line)
 
 
-def _chart_waits(waits: Sequence[tuple[str, Waited]]) -> Iterable[str]:
+def _format_waits(waits: Sequence[tuple[str, Waited]]) -> Iterable[str]:
     rows = [("WAITED", "", "WAITERS", "LONGEST", "NAME")]
     for label, seen in waits:
-        bar = _draw_bar(seen.seconds, waits[0][1].seconds)
+        bar = _build_bar(seen.seconds, waits[0][1].seconds)
         rows.append((_format(seen.seconds), bar, str(seen.most), _format(seen.longest), label))
     return format_columns(rows)
 
 
-def _chart_holds(holds: Sequence[tuple[str, HoldSeen]]) -> Iterable[str]:
+def _format_holds(holds: Sequence[tuple[str, HoldSeen]]) -> Iterable[str]:
     rows = [("HELD", "", "KIND", "NAME", "HOLDER")]
     for label, seen in holds:
-        bar = _draw_bar(seen.seconds, holds[0][1].seconds)
+        bar = _build_bar(seen.seconds, holds[0][1].seconds)
         rows.append((_format(seen.seconds), bar, seen.kind, label, seen.holder))
     return format_columns(rows)
 
 
-def _draw_bar(value: float, largest: float) -> str:
+def _build_bar(value: float, largest: float) -> str:
     return "#" * max(1, round(_BAR * value / largest)) if largest else ""
 
 
@@ -234,14 +234,14 @@ def _format(seconds: float) -> str:
     return format_span(timedelta(seconds=seconds))
 
 
-def _build_data(samples: Samples, top: int) -> dict[str, object]:
+def _build_data(samples: HoldSamples, top: int) -> dict[str, object]:
     waits = [
         {"name": label, "waited": round(seen.seconds, 3), "waiters": seen.most, "longest": round(seen.longest, 3)}
-        for label, seen in samples.rank_waits(top)
+        for label, seen in samples.list_longest_waits(top)
     ]
     holds = [
         {"name": label, "kind": seen.kind, "held": round(seen.seconds, 3), "holder": seen.holder}
-        for label, seen in samples.rank_holds(top)
+        for label, seen in samples.list_longest_holds(top)
     ]
     counted = {"samples": samples.count, "failed": samples.errors, "limited": samples.limited}
     return {**counted, "waits": waits, "holds": holds}
