@@ -120,7 +120,7 @@ def get_key_columns(mapper: Mapper[object], table: FromClause) -> list[Column[ob
 
 
 def upsert_of(statement: object) -> OnConflictDoUpdate | None:
-    """Return the ON CONFLICT DO UPDATE of a statement; None if it has none."""
+    """Return the ON CONFLICT DO UPDATE of a statement, or None if it has none."""
     clause = getattr(statement, "_post_values_clause", None)
     return clause if hasattr(clause, "update_values_to_set") else None
 

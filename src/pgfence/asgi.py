@@ -151,7 +151,7 @@ class IdempotencyMiddleware:
     async def _begin(
         self, request: HttpRequest, scope: Scope, receive: Receive, send: Send
     ) -> _AsgiExchange | Reply | None:
-        """Claim the key of a request, or return what was recorded under it; None if an outer middleware has claimed it."""
+        """Claim the key of a request, or return what was recorded under it. Return None if an outer middleware has claimed it."""
         rules = self._rules
         key, owner = rules.read_key(request), rules.find_principal(request, scope)
         if RequestMarker.is_marked(scope, request):

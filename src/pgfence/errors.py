@@ -243,7 +243,7 @@ class VersionConflict(NamedTuple):
         model: the mapped class.
         pk: the primary key, a tuple even if it is one column.
         expected: the version that the caller read.
-        found: the current version; None if the row was deleted.
+        found: the current version, or None if the row was deleted.
     """
 
     model: type[Any]

@@ -161,7 +161,7 @@ class LockKey:
 
     @property
     def name(self) -> str | None:
-        """The name from which the key was computed; None if it was created from numbers."""
+        """The name from which the key was computed, or None if it was created from numbers."""
         return self._name
 
     @property

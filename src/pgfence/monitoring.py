@@ -123,7 +123,7 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
         actor: the person or program that asks, for the audit table; None means this process's user and host.
 
     Returns:
-        The leader that was asked; None if there was no leader, and nothing was done.
+        The leader that was asked, or None if there was no leader, and nothing was done.
 
     Raises:
         ValueError: the holder of the name is not the leader of an election; or the name, the reason or the actor cannot be used.
@@ -196,7 +196,7 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
         actor: the person or program that acts, for the audit table; None means this process's user and host.
 
     Returns:
-        The key as it was found; None if it is unknown, finished or free, and nothing was done.
+        The key as it was found, or None if it is unknown, finished or free, and nothing was done.
 
     Raises:
         ValueError: scope, key, reason or actor cannot be used.

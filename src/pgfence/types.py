@@ -29,7 +29,7 @@ class Holder:
         owner: the identity that the holder gave, if its kind has one.
         host: address of the client; None on a unix socket.
         pid: process id of the client, if its kind records it.
-        backend_pid: process id of its server process; None for a prepared transaction.
+        backend_pid: process id of its server process, or None for a prepared transaction.
         application_name: the `application_name` of the client.
         purpose: the purpose that the holder gave.
         token: the fencing token, if its kind has one.

@@ -107,7 +107,7 @@ class IdempotencyMiddleware:
     def _begin(
         self, request: HttpRequest, environ: WSGIEnvironment, start_response: StartResponse
     ) -> _WsgiExchange | Reply | None:
-        """Claim the key of a request, or return what was recorded under it; None if an outer middleware has claimed it."""
+        """Claim the key of a request, or return what was recorded under it. Return None if an outer middleware has claimed it."""
         rules = self._rules
         key, owner = rules.read_key(request), rules.find_principal(request, environ)
         if RequestMarker.is_marked(environ, request):
@@ -233,7 +233,7 @@ class _WsgiExchange(Exchange):
         return self._chunks
 
     def _record(self, body: bytes | None) -> Reply | None:
-        """Store a response. Returns the response to send instead if this attempt was superseded."""
+        """Store a response, and return the response to send instead if this attempt was superseded."""
         status, headers = self._begun
         reply = self._rules.build_record(int(status.split(" ", 1)[0]), headers, body)
         if reply is None:

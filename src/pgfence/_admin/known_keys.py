@@ -42,7 +42,7 @@ def list_known_keys(database: str) -> tuple[tuple[LockKey, str, str | None], ...
 
 
 def recognize_key(key: LockKey, database: str) -> str | None:
-    """Return what a key of another program is for; None if it is not known."""
+    """Return what a key of another program is for, or None if it is not known."""
     for known, name, _ in list_known_keys(database):
         if known == key:
             return name

@@ -137,7 +137,7 @@ def _is_concerned(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> boo
 
 
 def _find_creation(connection: Connection, place: TableNames, *, whole: bool) -> CreatePgfence | UpgradePgfence | None:
-    """Return the operation that creates or upgrades an installation; None if it is complete.
+    """Return the operation that creates or upgrades an installation, or None if it is complete.
 
     For fences an older version suffices.
     """

@@ -25,13 +25,13 @@ _MARK = "\0"
 
 
 def place_of_own(table: Table) -> TableNames | None:
-    """Return the installation that a table belongs to; None if it is not one of pgfence's tables."""
+    """Return the installation that a table belongs to, or None if it is not one of pgfence's tables."""
     prefix = table.info.get(OWN)
     return None if prefix is None else TableNames(table.schema, prefix)
 
 
 def fence_of(table: Table) -> str | None:
-    """Return the resource of a table's fence, as `add_fence` takes it; None if it has no fence.
+    """Return the resource of a table's fence, as `add_fence` takes it, or None if it has no fence.
 
     Raises:
         CommandError: the class of the table computes the resource in a way that a trigger cannot.
@@ -46,7 +46,7 @@ def fence_of(table: Table) -> str | None:
 
 
 def version_of(table: Table) -> str | None:
-    """Return the column in which a trigger counts versions; None if the table has no such trigger."""
+    """Return the column in which a trigger counts versions, or None if the table has no such trigger."""
     if COUNTED in table.info:
         declared: str | None = table.info[COUNTED]
         return declared

@@ -154,7 +154,7 @@ async def acquire_for_call_async(lock: _AsyncLock[H_co], policy: Policy) -> H_co
 def compile_templates(
     names: Sequence[Name], fn: Callable[..., object], fill: Callable[..., str] = str.format
 ) -> Callable[[tuple[object, ...], Mapping[str, object]], list[Name]] | None:
-    """Return a function that builds the names from a call's arguments; None if no name depends on them.
+    """Return a function that builds the names from a call's arguments, or None if no name depends on them.
 
     Args:
         names: the names of the lock; a str may be a template.

@@ -176,7 +176,7 @@ class Held(_Handle):
         return self.lost
 
     def release(self) -> None:
-        """Release the lock. Returns once the server has confirmed the release or the connection is closed.
+        """Release the lock, and return when the server has confirmed the release or the connection is closed.
 
         Raises:
             LockLostError: the lock was lost before; nothing is held in either case.
@@ -235,7 +235,7 @@ class AsyncHeld(_Handle):
         return self.lost
 
     async def release(self) -> None:
-        """Release the lock. Returns once the server has confirmed the release or the connection is closed.
+        """Release the lock, and return when the server has confirmed the release or the connection is closed.
 
         Raises:
             LockLostError: the lock was lost before; nothing is held in either case.

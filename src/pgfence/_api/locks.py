@@ -68,7 +68,7 @@ class LockBase(Guided, ABC, Generic[H]):
 
     @abstractmethod
     def holders(self) -> list[Holder]:
-        """Return the current holders, as the server reports them. Takes no lock."""
+        """Return the current holders, as the server reports them, without taking a lock."""
 
     def _find_holders_quietly(self) -> list[Holder]:
         """Return the holders for an error message, or an empty list if the server has become unreachable."""
@@ -78,7 +78,7 @@ class LockBase(Guided, ABC, Generic[H]):
             return []
 
     def is_held(self) -> bool:
-        """Return whether any process holds the lock at this moment. Takes no lock."""
+        """Return whether any process holds the lock at this moment, without taking a lock."""
         return bool(self.holders())
 
     def hold(self, *, timeout: Seconds | None = None, on_loss: OnLoss = "cancel") -> AbstractContextManager[H, None]:
@@ -219,7 +219,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
 
     @abstractmethod
     async def holders(self) -> list[Holder]:
-        """Return the current holders, as the server reports them. Takes no lock."""
+        """Return the current holders, as the server reports them, without taking a lock."""
 
     async def _find_holders_quietly(self) -> list[Holder]:
         """Return the holders for an error message, or an empty list if the server has become unreachable."""
@@ -229,7 +229,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
             return []
 
     async def is_held(self) -> bool:
-        """Return whether any process holds the lock at this moment. Takes no lock."""
+        """Return whether any process holds the lock at this moment, without taking a lock."""
         return bool(await self.holders())
 
     def hold(

@@ -46,7 +46,7 @@ WARM_FOR = 30.0
 
 
 class ConnectionGoneError(Exception):
-    """The connection was lost during a statement that cannot have left a lock behind. Never reaches a caller."""
+    """The connection was lost during a statement that cannot have left a lock behind. A caller never gets this error."""
 
 
 class Turn(Protocol):
@@ -136,7 +136,7 @@ class LockConnection(ABC):
             self.on_death(hold if lost else None)
 
     def tick(self, now: float, paused: bool) -> None:
-        """Abort an overdue statement and probe a hold in doubt. Called once a second on the monitor's thread."""
+        """Abort an overdue statement and probe a hold in doubt. The monitor's thread calls this once a second."""
         if self.statement_started and paused:
             # After a pause of this process, the response may already be in the socket, so the statement gets the full time again.
             self.statement_started = now
@@ -162,7 +162,7 @@ class LockConnection(ABC):
         self.on_connection_lost("cut off")
 
     def close(self) -> None:
-        """Close the connection. Only for its current user: never while another thread runs a statement on it."""
+        """Close the connection. Only its current user may call this, and never while another thread runs a statement on it."""
         PROCESS.notice_fork()  # a forked child must not end its parent's session
         if self.closed:
             return

@@ -51,7 +51,7 @@ class DriverConnection(Protocol):
 
     @property
     def in_transaction(self) -> bool | None:
-        """Whether a transaction is open; None if it is aborted."""
+        """Whether a transaction is open, or None if it is aborted."""
         ...
 
     @property

@@ -31,7 +31,7 @@ class Verdict(IntEnum):
 
 
 class TakeOver(NamedTuple):
-    """One fault, and the seconds until another process was granted the lock; None if no process was."""
+    """One fault, and the seconds until another process was granted the lock, or None if no process was."""
 
     fault: Fault
     lock: str
@@ -70,7 +70,7 @@ class Figures:
         return self.transfers / self.seconds if self.seconds else 0.0
 
     def wait(self, percent: float) -> float | None:
-        """Return the wait that this percentage of the waits did not exceed (nearest rank); None if there was no wait."""
+        """Return the wait that this percentage of the waits did not exceed (nearest rank), or None if there was no wait."""
         return self.waits[max(0, math.ceil(len(self.waits) * percent / 100) - 1)] if self.waits else None
 
     def as_data(self, verdict: Verdict) -> dict[str, object]:

@@ -141,7 +141,7 @@ class Carrier(Protocol):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop of the tasks; None for threads."""
+        """The event loop of the tasks, or None for threads."""
         ...
 
     def get_contender(self) -> Contender:
@@ -169,7 +169,7 @@ class Carrier(Protocol):
         ...
 
     def run_later(self, work: Callable[[], object]) -> None:
-        """Run work in the background. Takes no lock, because the caller may be a finaliser."""
+        """Run work in the background, without taking a lock, because the caller may be a finaliser."""
         ...
 
 
@@ -343,7 +343,7 @@ def keep_task(task: asyncio.Task[object]) -> None:
 
 
 def run_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    """Run a call on an event loop, from any thread. Does nothing if the loop is closed."""
+    """Run a call on an event loop, from any thread. The call does nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call)
 

@@ -138,7 +138,7 @@ class BaseHold:
 
     @property
     def loss_reason(self) -> LossReason | None:
-        """The reason for its loss, as far as this process knows; None if it is not lost. Takes no lock."""
+        """The reason for its loss, as far as this process knows, or None. Reading it takes no lock."""
         return self.reason
 
     @property

@@ -103,12 +103,12 @@ class QueueEntry:
         self.wake: Callable[[], object] | None = None
 
     def leave(self) -> None:
-        """Leave the queue. Calling it again does nothing. Takes the mutex."""
+        """Leave the queue. A second call does nothing. This takes the mutex."""
         with MUTEX:
             self.queue.dequeue(self)
 
     def discard_partial(self) -> None:
-        """Remove a grant that was interrupted before its handle existed. Takes the mutex."""
+        """Remove a grant that was interrupted before its handle existed. This takes the mutex."""
         with MUTEX:
             self.owner.holds[:] = [hold for hold in self.owner.holds if hold.entry is not self]
             self.queue.dequeue(self)

@@ -46,7 +46,7 @@ def build_refusal(error: PgfenceError, request: str) -> Reply:
 
 
 def find_claim_problem(error: Exception, request: str) -> ProblemResponse | None:
-    """Return the response for an error of the database server during a claim, such as a full disk; None for other errors.
+    """Return the response for an error of the database server during a claim, such as a full disk, or None for other errors.
 
     Args:
         error: raised by the claim.

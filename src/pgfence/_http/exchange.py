@@ -79,7 +79,7 @@ class Exchange:
         self._marker = RequestMarker(request)
 
     async def store(self, reply: Reply) -> Reply | None:
-        """Store a response. Returns the response to send instead if this attempt was superseded."""
+        """Store a response, and return the response to send instead if this attempt was superseded."""
         self._marker.ended = True
         try:
             await self._running.finish_reply(reply)

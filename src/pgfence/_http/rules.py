@@ -254,12 +254,12 @@ class Rules:
         return (find_length(headers) or 0) > self.max_body or kind.startswith("text/event-stream")
 
     def build_record(self, status: int, headers: Sequence[tuple[str, str]], body: bytes | None) -> Reply | None:
-        """Return what is stored of a response; None if the request failed or should be sent again.
+        """Return what is stored of a response, or None if the request failed or should be sent again.
 
         Args:
             status: the status of the response.
             headers: the headers of the response.
-            body: the body of the response; None if it was sent as it was produced.
+            body: the body of the response, or None if it was sent as it was produced.
         """
         again = status in _AGAIN or (status >= 400 and any(name.lower() == "retry-after" for name, _ in headers))
         if again or status >= self.record_below:
@@ -279,7 +279,7 @@ def _find_header(headers: Sequence[tuple[str, str]], name: str) -> str:
 
 
 def parse_length(value: str) -> int | None:
-    """Return the value of a `Content-Length` header; None if it is not a number."""
+    """Return the value of a `Content-Length` header, or None if it is not a number."""
     if not (value.isascii() and value.isdecimal()):
         return None
     return int(value) if len(value) < _DIGITS else sys.maxsize

@@ -82,7 +82,7 @@ class LeaseManager(LeaseStatements):
         *,
         lasts: bool = False,
     ) -> HandleT | None:
-        """Acquire a lease and return its handle; None if another holder has it and `timeout` is 0.
+        """Acquire a lease and return its handle, or None if another holder has it and `timeout` is 0.
 
         Args:
             claim: the lease that is requested.

@@ -117,7 +117,7 @@ class AcquireRequest(ABC):
 
     @property
     def row(self) -> tuple[TableNames, str] | None:
-        """The requested row of the lease table; None for an attempt at an effect, which has a row in another table."""
+        """The requested row of the lease table, or None for an attempt at an effect, which has a row in another table."""
         return None if self.kind == "effect" else (self.place, self.stored)
 
     @cached_property

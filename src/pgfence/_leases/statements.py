@@ -71,7 +71,7 @@ class LeaseStatements:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop whose tasks share this object; None for threads."""
+        """The event loop whose tasks share this object, or None for threads."""
         return self.carrier.loop
 
     async def _checkout(self, call: LeaseAcquisition | None = None) -> LockConnection:
@@ -187,7 +187,7 @@ class LeaseStatements:
 
     @property
     def heartbeat(self) -> HeartbeatService:
-        """The heartbeat of the engine, created on first use. Raises in a process where it cannot run."""
+        """The heartbeat of the engine, created on first use. In a process where it cannot run, an error is raised."""
         if self._heartbeat is None:
             self._heartbeat = heartbeat_of(self.engine, self.config)
         return self._heartbeat

@@ -45,7 +45,7 @@ def compute_shortest_ttl(pause: float, renewal: float) -> float:
         renewal: the time that the renewal takes after it, in seconds.
     """
     late = pause + renewal
-    # The longer TTL of the two: with the margin as a share of the TTL, and with the margin at its maximum.
+    # The margin is a share of the TTL, up to a maximum. Use the share, unless the margin would exceed the maximum.
     ttl = late / (1 - 1 / 3 - 1 / 10)
     return max(SHORTEST_TTL, ttl if ttl / 10 <= MARGIN else (late + MARGIN) / (1 - 1 / 3))
 

@@ -68,7 +68,7 @@ class LockManager:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop whose tasks share this manager; None for threads."""
+        """The event loop whose tasks share this manager, or None for threads."""
         return self.carrier.loop
 
     def begin_call(
@@ -107,7 +107,7 @@ class LockManager:
         on: Connection | None = None,
         budget: float | None = None,
     ) -> HandleT | None:
-        """Acquire a lock and return its handle; None if another holder has it and `timeout` is 0.
+        """Acquire a lock and return its handle, or None if another holder has it and `timeout` is 0.
 
         Args:
             names: the names for messages.
@@ -275,7 +275,7 @@ class LockManager:
         return hold
 
     async def release(self, hold: SessionHold, *, leaving: bool = False, failing: bool = False) -> None:
-        """Release the lock. Returns once the server has confirmed the release or the connection is closed.
+        """Release the lock, and return when the server has confirmed the release or the connection is closed.
 
         Args:
             hold: the lock.

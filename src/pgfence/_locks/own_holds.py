@@ -63,7 +63,7 @@ def find_self_deadlock(
     found: Sequence[Holder],
     started: str,
 ) -> SelfDeadlockError | None:
-    """Return the error if a contender would wait for a lock that it holds itself; None if other sessions hold it.
+    """Return the error if a contender would wait for a lock that it holds itself, or None if other sessions hold it.
 
     Args:
         owner: the contender that is about to wait.

@@ -46,7 +46,7 @@ class ServerWait:
         self.slices = 0
 
     async def run_step(self, step: Wait, call: Acquisition[LockSql]) -> bool | None:
-        """Wait for one slice and return whether the lock was granted; None if the waiter needs a ticket now."""
+        """Wait for one slice and return whether the lock was granted, or None if the waiter needs a ticket now."""
         if isinstance(self.sql, WriteSql):
             return await self._wait_as_writer(self.sql, step.seconds, call)
         # None is returned immediately, before a query for the holders, during which other waiters would take tickets.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Seconds: TypeAlias = float | timedelta
-"""A number of seconds. As a timeout, None means the configured default, math.inf to wait indefinitely, and 0 not to wait."""
+"""A number of seconds. As a timeout, None means the configured default, math.inf means no limit, and 0 means no wait."""
 
 # On macOS, unlike Linux, CLOCK_MONOTONIC includes the time asleep, and `time.monotonic()` does not.
 _CLOCK: int | None = getattr(time, "CLOCK_MONOTONIC" if sys.platform == "darwin" else "CLOCK_BOOTTIME", None)

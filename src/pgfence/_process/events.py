@@ -67,7 +67,7 @@ class EventHub:
         self.active = True
 
     def emit(self, event: Event) -> None:
-        """Pass on an event that is not a `LockEvent`. Not under a lock of pgfence. Exceptions are logged."""
+        """Pass on an event that is not a `LockEvent`. Do not call this under a lock of pgfence. Exceptions are logged."""
         if (observer := self.observer) is not None:
             try:
                 observer.observe(event)
@@ -108,7 +108,7 @@ def emit_event(
     attempt: int | None = None,
     contended: bool = False,
 ) -> None:
-    """Notify observer and listener. Not under the mutex or another lock of pgfence, because a listener may block."""
+    """Notify observer and listener. Do not call this under a lock of pgfence, because a listener may block."""
     if (observer := events.observer) is not None:
         try:
             observer.observe_lock(event, name, kind, token, owner, waited, held, reason, contended)

@@ -31,9 +31,9 @@ class AuditQuery:
 
     Attributes:
         place: the table names.
-        since: the earliest time, in seconds since 1970; None for all.
-        newest: the maximum age by the server's clock, in seconds; None for any.
-        action: the action; None for all.
+        since: the earliest time, in seconds since 1970, or None for all.
+        newest: the maximum age by the server's clock, in seconds, or None for any.
+        action: the action, or None for all.
     """
 
     place: TableNames

@@ -123,7 +123,7 @@ class Snapshot:
         invalid_indexes: indexes that are not valid and not being built.
         standbys: the standbys that receive WAL from this server.
         tables, functions: tables and functions with the names of pgfence's, in any schema.
-        schema: the schema of the installation; None if there is none.
+        schema: the schema of the installation, or None if there is none.
         problem: why the installed tables cannot be used.
         clock_difference: the server's clock minus this host's, in seconds.
         clock_doubt: the difference is known to plus or minus so many seconds.

@@ -29,7 +29,7 @@ class TextError(ValueError):
 
 
 def text_error(error: BaseException, values: object, driver: Callable[[], object]) -> TextError | None:
-    """Return the error for a statement with text that cannot be encoded; None if its error has another cause.
+    """Return the error for a statement with text that cannot be encoded, or None if its error has another cause.
 
     Args:
         error: the error of the driver or of SQLAlchemy.

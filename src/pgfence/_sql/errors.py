@@ -98,11 +98,11 @@ def translate_error(
     context: ErrorContext = ErrorContext(),
     engine: Engine | None = None,
 ) -> PgfenceError | None:
-    """Return the exception for an error of a statement; None if it is not an error that pgfence explains.
+    """Return the exception for an error of a statement, or None if it is not an error that pgfence explains.
 
     Args:
         error: the error of the driver or of SQLAlchemy.
-        place: the table names; None if the statement uses no tables of pgfence.
+        place: the table names, or None if the statement uses no tables of pgfence.
         context: the purpose of the statement.
         engine: the engine, for the message.
     """
@@ -327,7 +327,7 @@ def is_commit_unanswered(error: Exception) -> bool:
 def translate_connect_error(
     engine: Engine, error: Exception, otherwise: str = LOCK_OUTCOME_UNKNOWN
 ) -> UnreachableError | None:
-    """Return the error for an error while connecting; None if it has another cause, e.g. a bug in a creator."""
+    """Return the error for an error while connecting, or None if it has another cause, e.g. a bug in a creator."""
     if isinstance(error, (PgfenceError, TextError)):
         return None
     state = sqlstate_of(error)
@@ -377,7 +377,7 @@ def is_host_unknown(error: BaseException, reason: str) -> bool:
 
 
 def find_connect_error(engine: Engine, error: Exception, otherwise: str) -> UnreachableError | None:
-    """Return the error for an exception raised while connecting, by SQLAlchemy or the caller's code; None for any other.
+    """Return the error for an exception raised while connecting, by SQLAlchemy or the caller's code, or None for any other.
 
     While connecting, drivers raise OSError, TimeoutError and their own classes. The version of SQLAlchemy determines which of
     them it wraps. The caller's own code may raise the same classes, so the traceback shows where an exception comes from.

@@ -98,7 +98,7 @@ class Found:
 
     Attributes:
         holders: the holders of the lease or of the advisory lock.
-        token: the newest token; None if the name never had one.
+        token: the newest token, or None if the name never had one.
         newest: the token after an eviction, below which all are rejected.
     """
 

@@ -36,7 +36,7 @@ class EnteredGates(TransactionRecord):
     __slots__ = ()
 
     def token_of(self, place: TableNames, resource: str) -> int | None:
-        """Return the token that entered the gate of a stored resource name; None if it was not entered."""
+        """Return the token that entered the gate of a stored resource name, or None if it was not entered."""
         token: int | None = self._keys.get((place, resource))
         return token
 

@@ -100,7 +100,7 @@ class EffectAttempt(NamedTuple):
 
 
 def find_attempt(connection: Connection, place: TableNames, row: KeyRow) -> EffectAttempt | None:
-    """Return the attempt of an effect that has a key; None if a transaction has the key."""
+    """Return the attempt of an effect that has a key, or None if a transaction has the key."""
     style = style_of(connection.dialect)
     found = send(connection, _select_attempt(place, style), (row.scope, row.key)).one_or_none()
     return None if found is None else EffectAttempt._make(found)
@@ -194,7 +194,7 @@ def _finish_or_fail(place: TableNames, style: ParamStyle) -> str:
 
 
 def find_duplicate_columns(error: DBAPIError) -> frozenset[str] | None:
-    """Return the columns of the unique key that an INSERT violated; None if the error has another cause."""
+    """Return the columns of the unique key that an INSERT violated, or None if the error has another cause."""
     if sqlstate_of(error) != UNIQUE_VIOLATION:
         return None
     if found := _COLUMNS.search(read_detail(error)):

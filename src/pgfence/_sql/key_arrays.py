@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
 
 KEYS = "SELECT v, i > {0}::bigint AS p, i FROM pg_catalog.unnest({1}::bigint[]) WITH ORDINALITY AS u(v, i)"
-"""One row for each key: its value, whether it is a pair, its position. Takes `encode_keys`."""
+"""One row for each key, with its value, whether it is a pair, and its position. The parameter is what `encode_keys` returns."""
 
 
 def call_on_row(function: str, value: str = "v", is_pair: str = "p") -> str:

@@ -204,7 +204,7 @@ class SlotSql:
         read: name. One row: the server's clock, the newest slot done, the newest slot tried; None if it does not exist.
         read_zone: zone, name. One row: the same, the zone's UTC offset in seconds, None for an unknown zone, and its offset at
             the newest slot done as the host that ran it knew it, None if that is not known.
-        offset: instant, zone. One row: the zone's UTC offset in seconds at that instant; None for an unknown zone.
+        offset: instant, zone. One row: the zone's UTC offset in seconds at that instant, or None for an unknown zone.
         home: the quoted name of the slot table. One row: its schema.
         acquire: name, name, slot, until when it counts or None, lease id, ttl, max_hold or None, owner, host, pid, purpose, metadata
             as JSON or None, zone or None, its UTC offset in seconds at the slot or None, the newest slot done as it was read.

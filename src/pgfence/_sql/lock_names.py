@@ -31,7 +31,7 @@ def has_names_sql(place: TableNames, style: ParamStyle | None) -> str:
 
     Args:
         place: the table names.
-        style: the parameter style of the statement; None if it has no parameters.
+        style: the parameter style of the statement, or None if it has no parameters.
     """
     there = (
         "pg_catalog.pg_table_is_visible(c.oid)"

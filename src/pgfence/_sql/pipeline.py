@@ -47,7 +47,7 @@ class _Library(NamedTuple):
 
 @cache
 def _load(is_async: bool) -> _Library | None:
-    """Return the driver's classes; None if libpq has no pipeline mode."""
+    """Return the driver's classes, or None if libpq has no pipeline mode."""
     import psycopg
 
     if not psycopg.Pipeline.is_supported():

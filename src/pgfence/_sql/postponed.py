@@ -50,7 +50,7 @@ class Postponed(NamedTuple):
     build_error: Callable[[], PgfenceError]
 
     def translate(self, error: BaseException, driver: object) -> PgfenceError | ValueError | None:
-        """Return the error for a statement that had no effect or contains text that cannot be sent; None for other errors."""
+        """Return the error for a statement that had no effect or contains text that cannot be sent, or None for other errors."""
         if sqlstate_of(error) == _DIVISION_BY_ZERO:
             return self.build_error()
         return text_error(error, self.values, lambda: driver)
@@ -100,7 +100,7 @@ def send_postponed(connection: Connection) -> None:
 
 
 def _take(info: dict[Any, Any]) -> Postponed | None:
-    """Remove and return the statement that waits on a pooled connection; None if its transaction has ended."""
+    """Remove and return the statement that waits on a pooled connection, or None if its transaction has ended."""
     statement: Postponed | None = info.pop(_WAITING, None)
     root = None if statement is None else statement.transaction()
     return statement if root is not None and root.is_active else None

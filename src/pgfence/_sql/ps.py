@@ -221,9 +221,9 @@ class HoldQuery:
         place: the table names.
         namespace: the configured namespace, which names are shown without.
         prefix: the beginning of the names, as they are shown.
-        kinds: the kinds of holds; None for all.
-        states: the states of holds; None for all.
-        limit: the largest number of holds; None for all.
+        kinds: the kinds of holds, or None for all.
+        states: the states of holds, or None for all.
+        limit: the largest number of holds, or None for all.
         known: keys of this and of other programs, with a name and a kind (None: not known).
     """
 

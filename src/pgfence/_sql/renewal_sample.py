@@ -29,7 +29,7 @@ class RenewalHistory(NamedTuple):
 
     Attributes:
         kind: the kind of its holder.
-        ttl: the TTL of the last grant, in seconds; None if it has none.
+        ttl: the TTL of the last grant, in seconds, or None if it has none.
         held: whether the lease is held.
         age: the seconds since the last grant or renewal.
     """
@@ -59,7 +59,7 @@ def build_sample(connection: Connection, place: TableNames) -> RenewalSample:
 
 
 def read_lease(connection: Connection, place: TableNames, name: str) -> RenewalHistory | None:
-    """Return what is known of a lease by its stored name; None if it was never acquired."""
+    """Return what is known of a lease by its stored name, or None if it was never acquired."""
     style = style_of(connection.dialect)
     mark, table = ("$1", place.name("lease")) if style == "numeric" else ("%s", place.name("lease").replace("%", "%%"))
     row = connection.exec_driver_sql(_ROW.format(lease=table, name=mark), (name,)).one_or_none()

@@ -29,7 +29,7 @@ OUT_OF_MEMORY = "53200"
 
 
 def sqlstate_of(error: BaseException | None) -> str | None:
-    """Return the SQLSTATE of an error, however it is wrapped; None if the error does not come from the server."""
+    """Return the SQLSTATE of an error, however it is wrapped, or None if the error does not come from the server."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

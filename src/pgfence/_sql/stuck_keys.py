@@ -132,7 +132,7 @@ def look(connection: Connection, wanted: StuckKeyQuery) -> list[StuckKeyRow]:
 
 
 def find(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
-    """Return one key; None if it does not exist, or is finished or free."""
+    """Return one key, or None if it does not exist, or is finished or free."""
     row = _run(connection, order.place, _ROW + _ONE, order.scope, order.key).one_or_none()
     return None if row is None else _read(row)
 

@@ -224,7 +224,7 @@ def build_wait_for_keys(keys: Sequence[LockKey], milliseconds: int, *, shared: b
 
 
 def _quote_single(keys: Sequence[LockKey], *, pairs: bool = False) -> str | None:
-    """Return the only key as arguments of a lock function; None if there are several, or if it is a pair unless `pairs`."""
+    """Return the only key as arguments of a lock function, or None if there are several, or if it is a pair unless `pairs`."""
     if len(keys) != 1:
         return None
     if keys[0].space == "bigint":

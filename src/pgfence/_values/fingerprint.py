@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(payload: object) -> bytes | None:
-    """Return the fingerprint of a payload; None for None.
+    """Return the fingerprint of a payload, or None for None.
 
     Raises:
         TypeError: a value in it has no canonical form, or was never set.

@@ -176,7 +176,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
                     await hold.session.close_lent(inner)
 
     async def holders(self) -> list[Holder]:
-        """Return the current holders of any of the names, as the server reports them. Takes no lock.
+        """Return the current holders of any of the names, as the server reports them, without taking a lock.
 
         Raises:
             UnreachableError: the server cannot be reached.

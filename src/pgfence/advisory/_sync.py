@@ -207,7 +207,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
         handle._leave(None, flag=False)
 
     def holders(self) -> list[Holder]:
-        """Return the current holders of any of the names, as the server reports them. Takes no lock.
+        """Return the current holders of any of the names, as the server reports them, without taking a lock.
 
         Raises:
             UnreachableError: the server cannot be reached.

@@ -121,7 +121,7 @@ def extend_claim(
 @overload
 def extend_claim(session: SyncSession, row: Claimable, *, ttl: Seconds | None = None) -> None: ...
 def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) -> object:
-    """Extend a claim, so that it expires `ttl` seconds from now by the server's clock. Takes effect with the commit.
+    """Extend a claim, so that it expires `ttl` seconds from now by the server's clock. It takes effect with the commit.
 
     Guarantees: a claim that another worker has replaced is not extended; the check and what else the transaction writes are
     committed together, or not at all. A claim that has expired and was not replaced is extended.
@@ -148,7 +148,7 @@ def finish_claim(session: AnyAsyncSession, row: Claimable) -> Coroutine[Any, Any
 @overload
 def finish_claim(session: SyncSession, row: Claimable) -> None: ...
 def finish_claim(session: Any, row: Claimable) -> object:
-    """End a claim, in the transaction that writes the result of the work. Takes effect with the commit.
+    """End a claim, in the transaction that writes the result of the work. It takes effect with the commit.
 
     It sets `claimed_until` and `claimed_by` to None and keeps `claim_token`. Change the row in the same transaction so that the
     criteria of `claim` no longer match it: a row without a claim is free for the next one.

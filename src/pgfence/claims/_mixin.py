@@ -54,9 +54,9 @@ class Claimable:
     transaction.
 
     Attributes:
-        claim_token: the number of claims that the row has had; None if it has never been claimed. It only grows.
-        claimed_until: when the claim expires; None if the row is not claimed.
-        claimed_by: host, process id and a random number for the call of `claim`; None if the row is not claimed.
+        claim_token: the number of claims that the row has had, or None if it has never been claimed. It only grows.
+        claimed_until: when the claim expires, or None if the row is not claimed.
+        claimed_by: host, process id and a random number for the call of `claim`, or None if the row is not claimed.
     """
 
     if TYPE_CHECKING:

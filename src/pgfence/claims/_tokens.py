@@ -61,7 +61,7 @@ class _Columns(NamedTuple):
 
 
 def check_form(mapper: Mapper[Any], ttl: Seconds | None) -> float | None:
-    """Return the time to live of a claim with a token; None for a claim that ends with the transaction.
+    """Return the time to live of a claim with a token, or None for a claim that ends with the transaction.
 
     Raises:
         TypeError: the class and the arguments do not belong together.

@@ -143,7 +143,7 @@ class _FleetMember:
         return False
 
     def _serve_term(self, report: Report) -> Ended | None:
-        """Wait for a term, run the command in it, and release it. Return how the command ended; None if it did not start."""
+        """Wait for a term, run the command in it, and release it. Return how the command ended, or None if it did not start."""
         gained, stopped = threading.Event(), threading.Event()
         self._supervisor.forget_loss()
 

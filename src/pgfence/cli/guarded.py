@@ -89,7 +89,7 @@ class GuardedRun:
         self._held = held
         self._give_back = release
         self.ended: Ended | None = None
-        """How the command ended; None if it was not started."""
+        """How the command ended, or None if it was not started."""
         report.locked = held is not None
 
     def run(self, supervisor: Supervisor, environ: Mapping[str, str]) -> Report:

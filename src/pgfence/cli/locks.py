@@ -33,7 +33,7 @@ RESUMED_VARIABLE = "PGFENCE_RESUMED"
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The kind of lock that the user wants; None for options that were not given. Times in seconds."""
+    """The kind of lock that the user wants. Options that were not given are None. Times are in seconds."""
 
     lease: bool = False
     once_per: str | None = None

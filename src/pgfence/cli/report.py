@@ -38,8 +38,8 @@ class Report:
         exit_code: the exit code of pgfence.
         locked: whether the command ran under the lock.
         waited: seconds until the lock was granted or the wait ended.
-        ran: seconds that the command ran; None if it did not.
-        command_code: the exit status of the command, 128 + N for signal N; None if it did not run.
+        ran: seconds that the command ran, or None if it did not.
+        command_code: the exit status of the command, 128 + N for signal N, or None if it did not run.
         token: the fencing token of a lease.
         slot: which slot was run or is done, as an instant in ISO 8601; None without `--once-per`.
         resumed: whether an earlier attempt at this slot was not finished.

@@ -60,7 +60,7 @@ def settle(engine: Engine, **given: str | None) -> None:
 
     Args:
         engine: the engine from `find_engine`.
-        **given: the arguments of `configure`; None for options that were not given.
+        **given: the arguments of `configure`. Options that were not given are None.
 
     Raises:
         MisuseError: a value cannot be used, or contradicts the application's own settings.

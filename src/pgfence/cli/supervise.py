@@ -68,7 +68,7 @@ class Ended:
 
     Attributes:
         code: its exit status; 128 + N if signal N ended it.
-        signal: the signal that ended it; None if no signal did.
+        signal: the signal that ended it, or None if no signal did.
         stopped: whether it was stopped because of a loss.
         received: HUP, INT, QUIT and TERM that this process received while it ran.
     """

@@ -62,7 +62,7 @@ class StoredResult(NamedTuple):
 
     Attributes:
         status: "done" or "failed".
-        text: a result or an error, as encoded by its codec; None if a reply is stored.
+        text: a result or an error, as encoded by its codec, or None if a reply is stored.
         reply: a recorded HTTP response.
     """
 
@@ -83,7 +83,7 @@ class Taken(Busy):
     """A key that another attempt has claimed.
 
     Attributes:
-        ttl: seconds by which its claim is extended each time; None if unknown.
+        ttl: seconds by which its claim is extended each time, or None if unknown.
         ended: the error with which the attempt ended; None while it runs, or if its process has died.
     """
 

@@ -96,7 +96,7 @@ def describe_lapse(wanted: EffectKey, number: int, what: str, row: Lapse | None,
         wanted: what the key was claimed with.
         number: the number of the attempt.
         what: the error.
-        row: the row of the key; None if the server was not queried or did not respond.
+        row: the row of the key, or None if the server was not queried or did not respond.
         left: seconds until the claim ends, as far as this process knows.
     """
     who = f"attempt {number} at {wanted} ended with {what}"
@@ -119,6 +119,6 @@ def _describe_next(wanted: EffectKey, attempt: int, remaining: float, until: dat
     if wanted.takeover:
         return f"The key becomes free {when}: the next call then runs attempt {attempt + 1}"
     return (
-        f"Its claim ends {when}, and no other attempt follows (takeover=False): from then on calls raise AttemptLostError."
+        f"Its claim ends {when}, and no other attempt follows (takeover=False). From then on, calls raise AttemptLostError."
         f" To run it again, {FREEING}"
     )

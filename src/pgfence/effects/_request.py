@@ -194,11 +194,11 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
 
 
 def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None) -> str | None:
-    """Return why the annotated result of a function could not be stored; None if the annotation does not show it.
+    """Return why the annotated result of a function could not be stored, or None if the annotation does not show it.
 
     Args:
         fn: the function.
-        reached: the classes that `result` contains; None if it was not given.
+        reached: the classes that `result` contains, or None if it was not given.
     """
     try:
         annotation = getattr(fn, "__annotations__", {}).get("return")

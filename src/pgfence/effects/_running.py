@@ -252,7 +252,7 @@ class RunningAttempt:
         return bool(outcome == "released")
 
     async def lapse(self, ended: str) -> Lapse | None:
-        """Stop renewing, leave a note for the next caller, and return the row of the key; None if the server did not respond.
+        """Stop renewing, leave a note for the next caller, and return the row of the key, or None if the server did not respond.
 
         Args:
             ended: the error that the attempt ended with.

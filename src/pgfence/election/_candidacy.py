@@ -87,7 +87,7 @@ class Candidacy(Generic[TermT]):
         return None if term is None or term.lost or term.state == "released" else term
 
     def end(self) -> None:
-        """Make the member step down and stop being a candidate. Returns immediately."""
+        """Make the member step down and stop being a candidate, and return immediately."""
         with self._lock:
             self._ending = True
             term = self._term

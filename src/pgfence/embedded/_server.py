@@ -122,7 +122,7 @@ class Server:
         raise UnreachableError(f"PostgreSQL {self.version} did not start:\n{last}", retryable=False)
 
     def stop(self, mode: Mode = "fast") -> None:
-        """Stop the server. Does nothing if it is not running.
+        """Stop the server. The call does nothing if the server is not running.
 
         Args:
             mode: "fast" shuts down cleanly. "immediate" is like a crash, which the data may not survive without `fsync`.

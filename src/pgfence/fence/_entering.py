@@ -231,7 +231,7 @@ def save_checkpoint(
 
 
 def get_entered_token(connection: Connection, resource: str) -> int | None:
-    """Return the token with which the current transaction has entered the gate of a resource; None if it has not.
+    """Return the token with which the current transaction has entered the gate of a resource, or None if it has not.
 
     A ROLLBACK TO SAVEPOINT undoes what was entered since that savepoint.
 

@@ -126,7 +126,7 @@ class View:
 
 
 def _explain_unusable(attribute: object) -> str | None:
-    """Return why a resource cannot depend on an attribute; None if it can."""
+    """Return why a resource cannot depend on an attribute, or None if it can."""
     if not isinstance(attribute, ColumnProperty) or not isinstance(attribute.columns[0], Column):
         return "is not a column"
     column = attribute.columns[0]

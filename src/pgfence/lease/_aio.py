@@ -72,7 +72,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         return await adopt(ASYNC_ENGINES, engine, ref, AsyncHeldLease, "AsyncLease.adopt")
 
     async def holders(self) -> list[Holder]:
-        """Return the current holder, as the server reports it; an empty list if the lease is free. Takes no lock.
+        """Return the current holder, as the server reports it, or an empty list if the lease is free. This takes no lock.
 
         Raises:
             UnreachableError: the server cannot be reached.

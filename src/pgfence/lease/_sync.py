@@ -99,7 +99,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         return run_sync(adopt, SYNC_ENGINES, engine, ref, HeldLease, "Lease.adopt")
 
     def holders(self) -> list[Holder]:
-        """Return the current holder, as the server reports it; an empty list if the lease is free. Takes no lock.
+        """Return the current holder, as the server reports it, or an empty list if the lease is free. This takes no lock.
 
         Raises:
             UnreachableError: the server cannot be reached.

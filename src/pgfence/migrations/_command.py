@@ -43,7 +43,7 @@ class VersionTable(NamedTuple):
 
 
 def _find_environment() -> EnvironmentContext | None:
-    """Return Alembic's environment; None if Alembic does not run env.py."""
+    """Return Alembic's environment, or None if Alembic does not run env.py."""
     found: EnvironmentContext | None = getattr(sys.modules.get("alembic.context"), "_proxy", None)
     return found
 
@@ -61,7 +61,7 @@ def is_read_only() -> bool:
 
 
 def find_too_old() -> str | None:
-    """Return what this version of Alembic lacks; None if it loads the operations of plugins."""
+    """Return what this version of Alembic lacks, or None if it loads the operations of plugins."""
     version = getattr(sys.modules.get("alembic"), "__version__", "")
     if not version or tuple(int(digits) for digits in re.findall(r"\d+", version)[:3]) >= NEEDED:
         return None

@@ -39,7 +39,7 @@ def make(directory: Path, template: str, ini: Path) -> None:
 
 
 def find_location(ini: Path) -> str | None:
-    """Return the environment's location in an ini file, or why the file cannot be read; None if it has none."""
+    """Return the environment's location in an ini file, or why the file cannot be read, or None if it has none."""
     from alembic.config import Config
 
     try:

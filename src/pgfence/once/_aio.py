@@ -123,7 +123,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         return decorate
 
     async def holders(self) -> list[Holder]:
-        """Return who is running a slot of this name, as the server reports it. Takes no lock.
+        """Return who is running a slot of this name, as the server reports it, without taking a lock.
 
         Raises:
             UnreachableError: the server cannot be reached.

@@ -38,7 +38,9 @@ def schedule_of(
         ValueError: one of the three, the zone or `catch_up` cannot be used.
     """
     if sum(given is not None for given in (every, cron, at)) != 1:
-        raise TypeError("Once needs exactly one of every= (how often), cron= (when) and at= (which slot this is)")
+        raise TypeError(
+            "Once needs exactly one of every=, cron= and at=, which say how often, when, or which slot this is"
+        )
     check_choice("catch_up", catch_up, ("none", "last", "all"))
     if at is not None:
         return _parse_instant(at)

@@ -84,7 +84,7 @@ class AttemptRun:
         self._met.clear()
 
     def find_doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
-        """Return the error to raise if the transaction may be committed in spite of an error; None if it is not committed."""
+        """Return the error to raise if the transaction may be committed in spite of an error, or None if it is not committed."""
         # A savepoint commits nothing, and an error before the COMMIT leaves no doubt.
         if not self._ending or self.joined or not (isinstance(error, OSError) or is_driver_error(error)):
             return None
@@ -97,7 +97,7 @@ class AttemptRun:
         return commit_unknown_error(why, what)
 
     def find_connect_failure(self, error: Exception) -> UnreachableError | None:
-        """Return the UnreachableError for an error from opening the session's connection; None for any other error."""
+        """Return the UnreachableError for an error from opening the session's connection, or None for any other error."""
         bind = bind_of(self._session)
         return None if bind is None else find_connect_error(bind.engine, error, NOT_COMMITTED)
 
@@ -168,7 +168,7 @@ def _record_error(context: ExceptionContext) -> None:
 
 
 def bind_of(session: Session) -> Engine | Connection | None:
-    """Return the Engine or Connection that a Session uses for no particular class; None if there is none."""
+    """Return the Engine or Connection that a Session uses for no particular class, or None if there is none."""
     try:
         return session.get_bind()
     except UnboundExecutionError:

@@ -253,7 +253,7 @@ def _reject_session(given: object, way: str) -> None:
 
 
 def _check_session_argument(fn: Callable[..., object]) -> inspect.Signature | None:
-    """Return the signature of a function whose first argument can be the session; None if the signature is unknown.
+    """Return the signature of a function whose first argument can be the session, or None if the signature is unknown.
 
     Raises:
         TypeError: the function takes no positional argument.

@@ -30,7 +30,7 @@ class TransactionAttempt(Event):
 
     Attributes:
         attempt: its number, starting at 1.
-        error: the name of the error's class; None if it was committed.
+        error: the name of the error's class, or None if it was committed.
         sqlstate: the SQLSTATE of the error, if the server reported one.
         seconds: the duration of the attempt.
         pause: seconds until the next attempt begins; 0 if there is none.
@@ -67,7 +67,7 @@ def is_snapshot_error(error: Exception) -> bool:
 
 
 def find_sqlstate(error: Exception) -> str | None:
-    """Return the SQLSTATE of an error of SQLAlchemy, of a driver or of pgfence; None for all others."""
+    """Return the SQLSTATE of an error of SQLAlchemy, of a driver or of pgfence, or None for all others."""
     if isinstance(error, DBAPIError):
         return sqlstate_of(error.orig)
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)

@@ -82,7 +82,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
             LockTimeoutError: too few permits were free in time. The message names the holder of the permit that expires first.
             ValueError: another number of permits is stored, or fewer than the weight.
             WaitCancelledError: the event of `cancel_waits()` was set.
-            SelfDeadlockError: this thread holds and requests more permits than there are. Not raised with `timeout=0`.
+            SelfDeadlockError: this thread holds and requests more permits than there are. It is not raised with `timeout=0`.
             UnreachableError: the server cannot be reached. A grant whose response was lost is released in the background.
             SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: this server accepts no writes.

@@ -103,7 +103,7 @@ class AsyncTransactionLock(TransactionLockBase):
         return done
 
     async def acquire(self, *, timeout: Seconds | None = None) -> None:
-        """Wait until the lock is held. Returns immediately if this transaction already holds it.
+        """Wait until the lock is held, or return immediately if this transaction already holds it.
 
         Args:
             timeout: seconds, for all names together. None means the configured default (at most 60 s while this task holds a
@@ -153,7 +153,7 @@ class AsyncTransactionLock(TransactionLockBase):
         return check
 
     async def holders(self) -> list[Holder]:
-        """Return the current holders of any of the names, including this transaction. Takes no lock.
+        """Return the current holders of any of the names, including this transaction, without taking a lock.
 
         Transaction and session locks on the same key are reported alike, because the server does not distinguish them.
         """

@@ -103,7 +103,7 @@ class TransactionLock(TransactionLockBase):
         return self._try(self._unwrap())
 
     def acquire(self, *, timeout: Seconds | None = None) -> None:
-        """Wait until the lock is held. Returns immediately if this transaction already holds it.
+        """Wait until the lock is held, or return immediately if this transaction already holds it.
 
         Args:
             timeout: seconds, for all names together. None means the configured default (at most 60 s while this thread holds a
@@ -147,7 +147,7 @@ class TransactionLock(TransactionLockBase):
         return lambda: self._check_held(work, stay)
 
     def holders(self) -> list[Holder]:
-        """Return the current holders of any of the names, including this transaction. Takes no lock.
+        """Return the current holders of any of the names, including this transaction, without taking a lock.
 
         Transaction and session locks on the same key are reported alike, because the server does not distinguish them.
         """

@@ -180,7 +180,7 @@ class RenewalQueue:
 
         Args:
             channel: the channel of evictions.
-            name: the stored name; None for all names.
+            name: the stored name, or None for all names.
         """
         found = [
             grant

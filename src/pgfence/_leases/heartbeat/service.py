@@ -144,7 +144,7 @@ class HeartbeatService:
             self._ensure_worker()
 
     def listen(self, place: TableNames, name: str, wake: Callable[[], object]) -> Callable[[], None]:
-        """Call `wake` on every release notification for `name`. Returns a function that unsubscribes.
+        """Call `wake` on every release notification for `name`, and return a function that unsubscribes.
 
         `wake` runs on a heartbeat thread, must be quick and must not take a heartbeat lock. It is also called once when the
         connection starts to listen, because earlier notifications were missed. Through a pooler it may never be called, so
