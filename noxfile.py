@@ -163,6 +163,14 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def pictures(session: nox.Session) -> None:
+    """Make the pictures of the documentation: the diagrams, and the live view of `pgfence ps`."""
+    session.install("-e", ".[cli,embedded]")
+    for script in ("draw", "ps_watch"):
+        session.run("python", f"docs/_diagrams/{script}.py")
+
+
+@nox.session
 def package(session: nox.Session) -> None:
     """Build the sdist and the wheel from it, and test the installed wheel without the sources."""
     session.install(*group("release"), *group("test"))

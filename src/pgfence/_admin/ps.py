@@ -281,7 +281,7 @@ class _Waiters:
         for row in holds:
             for place in _list_places(row):
                 self._holders[place].append(row.backend_pid or 0)
-                if self._owners:
+                if waits:
                     self._queues.setdefault(find_queue((_to_key(*place),)), place)
         # The first of a queue waits for the key itself. A lock with several names has a queue of its own, which only this shows.
         for wait in waits:
@@ -291,7 +291,11 @@ class _Waiters:
     def _find_place(self, wait: WaitRow) -> tuple[int, int] | None:
         if wait.ticket is not None:
             return self._queues.get(find_queue_of(wait.ticket))
-        return None if wait.value is None or wait.space is None else (wait.space, wait.value)
+        if wait.value is None or wait.space is None:
+            return None
+        # A number of a queue stands for the key that the queue is for.
+        queue = self._queues.get(find_queue_of(wait.value)) if wait.space == 1 else None
+        return queue or (wait.space, wait.value)
 
     def _build_waiter(self, wait: WaitRow, place: tuple[int, int]) -> Waiter:
         ahead = self._owners.get(wait.value) if wait.value is not None else None

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 IDLE_FOR = 300.0
 """Seconds after which an idle session with a lock counts as leaked. A holder may be idle between two steps of its work."""
-# Parts of the statements with which a session of pgfence takes a lock, or stores its name. Its last statement is one of these while it holds the lock.
+# Parts of the statements with which a session of pgfence takes a lock. Its last statement is one of these while it holds the lock.
 _OURS = (
     "pg_catalog.pg_advisory_lock",
     "pg_catalog.pg_advisory_xact_lock",

@@ -13,7 +13,7 @@ from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.errors import ErrorContext
 from pgfence._sql.params import mark, microseconds_sql, name_of, style_of
 from pgfence._sql.storage import quote_literal
-from pgfence._sql.ticket_queue import IS_TICKET, WAITED
+from pgfence._sql.ticket_queue import END_OF_QUEUE, IS_TICKET, WAITED
 from pgfence.keys import SEPARATOR
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ _LOCKS = (
     " AND p.classid = n.classid WHERE n.ours AND p.ours AND n.granted AND p.granted AND n.space = 1 AND p.space = 2"
     " AND n.mode = 'ExclusiveLock' AND p.mode = 'ExclusiveLock' AND n.classid::bigint <> 0),"
     " parts AS (SELECT t.vx, 1 AS space, t.ticket AS value FROM tickets AS t UNION ALL SELECT t.vx, 1, t.clock"
-    " FROM tickets AS t UNION ALL SELECT c.vx, 2, c.pair FROM claims AS c),"
+    f" FROM tickets AS t UNION ALL SELECT t.vx, 1, t.ticket | {END_OF_QUEUE} FROM tickets AS t"
+    " UNION ALL SELECT c.vx, 2, c.pair FROM claims AS c),"
     " wanted AS (SELECT k.value, k.space FROM locks AS k WHERE k.ours AND NOT k.granted UNION SELECT c.value, 1"
     " FROM claims AS c JOIN locks AS k ON k.ours AND NOT k.granted AND k.space = 2 AND k.value = c.pair),"
     " prepared AS (SELECT k.vx, x.gid, x.prepared FROM locks AS k JOIN pg_catalog.pg_prepared_xacts AS x"

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _BITS = 20
 _COUNTER = 2**_BITS
 _BATCH = 2 * _COUNTER - 1
+END_OF_QUEUE = 2 * _COUNTER - 1
+"""The bits in which the numbers of a queue differ."""
 _MASK = _COUNTER - 1
 _CLOCK = _COUNTER + 1
 SECONDS = _COUNTER - 2
