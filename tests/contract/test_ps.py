@@ -11,7 +11,18 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
-from pgfence import AdvisoryLock, Election, Lease, LockKey, Once, Semaphore, TransactionLock, idempotent, monitoring
+from pgfence import (
+    AdvisoryLock,
+    Election,
+    Lease,
+    LockKey,
+    Once,
+    ReadWriteLock,
+    Semaphore,
+    TransactionLock,
+    idempotent,
+    monitoring,
+)
 from pgfence.config import configure
 from pgfence.migrations import migration_lock
 from support.attempts import Attempts
@@ -114,10 +125,11 @@ class Waiters:
         self._engines: list[Engine] = []
         self._work: list[Future[None]] = []
 
-    def add(self, label: str, *names: str) -> None:
+    def add(self, label: str, *names: str, writes: bool = False) -> None:
         engine = create_engine(self._url, connect_args={"application_name": label})
         self._engines.append(engine)
-        self._work.append(self._pool.submit(AdvisoryLock(engine, *names).wrap(timeout=60)(lambda: None)))
+        lock = ReadWriteLock(engine, *names).write if writes else AdvisoryLock(engine, *names)
+        self._work.append(self._pool.submit(lock.wrap(timeout=60)(lambda: None)))
 
     def close(self) -> None:
         for work in self._work:
@@ -150,6 +162,23 @@ def test_waiters_are_listed_behind_their_holder_with_their_wait(
         ahead = {first.who.backend_pid, third.who.backend_pid, holder.info.backend_pid}
         assert set(second.blocked_by) <= ahead and second.blocked_by
         assert {row.holder.key for row in monitoring.ps(engine, kind="session")} == keys
+
+
+@pytest.mark.one_driver
+def test_waiting_writers_are_listed_behind_the_reader(name: str, engine: Engine, waiters: Waiters) -> None:
+    """With the wait of each; of the other keys that they hold while they wait, only the turnstile is listed."""
+    with ReadWriteLock(engine, name).read.hold():
+        for label in ("one", "two"):
+            waiters.add(label, name, writes=True)
+
+        def look() -> list[timedelta]:
+            return [waiter.waiting for waiter in find(monitoring.ps(engine), name).waiters]
+
+        eventually(lambda: [wait >= timedelta(seconds=2) for wait in look()] == [True, True])
+        held = find(monitoring.ps(engine), name)
+        assert {waiter.who.application_name for waiter in held.waiters} == {"one", "two"}
+        others = [row for row in monitoring.ps(engine, kind=["session", "transaction"]) if row.label != name]
+        assert [row.holder.application_name in {"one", "two"} for row in others] in ([], [True])
 
 
 @pytest.mark.one_driver
