@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-WORKERS, ROWS = (16, 100_000) if FULL else (8, 1_500)
+WORKERS, ROWS = (16, 100_000) if FULL else (5, 1_000)
 
 # The row's work is an INSERT in the transaction of the claim: it is committed once if the row is claimed by one worker at a time.
 WORK = """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-CANDIDATES, TERMS = (50, 200) if FULL else (5, 10)
+CANDIDATES, TERMS = (50, 200) if FULL else (5, 7)
 TTL = 1.5 if FULL else 0.8
 
 # A leader writes with its token all the time. Two of three terms end because the leader's function returns, the others by a fault.

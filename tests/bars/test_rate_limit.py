@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-PROCESSES, TAKES = (50, 20_000) if FULL else (5, 400)
+PROCESSES, TAKES = (50, 20_000) if FULL else (5, 300)
 LIMIT, PER = 50, 0.1
 
 WORK = """

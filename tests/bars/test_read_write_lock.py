@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 READERS, WRITERS = 8, 4
 # Shorter than, about as long as, and longer than a waiter's first slice in the server.
-ROWS = [(0.2, 200), (0.6, 200), (1.2, 100)] if FULL else [(0.3, 6)]
+ROWS = [(0.2, 200), (0.6, 200), (1.2, 100)] if FULL else [(0.3, 4)]
 
 WORK = """
 from pgfence import ReadWriteLock

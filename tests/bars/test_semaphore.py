@@ -23,7 +23,7 @@ TTL = 1.5 if FULL else 0.8
 ROWS = (
     [(1, 4, 20_000, 2.0), (5, 10, 20_000, 0.7), (50, 20, 20_000, 0.5)]
     if FULL
-    else [(1, 4, 60, 0.5), (5, 10, 100, 0.3), (50, 20, 150, 0.3)]
+    else [(1, 4, 50, 0.5), (5, 5, 80, 0.3), (50, 10, 100, 0.3)]
 )
 
 # A permit counts as in use from its grant to the last moment at which its token was checked successfully.
