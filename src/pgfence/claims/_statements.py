@@ -93,9 +93,7 @@ def lock_rows(query: AnySelect, mapper: Mapper[Any]) -> AnySelect:
     # The tables of a joined subclass and of its bases. Other tables of the statement are not locked.
     tables = list(dict.fromkeys(each.local_table for each in mapper.iterate_to_root()))
     # NO KEY: an INSERT of a row that refers to a claimed row does not wait.
-    # populate_existing: a row that the Session has loaded before may have been changed by another transaction since.
-    locking = query.with_for_update(key_share=True, skip_locked=True, of=tables)
-    return locking.execution_options(populate_existing=True)
+    return query.with_for_update(key_share=True, skip_locked=True, of=tables)
 
 
 def _reject_value(one: object) -> None:
@@ -149,10 +147,13 @@ def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: i
     """
     check_int(limit, "limit", MOST_ROWS)
     connection = find_connection(session, mapper)
+    # A row that the Session has loaded before may have been changed by another transaction since. Without such a row the option
+    # only costs time.
+    options = {"populate_existing": True} if session.identity_map or session.new else {}
     if not session.autoflush:
         _reject_unflushed(session, mapper)
     try:
-        result = session.execute(query.limit(limit), bind_arguments={"bind": connection})
+        result = session.execute(query.limit(limit), bind_arguments={"bind": connection}, execution_options=options)
         return result.scalars().unique().all()
     except DBAPIError as error:
         raise_translated(error, None, _STANDBY)
