@@ -89,6 +89,27 @@ async def test_attempts_and_holds_of_locks(world: World, name: str, dsn: str) ->
     assert 0 < found["pgfence.lock_table.usage"][()] < found["pgfence.lock_table.limit"][()]
 
 
+@pytest.mark.one_driver
+@pytest.mark.parametrize("way", ["engine", "function", "function that raises"])
+async def test_gauges_include_the_engine_for_locks(world: World, name: str, way: str) -> None:
+    """With `lock_engine`, its connections are those of the engine that was instrumented."""
+    engine, other, ready = world.engine(), world.engine(), True
+
+    def find() -> Any:
+        if not ready:
+            raise RuntimeError("no application context")
+        return other
+
+    backend = Backend(engine)
+    configure(engine, lock_engine=other if way == "engine" else find)
+    async with world.enter(lock(world, engine, name).hold()):
+        ready = way != "function that raises"
+        found = backend.collect()
+    assert found["pgfence.lock.attempts"] == {("advisory", "granted"): 1}
+    assert ("pgfence.lock.connections" in found) == ready
+    assert ("pgfence.lock.held" in found) == ready
+
+
 async def test_waiters_are_counted_in_the_queue(world: World, name: str) -> None:
     """One holds it and two wait, of which one is at the head of the queue."""
     engine = world.engine()

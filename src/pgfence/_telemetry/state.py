@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._holds.registry import ManagerRegistry
@@ -42,7 +43,11 @@ def read_state(dialect: Dialect, prefixes: Prefixes) -> Iterator[GaugeValue]:
     """Yield the state of an engine and its `lock_engine` in this process, without sending a statement."""
     managers = list(_list_managers(dialect))
     other = config_of(DialectOnly(dialect)).lock_engine
-    if other is not None and not callable(other):
+    if callable(other):
+        # The application's function may need a context that the exporter's thread does not have.
+        with suppress(Exception):
+            managers += _list_managers(other().dialect)
+    elif other is not None:
         managers += _list_managers(other.dialect)
     ages: dict[tuple[str, str], list[float]] = {}
     for each in managers:
