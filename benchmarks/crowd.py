@@ -72,7 +72,7 @@ def run(quick: bool) -> dict[str, Any]:
             " is done."
         ),
         "bars": [
-            report.bar(f"connections of {who} that wait for one key", "1, besides the holder's", most, 1, digits=0)
+            report.bar(f"connections that wait for one key, {who}", "1, besides the holder's", most, 1, digits=0)
             for who, _, most, _ in rows
         ],
         "tables": [

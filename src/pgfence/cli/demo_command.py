@@ -15,7 +15,7 @@ from pgfence.cli.report import Console
     cls=Command,
     examples={
         "pgfence demo": "Start a server and watch",
-        "pgfence demo --seconds 1 --json": "A short run, for a program",
+        "pgfence demo --seconds 1 --json": "Run briefly, and print JSON for a program",
     },
     codes=[
         ("0", "Everything went as it should."),

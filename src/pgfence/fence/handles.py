@@ -1,4 +1,4 @@
-"""Handles with a fencing token, sync and async: those of leases, and of advisory locks with `token=True`."""
+"""The sync and async handles with a fencing token, for leases and for advisory locks with `token=True`."""
 
 from __future__ import annotations
 
