@@ -26,7 +26,7 @@ _FREE_KEY = "free key"
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """A row of the audit table: an operator ended a hold, freed a key or released a leaked lock.
+    """A row of the audit table, which says that an operator ended a hold, freed a key or released a leaked lock.
 
     Attributes:
         action: "evict", "ask to resign", "free key" or "release leaked".

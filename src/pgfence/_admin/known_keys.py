@@ -1,4 +1,4 @@
-"""Recognize keys that are not computed from a name of the application: those of migration tools, and of pgfence itself."""
+"""Recognize the keys of migration tools and of pgfence itself, which are not computed from a name of the application."""
 
 from __future__ import annotations
 

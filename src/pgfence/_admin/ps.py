@@ -218,7 +218,7 @@ def _check_choices(given: str | Sequence[str] | None, what: str, choices: tuple[
 
 
 def look(connection: Connection, query: HoldQuery) -> Listing:
-    """Return the list. Two round trips in one transaction: what the role may read, and the list."""
+    """Return the list. Of two round trips in one transaction, the first finds out what the role may read."""
     # Committed, because psycopg drops its prepared statements at a rollback, and planning takes as long as executing.
     with connection.begin():
         access = statements.probe(connection, query.place)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Found(NamedTuple):
-    """A guard that a table has: whether it is effective, and whether a partition has it from its parent."""
+    """A guard of a table, with whether it is effective, and whether a partition has it from its parent."""
 
     guard: Guard
     holds: bool
@@ -74,7 +74,7 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
 
 
 def _find_home(configured: TableNames, own: set[TableNames]) -> TableNames:
-    """Return the installation that guards belong to: the configured one, or the only one among the models."""
+    """Return the installation that guards belong to, which is the configured one, or the only one among the models."""
     return next(iter(own)) if configured == TableNames() and len(own) == 1 else configured
 
 

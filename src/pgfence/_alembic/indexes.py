@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pgfence.migrations")
 
 _UNRELATED = frozenset({"08", "25", "40", "53", "55", "57", "58", "XX"})
-"""SQLSTATE classes unrelated to an index: the connection, the transaction, locks and resources of the server."""
+"""The SQLSTATE classes of the connection, the transaction, locks and resources, which are unrelated to an index."""
 
 
 def create(operations: Operations, operation: CreateIndexSafely) -> None:

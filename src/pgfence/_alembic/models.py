@@ -1,4 +1,4 @@
-"""What the models of a MetaData declare: the fence of each table, and which tables are pgfence's own."""
+"""Read from the models of a MetaData the fence of each table, and which tables are pgfence's own."""
 
 from __future__ import annotations
 

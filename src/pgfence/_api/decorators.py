@@ -33,7 +33,7 @@ Unreachable = Literal["raise", "skip", "run"]
 
 
 class Wrap(Protocol):
-    """The type of what `wrap()` returns: a decorator that keeps the signature."""
+    """The type of the decorator that `wrap()` returns, which keeps the signature."""
 
     @overload
     @deprecated("a sync lock would be released before an async function runs: use the Async class")

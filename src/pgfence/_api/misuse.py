@@ -89,7 +89,7 @@ class Guided:
             raise AssertionError("never entered")
 
         def __call__(self, *_: object, **__: object) -> NoReturn:
-            """Raise: a lock is not a decorator."""
+            """Raise an error, because a lock is not a decorator."""
             self._note_misuse()
             raise TypeError(f"{type(self).__name__} is not a function or decorator: use {self._decorator}")
 

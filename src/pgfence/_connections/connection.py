@@ -156,7 +156,7 @@ class LockConnection(ABC):
         """Query the server in the background to check whether the session is alive."""
 
     def abort(self) -> None:
-        """Give up on a server that does not respond: the running statement fails, and the hold is lost."""
+        """Give up on a server that does not respond, so that the running statement fails and the hold is lost."""
         self.dead = self.dead or "cut off"
         MONITOR.shut_down(self)
         self.on_connection_lost("cut off")

@@ -1,4 +1,4 @@
-"""Lock connections over async drivers: each belongs to an event loop, and the driver may report its end."""
+"""Lock connections over async drivers. Each belongs to an event loop, and the driver may report its end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AsyncLockConnection(LockConnection):
         return self._probing is None
 
     def release(self) -> None:
-        """Do nothing: a probe that starts now checks for itself whether the lock is still held."""
+        """Do nothing, because a probe that starts now checks for itself whether the lock is still held."""
 
     async def wait_for_probe(self) -> None:
         if self._probing is not None:

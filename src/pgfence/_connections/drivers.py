@@ -292,7 +292,7 @@ class AsyncpgConnection:
         self._on_notify = heard
 
     def poll_notifies(self) -> None:
-        """Do nothing: the event loop reads notifications."""
+        """Do nothing, because the event loop reads notifications."""
 
     async def listen(self, text: str, channel: str, *, on: bool) -> None:
         # asyncpg sends the statement itself, and ignores notifications on channels without a listener.

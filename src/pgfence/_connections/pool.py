@@ -1,4 +1,4 @@
-"""The pool of one engine's lock connections: the limit, the waiters, and the idle connections."""
+"""The pool of one engine's lock connections, with its limit, its waiters, and its idle connections."""
 
 from __future__ import annotations
 

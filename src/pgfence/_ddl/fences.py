@@ -255,7 +255,10 @@ def _expect_own(connection: Connection, place: TableNames, target: Target) -> No
 def build_triggers(
     place: TableNames, target: Target, tree: Sequence[str], parts: tuple[str, ...], *, by_row: bool
 ) -> list[_Trigger]:
-    """Return the triggers of a fence: one for each statement, or one for each row and a TRUNCATE trigger for each table."""
+    """Return the triggers of a fence.
+
+    There is one for each statement, or one for each row and a TRUNCATE trigger for each table.
+    """
     fence, truncate = place.prefix + "fence", place.prefix + "fence_truncate"
     every, statement = place.name("fence_table_v1"), "FOR EACH STATEMENT"
     if not by_row:

@@ -162,7 +162,7 @@ _USE = {
     "idempotency_key": ("the key", "key", "locked_until > pg_catalog.clock_timestamp()"),
     "lease": ("the lease", "name", "released_at IS NULL AND expires_at > pg_catalog.clock_timestamp()"),
 }
-"""For each table that shows current use: what a row is called, its column, and the condition."""
+"""What a row is called, its column, and the condition, for each table that shows current use."""
 
 
 def find_used(connection: Connection, place: TableNames, read_version: int = 0) -> list[str]:

@@ -76,7 +76,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """The accounts of one act: a few, spread over tills, and some far busier than others (Zipf)."""
+    """The accounts of one act. There are a few, spread over tills, and some are far busier than others (Zipf)."""
 
     first: int
 

@@ -105,7 +105,7 @@ def keeps_every_cent(figures: Figures) -> Verdict:
 
 
 def loses_money(figures: Figures) -> Verdict:
-    """Judge the control: it must have lost something."""
+    """Judge the control, which must have lost something."""
     return Verdict.OK if figures.cents_lost > 0 else Verdict.CONTROL_FAILED
 
 

@@ -41,7 +41,7 @@ HoldDetails: TypeAlias = "tuple[str, str | None, UUID | None, float | None, int 
 
 
 class BaseHold:
-    """The common part of all grants: the owner, the state, and the callbacks for its end."""
+    """The common part of all grants, which has the owner, the state, and the callbacks for its end."""
 
     __slots__ = (
         "_end_callbacks",
@@ -83,7 +83,7 @@ class BaseHold:
         """The reason, once it is marked as lost."""
         self.released = False
         self.dropped = False
-        """Whether the handle was dropped without release(): a background thread or task releases it."""
+        """Whether the handle was dropped without release(), so that a background thread or task releases it."""
         self.in_doubt = False
         self._listeners: tuple[Callable[[], object], ...] = ()
         self._end_callbacks: tuple[Callable[[], object], ...] = ()

@@ -44,7 +44,7 @@ NESTED_LIMIT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One step of a wait: a slice in the server, or a pause before polling."""
+    """One step of a wait, which is a slice in the server, or a pause before polling."""
 
     seconds: float
     polls: bool

@@ -1,4 +1,4 @@
-"""The rules of both middlewares: which requests have a key, who sent them, which are equal, and what is stored."""
+"""The rules of both middlewares for which requests have a key, who sent them, which are equal, and what is stored."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def _compute_digest(*parts: bytes) -> str:
 
 
 def select_headers(headers: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return the headers of a replay: all but those of the connection, `Set-Cookie`, `Date` and `Server`."""
+    """Return the headers of a replay, without those of the connection, `Set-Cookie`, `Date` and `Server`."""
     named = {
         name.strip().lower() for header, value in headers if header.lower() == "connection" for name in value.split(",")
     }

@@ -98,7 +98,7 @@ class Grant(BaseHold):
         """
         super().__init__(claim.names, entry)
         self.rows = told.rows or ((claim.stored, told.token),)
-        """The rows of the table that it holds, with their tokens: one, or as many as the weight of its permits."""
+        """The rows of the table that it holds, with their tokens. There is one row, or as many as the weight of its permits."""
         self.stored = self.rows[0][0]
         self.is_permit = claim.kind == "permit"
         self.kind = claim.kind
@@ -223,7 +223,7 @@ class Grant(BaseHold):
         return self.state == "lost"
 
     def note_renewed(self, started: float, remaining: float, expires_at: datetime, ttl: float) -> bool:
-        """Record a renewal. Return False if the response arrived after the deadline: the lease is lost; see `expire`.
+        """Record a renewal. Return False if the response arrived after the deadline, so that the lease is lost; see `expire`.
 
         Args:
             started: when the renewal was sent.
@@ -263,7 +263,7 @@ class Grant(BaseHold):
             self._note_cap()
 
     def _note_cap(self) -> None:
-        """Note that max_hold limits it: no renewal can extend its deadline any more."""
+        """Note that max_hold limits it, so no renewal can extend its deadline any more."""
         self.capped = True
         self.next_renewal = math.inf
 

@@ -61,7 +61,7 @@ class Busy:
     remaining: float
     holder: Holder | None = None
     limit: int | None = field(default=None, kw_only=True)
-    """For a semaphore: the number of its permits."""
+    """The number of permits of a semaphore."""
 
 
 class Refused(Exception):
@@ -200,7 +200,7 @@ def get_host() -> str:
 
 
 def owner_of(identity: Identity) -> str:
-    """Return the name of the holder for operators: the owner that the caller passed, or host and process id."""
+    """Return the name of the holder for operators, which is the owner that the caller passed, or host and process id."""
     return identity.owner or f"{get_host()}:{os.getpid()}"
 
 

@@ -373,7 +373,7 @@ _MAY_BE_OURS = ("expired", "overdue", "cut off", "resigned")
 
 
 def _hold_nothing(_: object) -> None:
-    """Do nothing: no lease depends on a connection. A dead one is replaced at the next checkout."""
+    """Do nothing, because no lease depends on a connection. A dead connection is replaced at the next checkout."""
 
 
 def _release_statement(grant: Grant, style: ParamStyle) -> tuple[str, tuple[object, ...]]:

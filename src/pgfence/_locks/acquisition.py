@@ -1,4 +1,4 @@
-"""The state of one acquire call: the lock it requests, its deadline, and its place in the queue of this process.
+"""The state of one acquire call, with the lock it requests, its deadline, and its place in the queue of this process.
 
     enqueue ── first in line ── connection ── try ─────────────────── hold ── release: hand over, or unlock
                     │                           └─ busy: wait in slices ─┘

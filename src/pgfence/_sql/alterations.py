@@ -1,4 +1,4 @@
-"""Alter tables that are in use, during an upgrade or a downgrade: which locks to wait for, and how long."""
+"""Alter tables that are in use, during an upgrade or a downgrade, and limit which locks are waited for, and how long."""
 
 from __future__ import annotations
 

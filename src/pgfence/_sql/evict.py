@@ -115,7 +115,7 @@ class Found:
 
 
 def look(connection: Connection, order: EvictionRequest) -> Found:
-    """Return the holders of the name: the lease's last holder unless it was released, and sessions that hold its key.
+    """Return the lease's last holder, unless it was released, and the sessions that hold the name's key.
 
     Raises:
         ValueError: it is the name of a semaphore or of partitions, which are held by their rows' names.

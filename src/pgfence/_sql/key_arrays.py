@@ -20,7 +20,7 @@ KEYS = "SELECT v, i > {0}::bigint AS p, i FROM pg_catalog.unnest({1}::bigint[]) 
 
 
 def call_on_row(function: str, value: str = "v", is_pair: str = "p") -> str:
-    """Return the call of a lock function for one row of keys: with a bigint, or with the two halves of a pair."""
+    """Return the call of a lock function for one row of keys, with a bigint or with the two halves of a pair."""
     return (
         f"CASE WHEN {is_pair} THEN pg_catalog.{function}(({value} >> 32)::integer, (({value} << 32) >> 32)::integer)"
         f" ELSE pg_catalog.{function}({value}) END"

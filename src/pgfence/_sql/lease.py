@@ -173,7 +173,7 @@ def combine_results(results: Sequence[LeaseResult]) -> LeaseResult:
 
 
 def decode_losses(text: str) -> list[LossReason | None]:
-    """Return the results of `check`, in the order of its lists: the reason for a loss, or None if the grant is held."""
+    """Return the results of `check`, in the order of its lists. Each is the reason for a loss, or None if the grant is held."""
     return [None if found == "held" else found for found in json.loads(text)]
 
 

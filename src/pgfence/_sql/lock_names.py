@@ -27,7 +27,7 @@ LAPSED = "DELETE FROM {lock_name} WHERE seen_at < pg_catalog.clock_timestamp() -
 
 @cache
 def has_names_sql(place: TableNames, style: ParamStyle | None) -> str:
-    """Return the condition that names can be stored: the table exists, and the role has the privileges.
+    """Return the condition that names can be stored, that is, the table exists, and the role has the privileges.
 
     Args:
         place: the table names.

@@ -1,4 +1,4 @@
-"""The queries of a migration lock: what its holders are doing, and whether a transaction has written anything."""
+"""Query what the holders of a migration lock are doing, and whether a transaction has written anything."""
 
 from __future__ import annotations
 

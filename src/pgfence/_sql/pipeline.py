@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pgfence._sql.params import RawConnection
 
 DriverSteps: TypeAlias = "Generator[Any, Any, None]"
-"""A generator for the driver's own `wait`: it yields what to wait for, and receives what is ready."""
+"""A generator for the driver's own `wait`. It yields what to wait for, and receives what is ready."""
 
 _IDLE = 0
 _IN_TRANSACTION = 2

@@ -321,7 +321,7 @@ def _build_filters(query: HoldQuery, kind: str, state: str, label: str) -> str:
 
 
 def should_list_attempts(query: HoldQuery, access: Access) -> bool:
-    """Return whether the attempts of idempotency keys are listed: a large table is read only if they are asked for."""
+    """Return whether the attempts of idempotency keys are listed. A large table is read only if the caller requests them."""
     asked = query.kinds is not None and "idempotency" in query.kinds
     return access.is_readable("idempotency_key") and (asked or access.tables["idempotency_key"] <= MANY_KEYS)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WriteSql(LockSql):
-    """The statements for a writer: the exclusive lock on one key.
+    """The statements for a writer, who takes the exclusive lock on one key.
 
     The first writer that has to wait also holds the key's turnstile, exclusively and for the session, until it has the lock or
     gives up. Readers pass the turnstile before they try, so no reader gets the lock between two slices of the writer's wait.
@@ -32,7 +32,7 @@ class WriteSql(LockSql):
 
 
 class ReadSql(LockSql):
-    """The statements for a reader: the shared lock on one key.
+    """The statements for a reader, who takes the shared lock on one key.
 
     A reader that has to wait takes a ticket if another waiter has one, so that it comes after the writers that wait. Without the
     turnstile and tickets, readers that overlap would let a writer wait indefinitely, because after each slice of its wait the

@@ -53,7 +53,7 @@ class RenewalSample:
 
 
 def build_sample(connection: Connection, place: TableNames) -> RenewalSample:
-    """Return the statement: the renewal of a lease that does not exist, committed as durably as a real one."""
+    """Return a statement that renews a lease that does not exist, and commits as durably as a real renewal."""
     renew = lease_sql(place, style_of(connection.dialect)).renew
     return RenewalSample(f"{_FLUSH}, ({renew})", ([""], [_NOWHERE], [0], [1.0]))
 

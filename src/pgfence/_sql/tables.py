@@ -270,7 +270,7 @@ def is_installed(connection: Connection, place: TableNames, version: int = VERSI
 
 
 def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
-    """Return the names with an explicit schema: that of the installation on the search path, or else the current schema.
+    """Return the names with the schema of the installation on the search path, or else with the current schema.
 
     Triggers call functions by this schema, so that writers with a different search path use the same gate.
     """

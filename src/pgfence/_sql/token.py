@@ -1,4 +1,4 @@
-"""An advisory lock with a fencing token: one statement in one transaction takes the lock and the token.
+"""An advisory lock with a fencing token. One statement in one transaction takes the lock and the token.
 
 The server function takes the transaction-level lock, then raises the token in the name's row, and then takes the session-level
 lock, which can neither wait nor fail any more. So it returns a token if the lock is held, and NULL otherwise. After SQLSTATE

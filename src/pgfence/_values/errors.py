@@ -1,4 +1,4 @@
-"""Encode errors that are stored instead of a result: the name of the class, the arguments and the attributes."""
+"""Encode errors that are stored instead of a result, as the name of the class, the arguments and the attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims: each row of a table goes to one worker, and no worker waits for another one."""
+"""Claims give each row of a table to one worker, and no worker waits for another one."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class _Commands(Group):
 
 @contextmanager
 def _catch_output_errors() -> Iterator[None]:
-    """End without a traceback if stdout cannot be written: the reader of a pipe has ended, or the disk is full."""
+    """End without a traceback if stdout cannot be written, because the reader of a pipe has ended, or the disk is full."""
     try:
         yield
     except BrokenPipeError:

@@ -28,7 +28,7 @@ class Code(IntEnum):
     DECLINED = 77
     """The user did not confirm, and nothing was done."""
     REFUSED = 78
-    """The server responded, but pgfence cannot work there: a pooler, a standby, not PostgreSQL, missing tables or rights."""
+    """The server responded, but pgfence cannot work there, for example because it is a standby, or tables are missing."""
     NOT_EXECUTABLE = 126
     NOT_FOUND = 127
     SIGNAL = 128

@@ -124,7 +124,7 @@ def _show(diagnosis: Diagnosis) -> None:
 
 
 def _count(findings: Sequence[Finding], checked: int) -> str:
-    """Return the last line: how many findings of each severity there are."""
+    """Return the last line, which says how many findings of each severity there are."""
     counts = []
     for severity, (one, many) in _NAMES.items():
         number = sum(finding.severity == severity for finding in findings)

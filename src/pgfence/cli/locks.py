@@ -1,4 +1,4 @@
-"""What `pgfence run` holds while the command runs: an advisory lock, a lease, or a slot."""
+"""The advisory lock, the lease or the slot that `pgfence run` holds while the command runs."""
 
 from __future__ import annotations
 

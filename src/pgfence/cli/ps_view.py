@@ -1,4 +1,4 @@
-"""What `pgfence ps` prints: a table on a terminal, aligned lines elsewhere, JSON, and the live view."""
+"""Print the list of `pgfence ps` as a table on a terminal, as aligned lines elsewhere, as JSON, or as the live view."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _build_narrow(lines: Sequence[Sequence[tuple[str, str]]], width: int) -> Ite
 
 
 def _iterate_lines(listing: Listing, now: datetime) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Yield the cells of each line with their styles: a line for the holder, then one for each waiter."""
+    """Yield the cells of each line with their styles. A line for the holder is followed by one for each waiter."""
     for row in listing:
         state = (_describe_state(row, now), _STYLES.get(row.state, ""))
         held = "" if row.holder.since is None else format_span(now - row.holder.since)

@@ -164,7 +164,7 @@ def run_reported(work: Callable[[], AdminReport[F]]) -> AdminReport[F]:
 
 
 def choose_code(error: PgfenceError) -> Code:
-    """Return the exit code for an error: no server, or a server that rejected the request."""
+    """Return the exit code for an error, which means no server, or a server that rejected the request."""
     return Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED
 
 

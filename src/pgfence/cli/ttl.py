@@ -35,7 +35,7 @@ _MOST_SECONDS = 5.0
 _USUAL = 30.0
 """Seconds that suit most work, and that a short sample does not argue against."""
 _RESERVE = 3.0
-"""A short sample does not see the worst: the advice is so many times the shortest TTL."""
+"""The factor between the shortest TTL and the advice, because a short sample does not include the longest pauses."""
 _STEPS = (30, 45, 60, 90, 120, 180, 300, 600, 900, 1800, 3600)
 
 

@@ -103,7 +103,7 @@ class AsyncElection:
         return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
 
     async def observe(self, *, timeout: Seconds | None = None) -> AsyncIterator[Holder | None]:
-        """Iterate over the leaders: the current one, then each change; arguments and errors are the same as for the sync class."""
+        """Iterate over the current leader and then each change; arguments and errors are the same as for the sync class."""
         observer = Observer(self._candidate, math.inf if timeout is None else seconds(timeout))
         try:
             while (found := await observer.find_change())[0]:

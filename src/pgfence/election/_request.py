@@ -43,7 +43,7 @@ class TermRequest(LeaseRequest):
 
 
 class TermOptions(LeaseOptions[EngineSourceT, HandleT]):
-    """The options of one candidate in an election: those of the lease whose holder is the leader."""
+    """The options of one candidate in an election, which are those of the lease whose holder is the leader."""
 
     def __init__(
         self,

@@ -162,7 +162,7 @@ class Election:
         return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
 
     def observe(self, *, timeout: Seconds | None = None) -> Iterator[Holder | None]:
-        """Iterate over the leaders: the current one, then each change; None while there is no leader.
+        """Iterate over the current leader and then each change, with None while there is no leader.
 
         The observer queries the server at most once a second, and once per third of the TTL while notifications arrive. It may
         miss a leader whose term is shorter than the time between two queries.

@@ -97,7 +97,7 @@ def _find_template(bindir: Path, version: str) -> Path | None:
 
 
 def _find_cache() -> Path | None:
-    """Return the folder for templates: the user's cache, else one in the temporary folder, else None."""
+    """Return the folder for templates in the user's cache, or else one in the temporary folder, or else None."""
     # Without a home directory "~" is not expanded, and the path is not absolute.
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for place in (home / "pgfence", Path(tempfile.gettempdir()) / f"pgfence-{os.geteuid()}"):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def _collect_tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, ...]) -> Mapping[str, int]:
-    """Return the gates to enter, as stored in the table: those of the given resources, or else the handle's own."""
+    """Return the gates to enter, as stored in the table. They belong to the given resources, or else to the handle itself."""
     handle.check()
     if not resources:
         return handle._own_tokens

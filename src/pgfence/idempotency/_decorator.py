@@ -38,7 +38,7 @@ class _RequiredFields(string.Formatter):
 
 
 class SameCall(Protocol):
-    """The type of what `idempotent_call` returns: a decorator that keeps the signature."""
+    """The type of the decorator that `idempotent_call` returns, which keeps the signature."""
 
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
 

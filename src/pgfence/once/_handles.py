@@ -63,7 +63,7 @@ class Slot(_Slotted, HeldLease):
         super().release()
 
     def hand_over(self) -> NoReturn:
-        """Raise: a process that adopted the slot could not mark it as done, and it would run again.
+        """Raise an error, because a process that adopted the slot could not mark it as done, and it would run again.
 
         Raises:
             TypeError: always.
@@ -82,7 +82,7 @@ class AsyncSlot(_Slotted, AsyncHeldLease):
         await super().release()
 
     async def hand_over(self) -> NoReturn:
-        """Raise: a process that adopted the slot could not mark it as done, and it would run again.
+        """Raise an error, because a process that adopted the slot could not mark it as done, and it would run again.
 
         Raises:
             TypeError: always.

@@ -46,7 +46,7 @@ _ORM = "sqlalchemy.orm"
 
 
 class InTransaction(Protocol[S_co]):
-    """The type of what `in_transaction` returns: a decorator that removes the session from the signature."""
+    """The type of the decorator that `in_transaction` returns, which removes the session from the signature."""
 
     def __call__(self, fn: Callable[Concatenate[S_co, P], R], /) -> Callable[P, R]: ...
 

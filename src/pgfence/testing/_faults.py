@@ -61,7 +61,7 @@ Row: TypeAlias = "tuple[str, int | None]"
 
 
 class PgfenceFaults:
-    """Faults for tests: the fixture `pgfence_faults`.
+    """The type of the fixture `pgfence_faults`, which makes faults in tests.
 
     The methods block for some milliseconds and can be called in async tests, too. A str is a name in the namespace of the
     test, as for `pgfence_holds`. The helpers connect with the URL of the handle's engine, or of `pgfence_server` if there is no

@@ -1,4 +1,4 @@
-"""The database of a test run: a temporary server, or a new database on the server that `PGFENCE_TEST_DSN` names."""
+"""Provide the database of a test run, on a temporary server or on the server that `PGFENCE_TEST_DSN` names."""
 
 from __future__ import annotations
 

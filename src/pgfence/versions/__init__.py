@@ -1,4 +1,4 @@
-"""Versions of rows: a write applies to the version that was read, or raises an error that lists the conflicting rows."""
+"""Versions of rows. A write applies to the version that was read, or raises an error that lists the conflicting rows."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ class VersionedMapper(Mapper[object]):
 
     @memoized_property
     def batches(self) -> bool:
-        """Whether rows can be written together: the version has a column, and the statements are replaced as below."""
+        """Whether rows can be written together, that is, the version has a column, and the statements are replaced as below."""
         found = self.__dict__["version_id_col"]
         return found is not None and not found.system and isinstance(self.base_mapper, VersionedMapper)
 

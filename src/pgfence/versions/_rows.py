@@ -65,7 +65,7 @@ def versions_of(
 
 @lru_cache(maxsize=1000)
 def _build_query(mapper: Mapper[object], lock: tuple[tuple[str, bool], ...] | None) -> tuple[AnySelect, list[str]]:
-    """Return a SELECT of versions, and the names of its parameters: an array for each column of the key."""
+    """Return a SELECT of versions, and the names of its parameters, each of which is an array for a column of the key."""
     version = get_version_column(mapper)
     wanted, same, columns, names = _build_key_table(mapper)
     query = select(wanted.c.place, version).select_from(version.table).join(wanted, same)

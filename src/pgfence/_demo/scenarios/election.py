@@ -131,7 +131,7 @@ def _hand_over(
 
 
 def _wait_for_leader(engine: Engine, *, after: int) -> Leader | None:
-    """Return the leader of a later term than `after`; None: no process led within `_PATIENCE`."""
+    """Return the leader of a later term than `after`, or None if no process led within `_PATIENCE`."""
     deadline = clock() + _PATIENCE
     while clock() < deadline:
         with engine.connect() as connection:

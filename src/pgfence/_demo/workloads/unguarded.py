@@ -1,4 +1,4 @@
-"""The control: no guard. Two processes read one balance, and the second write wipes out the first."""
+"""The control has no guard. Two processes read one balance, and the second write overwrites the first."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class HeartbeatConnection(ABC):
         session.watch()
 
     def abort(self) -> None:
-        """Abort the running statement: the thread that waits for it gets an error."""
+        """Abort the running statement, so that the thread that waits for it gets an error."""
         if self.session is not None:
             self.session.abort()
 

@@ -1,4 +1,4 @@
-"""The heartbeat of one engine in this process: it renews grants, ends those past their deadline, and wakes waiters.
+"""The heartbeat of one engine in this process. It renews grants, ends those past their deadline, and wakes waiters.
 
 It has two threads. The timer decides what is due and what has expired, and aborts a statement that hangs. The worker owns the
 only connection and runs one task at a time: a renewal, a release to repeat, or LISTEN.
