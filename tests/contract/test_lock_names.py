@@ -9,7 +9,7 @@ from sqlalchemy import create_engine, event, make_url
 
 from pgfence import AdvisoryLock, KeyCollisionError, LockKey, ReadWriteLock, TransactionLock, monitoring, schema
 from pgfence.config import configure
-from support.locking import freed, lock
+from support.locking import elsewhere, freed, lock
 from support.servers import role
 
 if TYPE_CHECKING:
@@ -93,14 +93,15 @@ def test_without_privileges_nothing_is_sent_and_nothing_fails(
 @pytest.mark.one_driver
 @pytest.mark.usefixtures("tables")
 def test_a_refused_try_and_the_connection_of_the_caller_store_nothing(
-    name: str, engine: Engine, admin: psycopg.Connection[Any]
+    name: str, dsn: str, engine: Engine, admin: psycopg.Connection[Any]
 ) -> None:
     """Never before the grant, and never on a connection or in a transaction of the application."""
-    with engine.connect() as other:
-        with AdvisoryLock(other, name).hold():
-            assert AdvisoryLock(engine, name).try_acquire() is None
-        with TransactionLock.begin(engine, f"{name}:t"):
-            pass
+    with engine.connect() as other, AdvisoryLock(other, name).hold():
+        pass
+    with elsewhere(dsn, name):
+        assert AdvisoryLock(engine, name).try_acquire() is None
+    with TransactionLock.begin(engine, f"{name}:t"):
+        pass
     assert stored(admin, name, f"{name}:t") == []
 
 
