@@ -41,10 +41,10 @@ for i in range(100 * count):
 
 def work(number):
     engine = create_engine(url, pool_size=3, max_overflow=0)
-    leaving = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: leaving.set())
+    # A handler that sets an event would deadlock if the signal arrives while the main thread begins to wait for that event.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     with Partitions(engine, name, count, ttl=ttl).join(lambda partition, lease: serve(engine, partition, lease)):
-        leaving.wait()
+        signal.sigwait({signal.SIGTERM})
 
 def serve(engine, partition, lease):
     known = {}
