@@ -135,7 +135,7 @@ def _many(place: Place, count: int, ttl: float) -> list[dict[str, Any]]:
     what = f"{count:,} leases held by one process"
     return [
         report.bar(f"{what}: connections", "at most 2", connections, 2, digits=0),
-        report.bar(f"{what}: more memory", "under 100 MB", used / 1e6, 100, " MB", digits=0),
+        report.bar(f"additional memory for {what}", "under 100 MB", used / 1e6, 100, " MB", digits=0),
         report.bar(
             f"{what}: longest since a renewal", f"ttl/3 ({ttl / 3:g} s)", float(late), ttl / 3 + 0.5, " s", digits=1
         ),

@@ -286,7 +286,7 @@ class Acquisition(Generic[W]):
     def build_timeout_error(self, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
         owner, held_here = self.owner, _list_held_names(self.owner)
         by = f"; held by {', '.join(map(str, holders))}" if holders else ""
-        if self.waits or why:  # if another holder has it and the call does not wait, `refuse` has emitted the event
+        if self.waits or why:  # otherwise `refuse` has emitted the event
             self._emit_end("timeout")
         if self.is_held_by_caller():
             nested = f"; this {owner.kind} already holds it, and {self.wanted.once_only}"

@@ -152,7 +152,7 @@ def _find_claim(row: object) -> tuple[State, _Claim]:
     claim = _CLAIMS.get(state)
     if claim is None:
         raise LockNotHeldError(
-            f"this instance of {type(row).__name__} was not returned by claim(): pass the one that was, not a copy of it"
+            f"this instance of {type(row).__name__} was not returned by claim(): pass the returned instance, not a copy of it"
         )
     return state, claim
 

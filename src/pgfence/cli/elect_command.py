@@ -67,7 +67,7 @@ DEFAULT_TTL = 15.0
     cls=Option,
     heading=_TERM,
     metavar="TEXT",
-    help="Name of this host that operators see. Default: host and process id.",
+    help="Name of this host, as operators see it. Default: host and process id.",
 )
 @click.option(
     "--restart",

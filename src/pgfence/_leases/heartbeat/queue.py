@@ -37,7 +37,7 @@ class RenewalSchedule:
     def __init__(self) -> None:
         self._grants: set[Grant] = set()
         self.places: dict[TableNames, int] = {}
-        """The number of leases kept, by their tables."""
+        """The number of leases in the queue, by the tables that store them."""
         self._heap: list[tuple[float, int, int, Grant]] = []
         self._entries = 0
 
