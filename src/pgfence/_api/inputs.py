@@ -111,7 +111,7 @@ def check_engine_source(engine: object, what: str, why: str = LEASE_OUTLIVES.for
     """Return an Engine, or a function that returns one.
 
     Args:
-        engine: what the caller passed.
+        engine: the object that the caller passed.
         what: the class or function that needs it, for messages.
         why: why sessions and connections are rejected.
 

@@ -68,7 +68,7 @@ def statement_error(
 def is_rejection(session: LockConnection, error: BaseException) -> bool:
     """Return whether the server itself raised the error: nothing was granted, and the connection is still usable."""
     if isinstance(error, TextError):
-        return True  # raised by the driver before anything was sent
+        return True  # The driver raised it before anything was sent.
     return (
         sqlstate_of(error) is not None
         and isinstance(error, Exception)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         'pgfence evict --ask scheduler --reason "deploy" --yes': "Ask the leader of an election to resign",
     },
     codes=[
-        ("0", "Evicted; asked, with --ask; or shown, with --dry-run."),
+        ("0", "The holder was evicted; with --ask, it was asked to resign; with --dry-run, it was shown."),
         (
             "64",
             (

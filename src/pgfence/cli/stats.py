@@ -1,4 +1,4 @@
-"""`pgfence stats`: sample the list of holders for a while, and show what is waited for and what is held longest."""
+"""`pgfence stats`: sample the list of holders for a while, and show which names were waited for most and held longest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BAR = 20
 
 @dataclass(slots=True)
 class Waited:
-    """What was seen of the waits for one name.
+    """The waits for one name, as far as samples show them.
 
     Attributes:
         seconds: the time that all waiters have waited together, as far as samples show it.
@@ -51,9 +51,9 @@ class HoldSeen:
     """The longest hold of one name.
 
     Attributes:
-        kind: what is held.
-        seconds: how long, when it was last seen.
-        holder: who holds it.
+        kind: the kind of lock.
+        seconds: how long it had been held when it was last seen.
+        holder: the holder.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class HoldSeen:
 
 @dataclass(slots=True)
 class HoldSamples:
-    """What the samples have shown so far."""
+    """The waits and holds that the samples have shown so far."""
 
     count: int = 0
     errors: int = 0
@@ -72,7 +72,7 @@ class HoldSamples:
     holds: dict[str, HoldSeen] = field(default_factory=dict)
 
     def add(self, listing: Listing, now: datetime, lasted: float) -> None:
-        """Add a list that was read now, and stands for the `lasted` seconds before."""
+        """Add a list that was read now, and represents the last `lasted` seconds."""
         self.count += 1
         self.limited |= listing.limited
         together: dict[str, int] = defaultdict(int)
@@ -95,7 +95,7 @@ class HoldSamples:
             self.holds[row.label] = HoldSeen(row.holder.kind, seconds, describe_holder(row.holder))
 
     def list_longest_waits(self, most: int) -> list[tuple[str, Waited]]:
-        """Return the names that were waited for longest."""
+        """Return the names with the longest waits."""
         return sorted(self.waited.items(), key=lambda each: -each[1].seconds)[:most]
 
     def list_longest_holds(self, most: int) -> list[tuple[str, HoldSeen]]:
@@ -108,15 +108,15 @@ class HoldSamples:
     short_help="Sample what is waited for most and held longest.",
     cls=Command,
     usage="[OPTIONS] [PREFIX]",
-    arguments={"PREFIX": "Only names that begin with PREFIX, as `pgfence ps` shows them. Default: all."},
+    arguments={"PREFIX": "Sample only names that begin with PREFIX, as `pgfence ps` shows them. Default: all."},
     examples={
-        "pgfence stats --for 60": "The busiest names of a minute",
-        "pgfence stats account: --for 10 --interval 0.2": "Of one family, with more samples",
+        "pgfence stats --for 60": "Sample for a minute",
+        "pgfence stats account: --for 10 --interval 0.2": "Sample the names of one family more often",
     },
     codes=[
-        ("0", "Success; also after Ctrl-C, with what was seen until then."),
+        ("0", "The lists were printed. After Ctrl-C they contain what was seen until then."),
         ("64", "Misuse."),
-        ("69", "The server did not respond, not even once."),
+        ("69", "The server did not respond to any request."),
         ("78", "The server is not a PostgreSQL that pgfence supports."),
     ],
 )
@@ -144,9 +144,9 @@ def stats(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """Look at `pgfence ps` again and again for a while, and show which names were waited for most and held longest.
+    """Sample the list of `pgfence ps` for a while, and show which names were waited for most and held longest.
 
-    Use it to find the lock that slows an application down. Takes no lock and writes nothing.
+    Use it to find the lock that slows an application down. The command takes no lock and writes nothing.
     """
     for value, what, least, most in (
         (length, "--for", 0.1, 86400),
@@ -183,7 +183,7 @@ def _collect_samples(read: Callable[[], Listing], length: float, interval: float
                     raise CommandExit(choose_code(error)) from error
                 samples.errors += 1
             else:
-                # The first sample stands for the interval before it, as each later one does.
+                # The first sample represents the interval before it, as each later one does.
                 samples.add(listing, datetime.now(UTC), start - last if samples.count else min(interval, length))
                 last = start
             pause = min(interval - (time.monotonic() - start), began + length - time.monotonic())

@@ -35,7 +35,7 @@ def is_versioned(mapper: Mapper[object]) -> bool:
 
 
 def find_versioned_class(mapper: Mapper[object]) -> type[VersionedBase]:
-    """Return the class of a mapper that `is_versioned`."""
+    """Return the versioned class of a mapper, which the caller has checked with `is_versioned`."""
     cls: type = mapper.class_
     assert issubclass(cls, VersionedBase)
     return cls
