@@ -71,7 +71,7 @@ def end_command(report: Report, speaker: Console, *, as_json: bool = False) -> N
 
 
 def check_seconds(value: float, option: str) -> float:
-    """Return a number of seconds.
+    """Return the value of an option that is a number of seconds.
 
     Raises:
         MisuseError: the value is negative or not a number.

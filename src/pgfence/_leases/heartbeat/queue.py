@@ -236,7 +236,7 @@ class RenewalQueue:
         return True
 
     def take(self, now: float) -> tuple[bool, Over]:
-        """Return whether renewals are due, and the grants whose deadline has passed with the request waiting for each."""
+        """Return whether renewals are due, and the grants past their deadline, each with the request that waits for it."""
         due, over = self.schedule.take(now)
         for grant in due:
             self._due.setdefault(_get_batch(grant), {})[grant] = None
