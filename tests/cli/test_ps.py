@@ -72,6 +72,24 @@ def test_a_pipe_gets_lines_in_full(name: str, engine: Engine, capfd: pytest.Capt
     assert cells[4].startswith("worker-7, ") and f"token {lease.token}" in cells[4]
 
 
+@pytest.mark.parametrize("columns", [80, 200])
+def test_control_characters_in_names_are_escaped(
+    columns: int,
+    name: str,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A name or owner can neither control the terminal nor look like another row, and ordinary letters stay as they are."""
+    hostile = f"{name}\x1b]0;t\x07\n\u202e\x9b2J é日"
+    with Lease(engine, hostile, ttl=30, owner="pod\x1b[2J\r\nrow").hold():
+        assert main(["ps", name]) == 0
+        titles, line = capfd.readouterr().out.splitlines()
+        screen = read_terminal(monkeypatch, name, columns=columns, colour=False)
+    assert f"{name}\\x1b]0;t\\x07\\n\\u202e\\x9b2J é日  lease" in line and "pod\\x1b[2J\\r\\nrow, " in line
+    assert "NAME" in titles and all(each.isprintable() for each in screen.replace("\n", ""))
+
+
 @pytest.mark.parametrize(("columns", "length"), [(80, 90), (200, 30)])
 def test_a_terminal_is_not_exceeded(
     name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch, columns: int, length: int

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -256,6 +258,8 @@ async def test_resizing_needs_free_partitions_and_fences_former_owners(
     """While one is owned, resize() is rejected and names the owner; afterwards no old token can enter any gate."""
     one = partitions(world, world.engine(), name, 2)
     async with world.enter(one.join(Served(world).serve, owner="pod-1")) as worker:
+        with pytest.raises(ValueError, match="has 2 partitions by sha256, not 3 by murmur2"):
+            await world.other().call(partitions(world, world.engine(), name, 3, hash="murmur2").resize, 3)
         with pytest.raises(LockTimeoutError, match="partition 0 is owned by pod-1 .* Stop all workers first") as caught:
             await world.other().call(one.resize, 3)
         assert [(each.kind, each.name) for each in caught.value.holders] == [("partition", f"{name}/0")]
@@ -331,6 +335,30 @@ async def test_leaving_inside_the_function_does_not_wait_for_it(world: World, na
     await eventually(left.is_set)
     await world.call(worker.leave)
     assert not worker.owned
+
+
+@pytest.mark.sync_only
+@pytest.mark.one_driver
+def test_an_interrupted_leave_waits_again(world: World, name: str) -> None:
+    """After Ctrl-C in leave(), a second call still returns only when every function has returned."""
+    serving, go_on = threading.Event(), threading.Event()
+
+    def serve(_: int, held: Any) -> None:
+        serving.set()
+        held.wait_lost(30)
+        # The first leave() has begun, and may be waiting now.
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        go_on.wait(30)
+
+    worker = partitions(world, world.engine(), name, 1).join(serve)
+    assert serving.wait(30)
+    with pytest.raises(KeyboardInterrupt):
+        worker.leave()
+    timer = threading.Timer(0.2, go_on.set)
+    timer.start()
+    worker.leave()
+    assert go_on.is_set()
+    timer.join()
 
 
 @pytest.mark.async_only

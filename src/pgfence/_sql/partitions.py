@@ -31,7 +31,8 @@ class PartitionSql:
         acquire: row name, name, partition, number of partitions, hash, then as for the `acquire` of a lease from the lease id on. One
             row, as for a lease.
         resize: name, number of partitions, hash. One row: whether it was resized; if not, an owned partition and its owner: number,
-            kind, owner, host, pid, backend_pid, purpose, token, since, expires_at.
+            kind, owner, host, pid, backend_pid, purpose, token, since, expires_at. If another hash is stored: NULL, the number of
+            partitions and the hash stored, NULLs.
         find_owner: row name, name. One row if the set exists: the number of partitions and the hash stored, the owner as for the `look`
             of a lease, or NULLs, and its address.
     """

@@ -13,7 +13,7 @@ from pgfence import monitoring
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.parser import Command, Option
-from pgfence.cli.report import Console, choose_code
+from pgfence.cli.report import Console, choose_code, make_printable
 from pgfence.cli.server import open_engine
 from pgfence.errors import PgfenceError
 
@@ -113,7 +113,8 @@ def _describe_nothing(since: str | None, action: str | None) -> str:
 def _format_entry(entry: AuditEntry) -> str:
     where = f" (namespace {entry.namespace})" if entry.namespace else ""
     at = entry.at.isoformat(timespec="seconds")
-    return f"{at}  {entry.action}  {entry.resource}{where}\n    by {entry.actor}: {entry.reason}"
+    what, why = f"{at}  {entry.action}  {entry.resource}{where}", f"    by {entry.actor}: {entry.reason}"
+    return f"{make_printable(what)}\n{make_printable(why)}"
 
 
 def _as_data(entry: AuditEntry) -> dict[str, object]:

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pgfence.cli.report import format_columns
+from pgfence.cli.report import format_columns, make_printable
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
@@ -98,7 +98,13 @@ def _iterate_lines(listing: Listing, now: datetime) -> Iterator[tuple[tuple[str,
     for row in listing:
         state = (_describe_state(row, now), _STYLES.get(row.state, ""))
         held = "" if row.holder.since is None else format_span(now - row.holder.since)
-        yield (row.label, "bold"), (row.holder.kind, ""), state, (held, ""), (describe_holder(row.holder), "")
+        yield (
+            (make_printable(row.label), "bold"),
+            (row.holder.kind, ""),
+            state,
+            (held, ""),
+            (describe_holder(row.holder), ""),
+        )
         for waiter in row.waiters:
             yield _build_waiter_line(waiter)
 
@@ -123,13 +129,13 @@ def _join(pids: tuple[int, ...]) -> str:
 
 
 def describe_holder(holder: Holder) -> str:
-    """Return who holds or waits, as far as it is known."""
+    """Return who holds or waits, as far as it is known, without control characters."""
     who = holder.owner or holder.application_name or ""
     where = f"{holder.user}@{holder.host or 'local'}" if holder.user else holder.host or ""
     process = f"pid {holder.pid}" if holder.pid else ""
     backend = f"backend {holder.backend_pid}" if holder.backend_pid else ""
     token = f"token {holder.token}" if holder.token is not None else ""
-    return ", ".join(filter(None, (who, where, process, backend, token, holder.purpose)))
+    return make_printable(", ".join(filter(None, (who, where, process, backend, token, holder.purpose))))
 
 
 def format_span(span: timedelta) -> str:

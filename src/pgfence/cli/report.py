@@ -99,7 +99,7 @@ class Console:
 
     def warn(self, line: str) -> None:
         """Print a line, even if quiet. Line breaks in messages of drivers are removed."""
-        self.write(f"pgfence: {' '.join(line.split())}")
+        self.write(f"pgfence: {make_printable(' '.join(line.split()))}")
 
     def tell(self, line: str) -> None:
         """Print a line unless quiet."""
@@ -140,16 +140,28 @@ class AdminReport(Generic[F]):
             how = {"outcome": self.outcome, "exit_code": int(self.code)}
             print(json.dumps(target | how | found | {"message": " ".join(self.lines)}))
         elif self.code in {Code.OK, Code.NOBODY}:
-            print("\n".join(self.lines))
+            print("\n".join(map(make_printable, self.lines)))
         else:
             Console().warn(" ".join(self.lines))
         raise CommandExit(self.code)
 
 
+def make_printable(text: str) -> str:
+    """Return a text whose control and format characters are replaced by backslash escapes.
+
+    Names, owners and the like may come from any client of the database. Escape sequences in them would control the terminal, and
+    line breaks would look like other rows.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 def format_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return aligned lines with all values in full; the first row has the titles."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    """Return aligned lines with all values in full, except for control characters; the first row has the titles."""
+    cells = [[make_printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
 def run_reported(work: Callable[[], AdminReport[F]]) -> AdminReport[F]:
@@ -183,7 +195,7 @@ def write_wrapped(text: str, indent: int = 0) -> None:
     filled = textwrap.TextWrapper(
         width, initial_indent=blank, subsequent_indent=blank, break_long_words=False, break_on_hyphens=False
     )
-    print(filled.fill(text))
+    print(filled.fill(make_printable(" ".join(text.splitlines()))))
 
 
 def expect_answer(*, dry_run: bool, yes: bool) -> None:
@@ -197,7 +209,7 @@ def confirm(lines: Sequence[str], question: str) -> bool:
     import click
 
     for line in lines:
-        click.echo(line, err=True)
+        click.echo(make_printable(line), err=True)
     try:
         return click.confirm(question, err=True)
     except click.Abort:  # the end of the input, or Ctrl-C

@@ -183,6 +183,8 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
             if is_row_locked(error):
                 raise self._build_occupied_error() from error
             raise
+        if row[0] is None:
+            raise self._build_mismatch_error(row[1], row[2])
         if not row[0]:
             raise self._build_owned_error(row)
         self.count = size

@@ -125,6 +125,7 @@ class Partitions:
             LockTimeoutError: a partition is owned, and the message names its owner; or a transaction of a former owner is
                 still open. Nothing was done.
             ValueError, TypeError: `count` is not a valid number.
+            ValueError: another hash is stored. Nothing was done.
             UnreachableError: there was no response; resizing again is safe.
             SchemaError: the tables are missing, or this role may not use them.
         """
@@ -169,8 +170,15 @@ class Worker:
     def __init__(self, options: _Options, serve: Callable[[int, HeldLease], object]) -> None:
         self._serve = serve
         self._serving: set[threading.Thread] = set()
+        self._ended = threading.Event()
         self._balancer = Balancer(options, THREADS, self._call, self._start_work)
-        self._thread = threads.start("pgfence-worker", run_sync, self._balancer.run_worker)
+        self._thread = threads.start("pgfence-worker", self._run)
+
+    def _run(self) -> None:
+        try:
+            run_sync(self._balancer.run_worker)
+        finally:
+            self._ended.set()
 
     async def _call(self, partition: int, lease: PartitionLease) -> None:
         self._serve(partition, lease)
@@ -202,8 +210,12 @@ class Worker:
             ValueError: the worker has ended before, because another number of partitions or another hash is stored.
         """
         self._balancer.end()
-        if threading.current_thread() not in self._serving:
-            self._thread.join()
+        # A listener of events may be called on the worker's own thread.
+        if threading.current_thread() not in (self._thread, *self._serving):
+            # Not join(): after a KeyboardInterrupt in it, Python may take a running thread for a finished one. A forked child has
+            # no such thread, so it does not wait.
+            while self._thread.is_alive() and not self._ended.wait(0.5):
+                pass
             if self._balancer.error is not None:
                 raise self._balancer.error
 

@@ -131,7 +131,8 @@ BEGIN
     END IF;
 END $$;
 
--- Stores another number of partitions, unless one of them is owned: then the row describes it, and nothing is changed. A key can move
+-- Stores another number of partitions, unless one of them is owned: then the row describes it, and nothing is changed. If another
+-- hash is stored, resized is NULL, partition is the stored number, kind is the stored hash, and nothing is changed. A key can move
 -- to another partition, whose gate does not stop a former owner of the old one. So the tokens of all partitions and their gates go up.
 CREATE FUNCTION @resize_partitions_v1@(p_name text, p_count integer, p_hash text)
 RETURNS TABLE (resized boolean, partition integer, kind text, owner text, host text, pid integer, backend_pid integer,
@@ -140,6 +141,7 @@ LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 #variable_conflict use_column
 DECLARE
     before integer;
+    stored text;
     current integer;
     at timestamptz;
     next bigint;
@@ -149,10 +151,16 @@ BEGIN
         PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
     END IF;
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
-    SELECT s.partitions INTO before FROM @partition_set@ AS s WHERE s.name = p_name FOR NO KEY UPDATE;
+    SELECT s.partitions, s.hash INTO before, stored FROM @partition_set@ AS s WHERE s.name = p_name FOR NO KEY UPDATE;
     IF NOT FOUND THEN
         INSERT INTO @partition_set@ AS s (name, partitions, hash) VALUES (p_name, p_count, p_hash) ON CONFLICT DO NOTHING;
-        SELECT s.partitions INTO STRICT before FROM @partition_set@ AS s WHERE s.name = p_name FOR NO KEY UPDATE;
+        SELECT s.partitions, s.hash INTO STRICT before, stored FROM @partition_set@ AS s WHERE s.name = p_name
+        FOR NO KEY UPDATE;
+    END IF;
+    IF stored <> p_hash THEN
+        RETURN QUERY SELECT NULL::boolean, before, stored, NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text,
+            NULL::bigint, NULL::timestamptz, NULL::timestamptz;
+        RETURN;
     END IF;
     current := @timeline_v1@();
     FOR i IN 0 .. before - 1 LOOP
