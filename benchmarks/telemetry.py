@@ -33,12 +33,12 @@ def run(quick: bool) -> dict[str, Any]:
         ),
         "bars": [],
         "tables": [],
-        "skipped": [],
+        "skipped": {},
     }
     try:
         import opentelemetry.sdk  # noqa: F401
     except ModuleNotFoundError:
-        result["skipped"] = ["opentelemetry-sdk is not installed"]
+        result["skipped"] = {"telemetry": "opentelemetry-sdk is not installed"}
         return result
     field = {
         OFF: floor.ours("off", "hold"),

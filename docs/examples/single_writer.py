@@ -7,7 +7,7 @@ python single_writer.py 10.0.0.7:8000
 
 import signal
 import sys
-import threading
+import time
 
 from sqlalchemy import create_engine, func, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
@@ -17,7 +17,6 @@ from pgfence import HeldLease, Partitions
 engine = create_engine("postgresql+psycopg://")
 SessionLocal = sessionmaker(engine)
 accounts = Partitions(engine, "accounts", 64, ttl=15)
-stop = threading.Event()
 
 
 class Base(DeclarativeBase):
@@ -64,14 +63,15 @@ def serve(partition: int, lease: HeldLease) -> None:
 
 
 def request_stop(*_: object) -> None:
-    stop.set()
+    sys.exit()  # leaves the block of join(), which gives the partitions up
 
 
 def main(address: str) -> None:
     signal.signal(signal.SIGTERM, request_stop)
     with accounts.join(serve, address=address) as worker:
         print("owns", len(worker.owned), flush=True)
-        stop.wait()
+        while True:
+            time.sleep(1)
 
 
 if __name__ == "__main__":
