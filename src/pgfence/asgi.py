@@ -76,7 +76,7 @@ class IdempotencyMiddleware:
         principal: a function of the ASGI scope that returns who sent the request, after authentication. It must never return a
             constant, or a value that the client can choose. The principal must be unique among all applications and tenants that
             share the tables. If the function returns None, the request gets a 400. Without the function, the principal is a
-            digest of `Authorization` and `Cookie`: use this only if these headers authenticate the client. A retry with other
+            digest of `Authorization` and `Cookie`. Use this only if these headers authenticate the client. A retry with other
             values runs again.
         methods: the methods to which this applies.
         routes: paths below the application's root path, such as `/payments`, `/orders/{id}/payments` or `/v1/*`. On these, a

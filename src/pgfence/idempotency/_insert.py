@@ -50,7 +50,7 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
             return found
         savepoint = (
             session.begin_nested()
-        )  # this flushes pending changes, whose errors must not count as errors of this row
+        )  # This flushes pending changes, whose errors must not count as errors of this row.
         try:
             with savepoint:
                 session.add(instance)

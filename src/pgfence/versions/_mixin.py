@@ -74,8 +74,8 @@ class Versioned(_Guarded):
     table, and is the same for several writes of one transaction. Therefore `etag` and `merge()` reject it.
 
     Attributes:
-        __version_mode__: what counts the version. With "client" it is this program, with "server" the trigger of
-            `schema.add_version_trigger`, and with "xmin" PostgreSQL itself.
+        __version_mode__: what counts the version. This program counts it with "client", the trigger of
+            `schema.add_version_trigger` with "server", and PostgreSQL itself with "xmin".
         __version_column__: the name of the column in the table. The attribute is always `version`.
         __version_relationships__: names of one-to-many and many-to-many relationships. Rows that are added, removed or deleted,
             and for one-to-many also rows that are changed or moved themselves, count as one change of this row for each flush,
