@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -320,6 +322,28 @@ async def test_observing_shows_each_leader(world: World, name: str, admin: psyco
         await eventually(lambda: seen == [None, 1])
     await eventually(lambda: seen == [None, 1, None])
     await watching
+
+
+@pytest.mark.sync_only
+@pytest.mark.one_driver
+def test_an_interrupted_resign_waits_again(world: World, name: str) -> None:
+    """After Ctrl-C in resign(), a second call still returns only when the member has stepped down."""
+    gained, go_on = threading.Event(), threading.Event()
+
+    def step_down() -> None:
+        # The first resign() has begun, and may be waiting now.
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        go_on.wait(30)
+
+    member = Election(world.engine(), name, ttl=30).stand(on_gained=gained.set, on_lost=step_down)
+    assert gained.wait(30)
+    with pytest.raises(KeyboardInterrupt):
+        member.resign()
+    timer = threading.Timer(0.2, go_on.set)
+    timer.start()
+    member.resign()
+    assert go_on.is_set()
+    timer.join()
 
 
 def test_manual_renewal_is_rejected() -> None:

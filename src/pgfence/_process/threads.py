@@ -65,9 +65,32 @@ atexit.register(end_all)
 PROCESS.renew_in_child(_forget_threads_in_child)
 
 
-def start(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
+class DaemonThread(threading.Thread):
+    """A daemon thread."""
+
+    def __init__(self, name: str, target: Callable[..., object], args: tuple[object, ...]) -> None:
+        super().__init__(target=target, args=args, name=name, daemon=True)
+        self._has_ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._has_ended.set()
+
+    def wait_ended(self) -> None:
+        """Wait until the thread has ended. If an exception interrupts the wait, a later call waits again.
+
+        `join()` does not: after a KeyboardInterrupt in it, Python 3.11 takes a running thread for a finished one.
+        """
+        # A forked child has no such thread, and nothing sets its copy of the event.
+        while self.is_alive() and not self._has_ended.wait(0.5):
+            pass
+
+
+def start(name: str, target: Callable[..., object], *args: object) -> DaemonThread:
     """Start a daemon thread."""
-    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread = DaemonThread(name, target, args)
     thread.start()
     return thread
 

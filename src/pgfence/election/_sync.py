@@ -241,7 +241,7 @@ class Member:
         """
         self._candidacy.end()
         if threading.current_thread() not in (self._thread, self._worker):
-            self._thread.join()
+            self._thread.wait_ended()
 
     def __enter__(self) -> Self:
         return self

@@ -170,15 +170,8 @@ class Worker:
     def __init__(self, options: _Options, serve: Callable[[int, HeldLease], object]) -> None:
         self._serve = serve
         self._serving: set[threading.Thread] = set()
-        self._ended = threading.Event()
         self._balancer = Balancer(options, THREADS, self._call, self._start_work)
-        self._thread = threads.start("pgfence-worker", self._run)
-
-    def _run(self) -> None:
-        try:
-            run_sync(self._balancer.run_worker)
-        finally:
-            self._ended.set()
+        self._thread = threads.start("pgfence-worker", run_sync, self._balancer.run_worker)
 
     async def _call(self, partition: int, lease: PartitionLease) -> None:
         self._serve(partition, lease)
@@ -212,10 +205,7 @@ class Worker:
         self._balancer.end()
         # A listener of events may be called on the worker's own thread.
         if threading.current_thread() not in (self._thread, *self._serving):
-            # Not join(): after a KeyboardInterrupt in it, Python may take a running thread for a finished one. A forked child has
-            # no such thread, so it does not wait.
-            while self._thread.is_alive() and not self._ended.wait(0.5):
-                pass
+            self._thread.wait_ended()
             if self._balancer.error is not None:
                 raise self._balancer.error
 
