@@ -93,7 +93,7 @@ def _find_bar(result: dict[str, Any], pattern: str) -> float:
     """Return the processor time of one waiter, in seconds per second."""
     for bar in result["bars"]:
         if found := re.match(pattern, bar["what"]):
-            return bar["value"] / 100 / int(found[1])
+            return float(bar["value"]) / 100 / int(found[1])
     raise LookupError(f"{PUBLISHED} has no figure {pattern!r}")
 
 
@@ -378,9 +378,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.measure:
         measure()
-    load, primary = (
-        kind(**{field.name: getattr(given, field.name) for field in fields(kind)}) for kind in (Load, Primary)
-    )
+    load = Load(**{field.name: getattr(given, field.name) for field in fields(Load)})
+    primary = Primary(**{field.name: getattr(given, field.name) for field in fields(Primary)})
     if given.docs:
         _write_page(render(HOSTS, Load(), Primary(), Costs()))
     else:
