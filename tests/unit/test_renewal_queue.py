@@ -163,6 +163,17 @@ def test_a_channel_is_listened_to_as_long_as_it_has_waiters() -> None:
     assert listeners.choose_change(99.0) is None
 
 
+def test_a_term_is_listened_for_immediately(now: Clock) -> None:
+    """A leader that was elected just now can be asked to resign; other leases are listened for after a second."""
+    queue = RenewalQueue()
+    queue.keep(make(now.now, 3600), now.now)
+    assert not queue.needs_listening(now.now)
+    term = make(now.now, 3600)
+    term.kind = "term"
+    queue.keep(term, now.now)
+    assert queue.needs_listening(now.now)
+
+
 def test_evictions_are_listened_to_once_for_all_leases(now: Clock) -> None:
     """After a second with leases, by one LISTEN for each prefix; then all are checked, later those that are named."""
     queue = RenewalQueue()

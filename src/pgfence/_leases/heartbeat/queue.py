@@ -130,7 +130,7 @@ def needs_renewal(grant: Grant) -> bool:
 
 
 LISTEN_AFTER = 1.0
-"""Seconds that leases must be held before a connection is opened to listen for evictions."""
+"""Seconds that leases must be held before a connection is opened to listen for evictions. Terms, which last, do not wait."""
 
 
 class RenewalQueue:
@@ -148,8 +148,8 @@ class RenewalQueue:
         self._due: dict[tuple[TableNames, LeaseKind], dict[Grant, None]] = {}
         """Renewals that wait for the connection, in order of arrival."""
         self._requests: dict[Grant, RenewRequest] = {}
-        self._held_since = 0.0
-        """Since when at least one grant has been kept."""
+        self._listen_at = 0.0
+        """When to start listening for evictions and for requests to resign."""
         self._suspects: dict[Grant, None] = {}
         """Leases that may have been evicted."""
 
@@ -166,14 +166,14 @@ class RenewalQueue:
     def keep(self, grant: Grant, now: float) -> None:
         """Start to keep a grant."""
         if not len(self.schedule):
-            self._held_since = now
+            self._listen_at = now + LISTEN_AFTER
+        if grant.kind == "term":
+            self._listen_at = min(self._listen_at, now)
         self.schedule.plan(grant)
 
     def needs_listening(self, now: float) -> bool:
         """Return whether to start listening for evictions, because evictions of some leases would be missed."""
-        return (
-            self.listens and now - self._held_since >= LISTEN_AFTER and self.listeners.is_missing(self.schedule.places)
-        )
+        return self.listens and now >= self._listen_at and self.listeners.is_missing(self.schedule.places)
 
     def check_later(self, channel: str, name: str | None = None) -> bool:
         """Record that the leases of a name, or all leases, may have been evicted. Return whether there are any.

@@ -84,8 +84,8 @@ class HeartbeatService:
         grant.request_renewal = self._request_renewal
         with self._lock:
             self._disposed = False
-            self._queue.keep(grant, clock())
-            self._wake_timer()
+            self._queue.keep(grant, now := clock())
+            (self._ensure_worker if self._queue.needs_listening(now) else self._wake_timer)()
 
     def drop(self, grant: Grant) -> None:
         """Stop renewing a grant that was released, abandoned or handed over. Calling it again does nothing."""
