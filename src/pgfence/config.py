@@ -162,7 +162,7 @@ def config_of(thing: HasDialect, *, pin: bool = False) -> Config:
 
 
 def events_of(thing: HasDialect) -> EventHub:
-    """Return the object that is notified of the events of an engine. It exists before the settings are made."""
+    """Return the hub that receives the events of an engine. It can be used before the engine's settings exist."""
     home = vars(_get_dialect(thing))
     hub: EventHub = home.get(_EVENTS) or home.setdefault(_EVENTS, EventHub())
     return hub

@@ -259,6 +259,7 @@ class DropIndexSafely(DropIndexOp):
         """
         if self._reverse is None:
             raise ValueError(
-                f"drop_index_safely({self.index_name!r}) cannot be reversed, because it does not have the columns of the index"
+                f"drop_index_safely({self.index_name!r}) cannot be reversed, because the columns of the index are not known:"
+                " write the downgrade with create_index_safely"
             )
         return self._reverse

@@ -1,4 +1,4 @@
-"""Open an unpooled connection with the engine's settings, wrap one for SQLAlchemy, and check its server.
+"""Open connections outside the engine's pool, wrap them for SQLAlchemy, and check their servers.
 
 All connections of pgfence's own are opened here, sync and async, for SQLAlchemy 2.0 and 2.1.
 """

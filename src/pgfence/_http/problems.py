@@ -179,7 +179,11 @@ OF_ERRORS = {
     "CapacityError": Problem(
         "database_full", 503, f"The database has no room for another lock at the moment. {_LATER}"
     ),
-    "SlotOverError": Problem("slot_over", 423, "The slot of the job that this request runs is done, or was missed."),
+    "SlotOverError": Problem(
+        "slot_over",
+        423,
+        "The job that this request runs is already done for the current time slot, or the slot was missed.",
+    ),
     "SlotClockError": Problem("slot_clock", 423, _INTERNAL),
     "SlotZoneError": Problem("slot_zone", 500, _INTERNAL),
     "LockNotHeldError": Problem("lock_not_held", 500, _INTERNAL),

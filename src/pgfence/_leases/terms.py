@@ -117,7 +117,7 @@ def build_terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lo
 
     Raises:
         TypeError: a value is neither a number nor a timedelta.
-        ValueError: a value is out of range, or does not go with the TTL.
+        ValueError: a value is out of range, or contradicts another one.
     """
     length = ttl_of(ttl)
     least = seconds(min_hold, "min_hold")

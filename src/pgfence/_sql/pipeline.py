@@ -34,7 +34,7 @@ _CONNECTED = 0
 
 
 class _Library(NamedTuple):
-    """The classes of psycopg that are needed, sync or async."""
+    """The parts of psycopg that a pipeline uses, sync or async."""
 
     connection: type[Any]
     cursor: Any

@@ -30,8 +30,8 @@ MANY_KEYS = 200_000
 _TABLES = {"lease": "kind", "gate": "resource", "idempotency_key": "locked_until", "lock_name": "key"}
 """The tables that are read if they exist and may be read, each with a column that its needed version has."""
 MISSING, DENIED = -2, -1
-# Until the transaction ends. The planner knows nothing about the size of pg_locks: nested loops over it would take minutes, and
-# their estimated costs would make it compile the statement.
+# These settings last until the transaction ends. The planner cannot estimate the size of pg_locks: nested loops over it would take
+# minutes, and their high estimated cost would trigger JIT compilation.
 _SETTINGS = "pg_catalog.set_config('enable_nestloop', 'off', true), pg_catalog.set_config('jit', 'off', true)"
 _PROBE = (
     f"SELECT {_SETTINGS}, pg_catalog.pg_has_role('pg_read_all_stats', 'MEMBER'), pg_catalog.current_database(), pg_catalog.json_object_agg(w.name, CASE"

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         (
             "64",
             (
-                "The command was misused, or it has neither a terminal nor --yes; NAME is a semaphore or partitions, of which "
-                "you can evict only one permit or partition; with --ask, the holder is not the leader of an election."
+                "The command was misused, or there is no terminal and --yes is missing; NAME is a whole semaphore or a whole set "
+                "of partitions, and not one permit or partition; with --ask, the holder is not the leader of an election."
             ),
         ),
         ("67", "No lease and no session has that name; with --ask, there is no leader. Nothing was done."),

@@ -51,10 +51,12 @@ from pgfence.errors import PgfenceError
 def install(
     dsn: str | None, engine: str | None, schema: str | None, prefix: str | None, sql: bool, quiet: bool
 ) -> None:
-    """Create the tables and functions that leases, fences, slots and idempotency keys need.
+    """Create pgfence's tables and server functions.
 
-    Run it once per database, or in every deployment, because a second run changes nothing. Advisory and transaction locks need no
-    tables.
+    Leases, elections, fences, slots, semaphores, rate limits, partitions and idempotency keys need them. Advisory and
+    transaction locks need no tables.
+
+    Run it once per database, or in every deployment, because a second run changes nothing.
     """
     if sql and (dsn or engine):
         raise MisuseError("--sql contacts no server: use it without --dsn and --engine")

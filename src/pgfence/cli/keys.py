@@ -129,7 +129,7 @@ def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
     },
     codes=[
         ("0", "Freed; or shown, with --dry-run."),
-        ("64", "The command was misused, or it has neither a terminal nor --yes."),
+        ("64", "The command was misused, or there is no terminal and --yes is missing."),
         ("67", "The key is unknown, finished or free. Nothing was done."),
         ("69", "The server did not respond."),
         ("75", "Its result is being stored, or another attempt has started. Nothing was done."),

@@ -38,7 +38,7 @@ _QUERY = 60
     },
     codes=[
         ("0", "The sessions were ended or, with --dry-run, shown."),
-        ("64", "The command was misused, or it has neither a terminal nor --yes."),
+        ("64", "The command was misused, or there is no terminal and --yes is missing."),
         ("67", "No session holds a leaked lock. Nothing was done."),
         ("69", "The server did not respond."),
         ("75", "All of the sessions were used again after they were shown. Nothing was done."),

@@ -192,8 +192,9 @@ class HeldLease(_Leased, FencedHeld):
         Raises:
             StaleFencingTokenError: another token is valid now.
             LockLostError, LockNotHeldError: the lease is no longer held.
-            TypeError: `data` is not JSON.
-            ValueError: `data` is not JSON; or the session is configured for another schema or prefix.
+            TypeError: `data` contains an object that JSON cannot represent.
+            ValueError: `data` contains NaN, infinity, NUL, a lone surrogate or a circular reference; or the session is configured
+                for another schema or prefix.
         """
         self.check()
         save_checkpoint(session, self._hold.stored, self.token, encode_json(data, "a checkpoint"), self._hold.place)

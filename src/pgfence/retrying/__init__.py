@@ -1,8 +1,8 @@
 """Retry whole transactions after conflicts: serialization failures, deadlocks and version conflicts.
 
 Guarantees: each attempt has a separate Session and transaction and reads everything again, so it uses no stale data of the
-previous attempt. A result that is returned was committed. Another attempt follows only if nothing of the previous one can have
-been committed, and only after one of these errors:
+previous attempt. A result that is returned was committed. Another attempt follows only if the previous one cannot have
+committed anything, and only after one of these errors:
 
 - `VersionConflictError` from a flush, and SQLAlchemy's own StaleDataError;
 - SQLSTATE 40001, serialization failure, and 40P01, deadlock, wherever they arise, including COMMIT; also `DeadlockError`.
