@@ -1,4 +1,4 @@
-"""The online half of an existing env.py, with the migration lock added."""
+"""The online part of an existing env.py, with the migration lock added."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from pgfence import LockKey
 from pgfence.migrations import migration_lock
 
-target_metadata = MetaData()  # of your models
+target_metadata = MetaData()  # replace this with your models' MetaData
 engine = create_engine("postgresql+psycopg://")
 async_engine = create_async_engine("postgresql+asyncpg://")
 

@@ -94,7 +94,7 @@ async def save(
 ) -> PageOut:
     page = await load_for_version(session, Page, page_id, expected)
     page.title = edit.title
-    await session.flush()  # the next version, and so the ETag, is known after this
+    await session.flush()  # sets the new version, which the ETag needs
     response.headers["ETag"] = etag(page)
     return PageOut(title=page.title, version=page.version)
 

@@ -1,4 +1,4 @@
-"""The same transfer with a synchronous Session, and with the same lock in a job.
+"""The same transfer with a sync Session, and a job that takes the same locks.
 
 pip install "pgfence[fastapi,psycopg]" uvicorn
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
@@ -66,7 +66,7 @@ def transfer(t: Transfer, session: SessionDep) -> Receipt:
 
 
 def nightly(src: int, dst: int) -> int:
-    """Outside of a request, `begin` opens the transaction and takes the lock."""
+    """Read a balance in a job. `begin` opens the transaction and takes both locks."""
     accounts = ACCOUNT(src), ACCOUNT(dst)
     with TransactionLock.begin(SessionLocal, *accounts, timeout=2) as session:
         return session.get_one(Account, src).balance

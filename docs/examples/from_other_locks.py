@@ -1,4 +1,4 @@
-"""Three releases that replace a lock of pals by a name of pgfence.
+"""Three releases that replace a lock of pals with a lock of pgfence.
 
 pip install "pgfence[psycopg]"
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
@@ -27,6 +27,6 @@ def release_n_plus_1(work: Callable[[], None]) -> None:
 
 
 def release_n_plus_2(work: Callable[[], None]) -> None:
-    """Lock the name alone."""
+    """Lock only the name."""
     with AdvisoryLock(engine, "billing").hold(timeout=30):
         work()

@@ -1,4 +1,4 @@
-"""Two releases that replace a lock of redis-py by a lease.
+"""Two releases that replace a lock of redis-py with a lease.
 
 pip install "pgfence[psycopg]" redis
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
@@ -16,12 +16,12 @@ engine = create_engine("postgresql+psycopg://")  # reads PGHOST, PGDATABASE, ...
 
 
 def release_n(redis: Redis, work: Callable[[], None]) -> None:
-    """Hold both locks, Redis outside."""
+    """Hold both locks, and acquire the one in Redis first."""
     with redis.lock("billing", timeout=60), Lease(engine, "billing", ttl=60).hold():
         work()
 
 
 def release_n_plus_1(work: Callable[[], None]) -> None:
-    """Hold the lease alone."""
+    """Hold only the lease."""
     with Lease(engine, "billing", ttl=60).hold():
         work()

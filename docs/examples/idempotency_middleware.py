@@ -1,4 +1,4 @@
-"""The header Idempotency-Key for endpoints that contain no code for it, on FastAPI.
+"""The Idempotency-Key header on FastAPI, for endpoints that contain no code for it.
 
 pip install "pgfence[fastapi,asyncpg]" uvicorn
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
@@ -48,7 +48,7 @@ async def get_session() -> AsyncIterator[AsyncSession]:
 
 
 class Authentication:
-    """Replace this with your authentication: it stores the user in the scope."""
+    """Store the user in the scope. Replace this with your authentication."""
 
     def __init__(self, app: App) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""The header Idempotency-Key for endpoints that contain no code for it, on Flask.
+"""The Idempotency-Key header on Flask, for endpoints that contain no code for it.
 
 pip install "pgfence[psycopg]" flask
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...

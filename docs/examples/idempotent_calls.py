@@ -1,4 +1,4 @@
-"""Idempotency keys outside of a request: a block, a function, a unique row."""
+"""Idempotency keys outside of a request, for a block, a function and a unique row."""
 
 from decimal import Decimal
 
@@ -41,5 +41,5 @@ def receive_payment(session: Session, event_id: str, amount: int) -> bool:
 
 
 def receive_payment_by_number(session: Session, number: int, amount: int) -> Payment:
-    """Insert the payment, or return the row that has its number already."""
+    """Insert the payment, or return the existing row with the same number."""
     return insert_once(session, Payment(id=number, amount=amount), key=[Payment.id])

@@ -1,4 +1,4 @@
-"""Jobs in APScheduler on every replica: only the leader's scheduler runs them."""
+"""An APScheduler on every replica, of which only the leader's runs the jobs."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def serve(partition: int, lease: HeldLease) -> None:
 
 
 def request_stop(*_: object) -> None:
-    sys.exit()  # leaves the block of join(), which gives the partitions up
+    sys.exit()  # leaves the block of join(), which releases the partitions
 
 
 def main(address: str) -> None:

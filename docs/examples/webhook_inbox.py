@@ -1,4 +1,4 @@
-"""A webhook's inbox on Flask: each consumer processes each event once.
+"""A webhook inbox on Flask, where each consumer processes each event once.
 
 pip install "pgfence[psycopg]" flask
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...

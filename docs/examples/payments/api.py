@@ -85,7 +85,7 @@ class ProviderUnavailable(Exception):
 
 
 class AmountMismatch(Exception):
-    """An order of this key exists, for another amount. Its key has expired."""
+    """The key has expired, but its order exists, with another amount."""
 
 
 def get_session() -> Iterator[Session]:
@@ -109,7 +109,7 @@ OrderId = Annotated[int, Path(gt=0, lt=2**31)]
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-    # Every process runs this when it starts. The lock lets one at a time create tables.
+    # Each process runs this when it starts. Only one at a time creates the tables.
     with TransactionLock.begin(engine, "payments:tables") as connection:
         Base.metadata.create_all(connection)
         schema.create_all(connection)
@@ -125,7 +125,7 @@ install_error_handlers(app)
 async def reject_invalid(
     request: object, error: RequestValidationError
 ) -> JSONResponse:
-    # FastAPI's default repeats the input, and fails if that is NaN or not text.
+    # FastAPI's default echoes the input, and fails if that is NaN or not valid text.
     errors = [{"loc": one["loc"], "msg": one["msg"]} for one in error.errors()]
     return JSONResponse({"detail": errors}, 422)
 

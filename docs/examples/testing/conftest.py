@@ -1,4 +1,4 @@
-"""The application's own fixtures, on the server of pgfence's plugin."""
+"""The application's own fixtures, which use the server of pgfence's pytest plugin."""
 
 from __future__ import annotations
 

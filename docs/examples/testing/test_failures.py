@@ -103,7 +103,7 @@ def test_row_was_changed_by_another_transaction(engine: Engine) -> None:
 def test_key_is_in_use(
     engine: Engine, session: Session, pgfence_namespace: str
 ) -> None:
-    key = pgfence_namespace  # a text that no other test uses
+    key = pgfence_namespace  # a str that no other test uses
     with Session(engine) as other:
         idempotent(other, key, scope="pay").run(lambda: "paid")  # not committed yet
         with pytest.raises(IdempotencyInProgressError):

@@ -1,4 +1,4 @@
-"""Threads that contend for one lock are never inside at the same time."""
+"""Threads that contend for one lock never hold it at the same time."""
 
 from __future__ import annotations
 
