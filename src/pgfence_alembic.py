@@ -1,7 +1,7 @@
 """Alembic's plugin, with the directives of `op`, and a comparison for autogenerate that env.py can select.
 
 Alembic loads entry points while it is only half imported, also in programs that never use pgfence. This module is therefore
-outside of the package, imports nothing of pgfence or Alembic until something is used, and logs errors instead of raising them.
+outside the package, imports nothing of pgfence or Alembic until something is used, and logs errors instead of raising them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Directives:
             schema: the schema, which is created if it does not exist. None means the schema in which the search path finds an
                 installation, which is then not changed, or otherwise the first schema on the search path.
             prefix: prefix of the names of tables and functions.
-            version: version of tables and functions, so that the migration does the same with a later release; None means the
-                newest.
+            version: the version of the tables and functions, so that the migration does the same with a later release. None
+                means the newest version.
 
         Raises:
             ValueError: this release does not know the version, the schema is empty, or the prefix is too long.
@@ -54,7 +54,7 @@ class Directives:
 
     @classmethod
     def drop_pgfence(cls, operations: Operations, *, schema: str | None = None, prefix: str = "pgfence_") -> None:
-        """Drop pgfence's tables and functions with all their rows. Missing ones are not an error.
+        """Drop pgfence's tables and functions with all their rows. Missing tables or functions are not an error.
 
         If they are created again, tokens start at 1, and idempotency keys and finished slots are forgotten.
 
@@ -104,19 +104,19 @@ class Directives:
     ) -> None:
         """Make a table reject every write of a transaction that has not entered the gate of its resource.
 
-        Like `pgfence.schema.add_fence`, with the settings of `configure` as arguments. A fence of another resource is replaced.
-        The separate fence of a partition is merged with that of its parent, and is dropped with it.
+        This works like `pgfence.schema.add_fence`, with the settings of `configure` as arguments. A fence of another resource
+        is replaced. The separate fence of a partition is merged with that of its parent, and is dropped with it.
 
-        The table and its partitions, on a second call only those that lack something, are locked in SHARE ROW EXCLUSIVE mode. The
-        lock waits for the transactions that have written there, and new writers wait behind it, for at most the session's
-        `lock_timeout` (`DDL_WAIT` in pgfence's templates). The mode is ACCESS EXCLUSIVE, which also blocks readers, if a resource
-        for the whole table replaces one for each row, and in a script (`--sql`) if a fence exists.
+        The table and its partitions (in a repeated call, only those whose fence is incomplete) are locked in SHARE ROW
+        EXCLUSIVE mode. The lock waits for the transactions that have written to them, and new writers wait behind it, for at
+        most the session's `lock_timeout` (`DDL_WAIT` in pgfence's templates). The mode is ACCESS EXCLUSIVE, which also blocks
+        readers, if a resource for the whole table replaces one for each row, and in a script (`--sql`) if a fence exists.
 
         Args:
             operations: `op` itself.
             table: name of the table.
             resource: the fenced resource; with columns in braces ("close:{book}") each row has its own.
-            namespace: the namespace that the programs which write there pass to `configure`.
+            namespace: the namespace that the programs that write to the table pass to `configure`.
             schema: schema of the table.
             pgfence_schema: schema of pgfence's functions.
             prefix: prefix of their names.
@@ -144,7 +144,7 @@ class Directives:
         """Drop the fence of a table. A missing fence is not an error. A partition keeps the fence of its parent.
 
         The table and its partitions are locked in ACCESS EXCLUSIVE mode: the lock waits for the transactions that have read or
-        written there, and new readers and writers wait behind it, for at most the session's `lock_timeout` (`DDL_WAIT` in
+        written them, and new readers and writers wait behind it, for at most the session's `lock_timeout` (`DDL_WAIT` in
         pgfence's templates).
 
         Args:
@@ -174,14 +174,15 @@ class Directives:
     ) -> None:
         """Make the server increment the version of each row on every UPDATE, whichever program sends it.
 
-        Like `pgfence.schema.add_version_trigger`, with the settings of `configure` as arguments. pgfence's tables are not needed.
-        Partitions are covered. Tables that inherit from this one with INHERITS are not covered. Each of them needs a separate
-        trigger. Otherwise an UPDATE of its rows, even through this table, does not change their version.
+        This works like `pgfence.schema.add_version_trigger`, with the settings of `configure` as arguments. pgfence's tables
+        are not needed. Partitions are covered. Tables that inherit from this one with INHERITS are not covered. Each of them
+        needs a separate trigger. Without it, an UPDATE of that table's rows, even through the parent table, does not change
+        their version.
 
         Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode: the lock waits for the
-        transactions that have written there, and new writers wait behind it, for at most the session's `lock_timeout`
-        (`DDL_WAIT` in pgfence's templates). The mode is ACCESS EXCLUSIVE, which also blocks readers, if the trigger replaces one
-        for another column or a disabled one.
+        transactions that have written to them, and new writers wait behind it, for at most the session's `lock_timeout`
+        (`DDL_WAIT` in pgfence's templates). The mode is ACCESS EXCLUSIVE, which also blocks readers, if the trigger replaces
+        one for another column or a disabled one.
 
         Args:
             operations: `op` itself.
@@ -215,7 +216,7 @@ class Directives:
         A missing trigger is not an error. Its function is kept, because other tables may use it.
 
         The table and its partitions are locked in ACCESS EXCLUSIVE mode: the lock waits for the transactions that have read or
-        written there, and new readers and writers wait behind it, for at most the session's `lock_timeout` (`DDL_WAIT` in
+        written them, and new readers and writers wait behind it, for at most the session's `lock_timeout` (`DDL_WAIT` in
         pgfence's templates).
 
         Args:
@@ -247,15 +248,17 @@ class Directives:
     ) -> None:
         """Create an index with CONCURRENTLY, without blocking writers. It can be repeated after an interrupted build.
 
-        An INVALID index of that name, which a failed or killed build leaves behind, is dropped first. A valid index is kept if it
-        is the same. To compare the two, PostgreSQL describes the wanted index on an empty temporary table of the same name and
-        columns, with method, columns, expressions, order, predicate and options, but not the tablespace. An index whose text also
-        contains the schema (`shop.entry.id`), or passes the row to a function of the table's type, cannot be created there. It
-        counts as the same only if it is written exactly as PostgreSQL writes it, which the error quotes.
+        An INVALID index of that name, which a failed or killed build leaves behind, is dropped first. A valid index is kept if
+        it is the same as the wanted one. To compare the two, PostgreSQL describes the wanted index on an empty temporary table
+        of the same name and columns, with method, columns, expressions, order, predicate and options, but not the tablespace.
+        An index whose text also contains the schema (`shop.entry.id`), or passes the row to a function of the table's type,
+        cannot be created on that table. It counts as the same only if it is written exactly as PostgreSQL writes it, which the
+        error quotes.
 
-        A script (`--sql`) also drops an invalid index, and accepts any other one of that name as the wanted one. Earlier steps
-        of the migration are committed first, because CONCURRENTLY runs outside of a transaction. It waits for older transactions
-        without a limit, regardless of `lock_timeout`, because no reader or writer waits behind it. `statement_timeout` does end it.
+        A script (`--sql`) also drops an invalid index, and accepts any other index of that name as the wanted index. Earlier
+        steps of the migration are committed first, because CONCURRENTLY runs outside a transaction. The build waits for older
+        transactions without a limit, regardless of `lock_timeout`, because no reader or writer waits behind it.
+        `statement_timeout` does end it.
 
         Args:
             operations: `op` itself.
@@ -263,12 +266,12 @@ class Directives:
             table_name: the name of the table.
             columns: column names, or `sqlalchemy.text` for expressions.
             schema: schema of table and index.
-            unique: create a unique index.
+            unique: whether to create a unique index.
             **kw: further arguments of `op.create_index`, such as postgresql_where.
 
         Raises:
-            ValueError: another object has that name, or an index that differs or cannot be compared; or the table is partitioned,
-                where PostgreSQL does not support CONCURRENTLY.
+            ValueError: another object, or an index that differs or cannot be compared, has that name; or the table is
+                partitioned, where PostgreSQL does not support CONCURRENTLY.
             TransactionStateError: Alembic did not start the transaction, for example because the Connection was already in one.
         """
         made = _operations().CreateIndexSafely(index_name, table_name, columns, schema=schema, unique=unique, **kw)

@@ -1,7 +1,7 @@
 """pytest's plugin: the fixtures of `pgfence.testing`.
 
-pytest loads this module in every project of an environment in which pgfence is installed. It is therefore outside of the
-package, and imports neither pgfence nor SQLAlchemy until a test uses a fixture.
+pytest loads this module in every project of an environment in which pgfence is installed. It is therefore outside the package,
+and imports neither pgfence nor SQLAlchemy until a test uses a fixture.
 """
 
 from __future__ import annotations

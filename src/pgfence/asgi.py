@@ -53,11 +53,11 @@ class IdempotencyMiddleware:
     The key is claimed, in a separate transaction, before the application is called. The response is stored when it is complete,
     and then sent. While the application runs, a thread renews the claim, and no connection is held.
 
-    Guarantees: of all requests with the same key, principal, method and path, one runs at a time, and at most one response below
-    `record_below` is stored. Later requests get the status, body and headers of that response, without headers of the connection,
-    `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`. Requests that arrive while the first one runs get a
-    409 with `Retry-After`. Requests with another query, content type or body get a 422. If the client disconnects before the
-    response is sent, the request still runs to its end.
+    Guarantees: of all requests with the same key, principal, method and path, one runs at a time, and at most one response
+    below `record_below` is stored. Later requests get the status, body and headers of that response, without
+    connection-specific headers, `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`. Requests that arrive
+    while the first one runs get a 409 with `Retry-After`. Requests with another query, content type or body get a 422. If the
+    client disconnects before the response is sent, the request still runs to its end.
 
     Limitations: a handler that failed or died may have done part of its work, and runs again on the next request. Do its database
     work in one transaction, and other work in an `IdempotentEffect`, whose steps are stored.
@@ -74,18 +74,18 @@ class IdempotencyMiddleware:
         app: the application.
         engine: an AsyncEngine, or a function that returns one. The tables must exist: run `pgfence install`.
         principal: a function of the ASGI scope that returns who sent the request, after authentication. It must never return a
-            constant, or a value that the client can choose. The principal must be unique among all applications and tenants that
-            share the tables. If the function returns None, the request gets a 400. Without the function, the principal is a
-            digest of `Authorization` and `Cookie`. Use this only if these headers authenticate the client. A retry with other
-            values runs again.
-        methods: the methods to which this applies.
+            constant, or a value that the client can choose. The principal must be unique among all applications and tenants
+            that share the tables. If the function returns None, the request gets a 400. Without the function, the principal is
+            a digest of `Authorization` and `Cookie`. Use this only if these headers authenticate the client. A retry with other
+            values of these headers runs again.
+        methods: the HTTP methods that the middleware handles.
         routes: paths below the application's root path, such as `/payments`, `/orders/{id}/payments` or `/v1/*`. On these, a
             request without a key gets a 400. `{name:path}` matches any number of segments, and a trailing slash makes no
             difference. None means all paths, and a request without a key is passed on.
         record_below: responses with this status or above are failures, which are sent and not stored. The same applies to 401,
-            408, 425 and 429, and from 400 on to responses with `Retry-After`, because the same request may succeed later.
-        max_body: the largest number of bytes in the body of a request, which otherwise gets a 413, and in a response that is
-            stored.
+            408, 425 and 429, and to responses with `Retry-After` whose status is 400 or above, because the same request may
+            succeed later.
+        max_body: the largest body in bytes. A request with a larger body gets a 413, and a larger response is not stored.
         ttl: seconds until the claim of a dead process expires, from 0.3 to a day. This does not limit how long a request may
             take.
         keep: seconds for which a response is kept, at least the ttl.

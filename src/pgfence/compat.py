@@ -7,8 +7,8 @@ plain names in new code, because the keys are shorter, have no namespace or depe
 pals and sqlalchemy-dlock use the byte order of the host. This module computes the keys of little-endian machines, such as x86 and
 ARM. On a big-endian machine, such as s390x, the old code locks other keys.
 
-A name is used exactly as the other library uses it. It is not checked if that library does not check it, because NUL or an empty
-name may be in use.
+A name is used exactly as the other library uses it. If that library does not check a name, neither does this module, because
+empty names and names with NUL may be in use.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def pals_key(app_name: str, name: str) -> LockKey:
 
 
 def dlock_key(name: str | bytes | int) -> LockKey:
-    """Return the key of `sqlalchemy_dlock.create_sadlock(connection, name)`. If the name is an int, it is the key.
+    """Return the key of `sqlalchemy_dlock.create_sadlock(connection, name)`. An int is the key itself.
 
     Raises:
         TypeError: `name` is neither a str, bytes nor an int, or is a bool.
-        ValueError: `name` is an int that does not fit into 64 bits, signed, or a str with a lone surrogate.
+        ValueError: `name` is an int that does not fit into a signed 64-bit integer, or a str with a lone surrogate.
     """
     if isinstance(name, int):
         return LockKey.raw(name)
@@ -96,7 +96,7 @@ async def hashtext_key(connection: AsyncConnection, name: str) -> LockKey: ...
 @overload
 def hashtext_key(connection: Connection, name: str) -> LockKey: ...
 def hashtext_key(connection: Connection | AsyncConnection, name: str) -> object:
-    """Return the key of `pg_advisory_lock(hashtext(name))`, which this server computes in one round trip.
+    """Return the key of `pg_advisory_lock(hashtext(name))`, which the server computes in one round trip.
 
     Only the server can compute it, because PostgreSQL does not guarantee that `hashtext` is the same in every release. Use the
     server on which the lock is held, and do not store the result. A connection outside a transaction stays outside a transaction,

@@ -1,4 +1,4 @@
-"""Optional settings that an application makes once for each engine."""
+"""Optional settings, which an application sets once for each engine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def configure(
         engine: the engine on which locks are requested.
         namespace: included in every key computed from a name, so that two applications in one database do not share locks. It
             does not apply to `LockKey` objects, which contain their own namespace.
-        schema: the schema of pgfence's tables, for the primitives that need them. None means the search path.
+        schema: the schema of pgfence's tables, for the primitives that need them. None means that the search path selects it.
         prefix: the prefix of the tables' names.
         default_timeout: seconds that a call with `timeout=None` waits; `math.inf` means to wait indefinitely.
         lock_engine: the engine on which session locks are acquired instead, for example with a direct URL if `engine` uses a

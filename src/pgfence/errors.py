@@ -1,7 +1,7 @@
 """All exceptions of pgfence; `PgfenceError` is their base class.
 
 Each exception can be pickled and has its data as attributes, and its message says what to do. Handle exceptions by class or
-attribute, never by their text. All of them have these attributes:
+attribute, never by their text. All exceptions have these attributes:
 
 - `retryable`: whether the same call may succeed later without a change by the caller;
 - `retry_after`: seconds to wait before a retry, or None if the caller's own backoff is as good;
@@ -52,8 +52,8 @@ class PgfenceError(DontWrapMixin, Exception):
 class LockTimeoutError(PgfenceError, TimeoutError):
     """The lock did not become free within the timeout. No lock is held, and the caller's transaction is usable.
 
-    If it comes from a fence, another transaction is still inside the gate, and PostgreSQL has aborted the transaction that
-    tried to enter.
+    If a fence raises it, another transaction is still inside the gate, and PostgreSQL has aborted the transaction that tried to
+    enter.
 
     `holders` lists the holders that were last seen, and may be empty. `held_here` lists the names of the session locks that the
     same task or thread already held while it waited.
@@ -110,7 +110,7 @@ class LockLostError(PgfenceError):
 
 
 class LockNotHeldError(PgfenceError):
-    """No lock is held, because it was already released, `current()` was called outside a hold, or this is a forked child."""
+    """No lock is held, because the lock was already released, `current()` was called outside a hold, or this is a forked child."""
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -152,7 +152,7 @@ class StandbyError(PgfenceError):
 
 
 class UnsupportedServerError(PgfenceError):
-    """pgfence does not support the server, because it has another dialect or driver, is too old, or is not PostgreSQL."""
+    """pgfence does not support the engine's dialect or driver, or the server is too old or not PostgreSQL."""
 
 
 class UnreachableError(PgfenceError):
@@ -200,7 +200,8 @@ class KeyCollisionError(PgfenceError):
 class SchemaError(PgfenceError):
     """pgfence's tables or functions are missing, too old or altered, or this role may not use them.
 
-    `command` is what fixes it: a `pgfence install`, an ALTER TABLE or a GRANT. It is empty if another role has to do that.
+    `command` is the command or statement that fixes the problem: a `pgfence install`, an ALTER TABLE or a GRANT. It is empty if
+    another role must fix it.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class VersionConflict(NamedTuple):
 
     Attributes:
         model: the mapped class.
-        pk: the primary key, a tuple even if it is one column.
+        pk: the primary key, as a tuple even if it has only one column.
         expected: the version that the caller read.
         found: the current version, or None if the row was deleted.
     """
@@ -280,7 +281,7 @@ class VersionRequiredError(PgfenceError):
 
 
 class CommitOutcomeUnknownError(PgfenceError):
-    """The connection was lost during COMMIT, so the transaction may or may not be committed.
+    """The connection was lost during COMMIT, so the transaction may or may not have been committed.
 
     Check for its effects before you retry; an idempotency key makes the retry harmless.
     """
@@ -302,8 +303,8 @@ class IdempotencyKeyReusedError(PgfenceError):
 class IdempotencyInProgressError(PgfenceError):
     """Another caller has the key and did not finish within the timeout. The caller's transaction is usable.
 
-    `retry_after` is the time until the key is free, if the attempt that has it ended with an error or no longer renews its claim.
-    While the attempt runs, `retry_after` is 1 second.
+    `retry_after` is the number of seconds until the key is free, if the attempt that has it ended with an error or no longer
+    renews its claim. While the attempt runs, `retry_after` is 1 second.
 
     `ended_with` is the name of the error with which the attempt ended, such as "TimeoutError"; it is None while the attempt runs.
 
@@ -340,7 +341,8 @@ class AttemptLostError(PgfenceError):
     remains, and the provider can recognize it by the derived keys. `retry_after` is set, because the same call returns the result
     of the newest attempt, or runs another one.
 
-    For a claim of a row, `scope` is the table, `key` the primary key, `attempt` the token of the claim and `newest` that of the row.
+    For a claim of a row, `scope` is the table, `key` the primary key, `attempt` the token of the claim and `newest` that of the
+    row.
 
     With `takeover=False`, calls after an attempt with an unknown outcome also raise this error, until the key is freed. In that
     case `retry_after` is None, because waiting does not help.

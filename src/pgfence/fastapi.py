@@ -1,8 +1,8 @@
-"""FastAPI dependencies that belong to the endpoint's transaction, and responses for pgfence errors.
+"""FastAPI dependencies that work in the endpoint's transaction, and responses for pgfence errors.
 
-`session=` is the application's own dependency. Every part of a request must depend on it with `scope="function"`. Otherwise a
-dependency with `yield` commits after the client has received the response. With `scope="function"`, FastAPI creates one session
-for all parts.
+`session=` takes the application's own dependency that provides the session. Every part of a request that uses the session must
+depend on it with `scope="function"`. Otherwise a dependency with `yield` commits after the client has received the response.
+With `scope="function"`, FastAPI creates one session for all parts.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def install_error_handlers(app: FastAPI) -> None:
     """Turn each pgfence error into a problem response (RFC 9457), and describe these responses in the OpenAPI document.
 
     The response is `application/problem+json`, with the `http_status` of the error, a `code` for programs and a `detail` for
-    people. The reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is `retryable`.
-    Such a response is not stored by an `IdempotencyMiddleware`. The message of the error, which may name keys and holders, is not
-    sent but logged to `pgfence.fastapi`, from status 500 on as an error with its traceback. In a WebSocket, the error propagates.
-    An application that is mounted in this one needs its own handlers.
+    people. The reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is
+    `retryable`. Such a response is not stored by an `IdempotencyMiddleware`. The message of the error, which may name keys and
+    holders, is not sent but logged to `pgfence.fastapi`. From status 500 on, it is logged at ERROR with its traceback. In a
+    WebSocket, the error propagates. An application that is mounted in this one needs its own handlers.
 
     The OpenAPI document lists these problems for the operations that use `idempotency_key`, `Idempotent` or `Locked`, that an
-    `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also contains the header of the
-    middleware.
+    `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also contains the request header
+    that the middleware reads.
     """
     app.add_exception_handler(PgfenceError, _answer)  # type: ignore[arg-type]
     app.add_exception_handler(_Refused, _refuse)  # type: ignore[arg-type]
@@ -142,23 +142,25 @@ idempotency_key.__signature__ = inspect.signature(_as_documented)  # type: ignor
 
 
 class Locked:
-    """A dependency that acquires a transaction lock before the endpoint begins. The endpoint's transaction holds it to its end.
+    """A dependency that acquires a transaction lock before the endpoint begins.
+
+    The endpoint's transaction holds the lock until it ends.
 
     Write `Depends(Locked("account:{account_id}", session=get_session), scope="function")` in the decorator or as a parameter.
     Dependencies in the decorator run first, in the order of the list, so put authentication before this one. A timeout results in
     423, and an unusable value in 422. It cannot be used for a WebSocket. See `TransactionLock` for its guarantees.
 
     Args:
-        names: names in which a field in braces is a path parameter, converted as declared. If it is declared as `int`, 007 locks
-            `account:7`. A `float` or `Decimal` can be written in several ways, which are different locks.
+        names: names in which a field in braces is a path parameter, converted as declared. If it is declared as `int`, 007
+            locks `account:7`. A `float` or `Decimal` can be written in several ways, and each of these is a different lock.
         session: the dependency that provides the endpoint's Session or AsyncSession.
         timeout: seconds to wait; None means the configured default.
 
     Raises:
         ValueError: no name was given, or a field is not just the name of a parameter.
-        TypeError: for a request, if no parameter declares a field, if the endpoint is a generator, or if a dependency requests
-            the session without `scope="function"`, with `use_cache=False`, or under other scopes of `Security`, so that there
-            would be two sessions.
+        TypeError: for a request, if a field is not declared as a parameter, if the endpoint is a generator, or if a dependency
+            requests the session without `scope="function"`, with `use_cache=False`, or under other scopes of `Security`, so
+            that there would be two sessions.
         PgfenceError: for a request, the same errors as `TransactionLock.acquire`.
     """
 
@@ -210,8 +212,8 @@ class IdempotentCall(Generic[T]):
                 await the result.
 
         Raises:
-            TypeError: it was called on an event loop with a Session, where waiting would block the commit of the request that has
-                the key.
+            TypeError: it was called with a Session on an event loop, where waiting would block the commit of the request that
+                has the key.
             PgfenceError: the same errors as `idempotent`.
         """
         if isinstance(self._once, AsyncIdem):
@@ -230,7 +232,7 @@ class IdempotentCall(Generic[T]):
 
 
 class Idempotent(Generic[T]):
-    """A dependency that handles the `Idempotency-Key` of a request whose effect is in its transaction; see `idempotent`.
+    """A dependency that handles the `Idempotency-Key` of a request whose work is done in its transaction; see `idempotent`.
 
     `Depends(Idempotent(session=get_session, principal=user_id, result=PayOut), scope="function")` provides an
     `IdempotentCall[PayOut]`.

@@ -1,8 +1,8 @@
 """Lock names and their 64-bit keys, which are the same in every process, on every platform and in every release.
 
 The key is the first 8 bytes, big-endian and signed, of SHA-256 over UTF-8(namespace + U+001F + name). There is no salt, and the
-byte order of the host does not matter, so every release, language and machine computes the same key. The text is used unchanged.
-It is not normalized, stripped or case-folded, so a composed and a decomposed "é" are two names.
+byte order of the host does not matter, so every release, language and machine computes the same key. The text is used
+unchanged. It is not normalized, stripped or case-folded, so a composed and a decomposed "é" are two different names.
 
 PostgreSQL has two separate spaces of advisory lock keys, single bigint numbers and pairs of int4. Names use the first space.
 `LockKey.raw` and `LockKey.pair` return the keys of other programs.
@@ -107,21 +107,21 @@ class LockKey:
 
     @classmethod
     def raw(cls, value: int) -> LockKey:
-        """Return the key that other programs write as one bigint.
+        """Return the key that other programs pass as one bigint.
 
         Raises:
             TypeError: the number is not an int, or is a bool.
-            ValueError: the number does not fit into 64 bits, signed.
+            ValueError: the number does not fit into a signed 64-bit integer.
         """
         return cls._make(_check_integer(value, 64, "a raw key"), "bigint", None, None)
 
     @classmethod
     def pair(cls, classid: int, objid: int) -> LockKey:
-        """Return the key that other programs write as two int4, in the space of pairs.
+        """Return the key that other programs pass as two int4 values, in the key space of pairs.
 
         Raises:
             TypeError: one of the numbers is not an int, or is a bool.
-            ValueError: one of the numbers does not fit into 32 bits, signed.
+            ValueError: one of the numbers does not fit into a signed 32-bit integer.
         """
         high, low = _check_integer(classid, 32, "classid"), _check_integer(objid, 32, "objid")
         return cls._make(high << 32 | low & 0xFFFFFFFF, "pair", None, None)
@@ -130,8 +130,8 @@ class LockKey:
     def family(cls, name: str, *, namespace: str = "") -> KeyFamily:
         """Return a function that maps an id to the key `LockKey.of(f"{name}:{id}", namespace=namespace)`.
 
-        The ids 42 and "42" have the same key. A colon in an id has no special meaning, so choose names with which two families
-        cannot have the same key.
+        The ids 42 and "42" have the same key. A colon in an id has no special meaning, so choose family names that cannot lead
+        to the same key.
 
         Raises:
             TypeError, ValueError: the name is not usable; see `of`. The returned function raises the same errors for an id.
@@ -156,7 +156,7 @@ class LockKey:
 
     @property
     def space(self) -> Literal["bigint", "pair"]:
-        """The key space of PostgreSQL to which it belongs."""
+        """The PostgreSQL key space to which the key belongs."""
         return self._space
 
     @property
@@ -185,7 +185,7 @@ class LockKey:
 
     @property
     def halves(self) -> tuple[int, int]:
-        """The value as two signed int4 numbers, the arguments of `pair` for a pair."""
+        """The value as two signed int4 numbers. For a pair, these are the arguments of `pair`."""
         low = self._value & 0xFFFFFFFF
         return self._value >> 32, low - (1 << 32) if low >> 31 else low
 

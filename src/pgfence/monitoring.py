@@ -1,4 +1,4 @@
-"""Functions for operators, which examine the server and its locks, end holds, and read who ended them."""
+"""Functions with which operators examine the server, end holds, free and purge keys, and read the audit table."""
 
 from __future__ import annotations
 
@@ -61,25 +61,26 @@ def evict(
 def evict(
     engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None = None, dry_run: bool = False
 ) -> object:
-    """End the holder of a lease or a session lock, fence it off, and record that, all in one transaction.
+    """End the hold of a lease or a session lock, fence its holder off, and record this, all in one transaction.
 
-    The token in the name's row and in its gate is incremented, the lease ends, and a row with reason and actor is written to the
-    audit table. The call waits at most 2 s for writers with the old token that are inside the gate. After that, no write with the
-    old token can commit. The handle of a lease is lost with the reason "evicted". In this process, for the same engine, this
-    happens when this function returns. Other processes are notified by the server within moments, or at the next renewal if the
-    notification does not arrive (through a pooler, or for a lease acquired within the last two seconds). Sessions that hold an
-    advisory lock with that name are terminated, and their holders are notified immediately, with the reason "killed". A name
-    whose lease was already released still gets a higher token, so that a late writer is rejected.
+    The token in the name's row and in its gate is incremented, the lease ends, and a row with reason and actor is written to
+    the audit table. The call waits at most 2 s for writers with the old token that are inside the gate. After that, no write
+    with the old token can commit. The handle of a lease is lost with the reason "evicted". For handles of the same engine in
+    this process, this has happened when the function returns. Other processes are notified by the server within moments, or at
+    the next renewal if the notification does not arrive (through a pooler, or for a lease acquired within the last two
+    seconds). Sessions that hold an advisory lock with that name are terminated, and their holders are notified immediately,
+    with the reason "killed". A name whose lease was already released still gets a higher token, so that a late writer is
+    rejected.
 
     Limitations: the holder may still be running. Only transactions that enter the gate of this name are fenced.
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
-        name: the name, in the configured namespace; of a permit of the semaphore `NAME` it is `NAME#i`, as `holders()` shows; of a
-            partition it is `NAME/i`.
-        reason: the reason, for the audit table; not empty.
+        name: the name, in the configured namespace. For a permit of the semaphore `NAME` it is `NAME#i`, as `holders()` shows,
+            and for a partition `NAME/i`.
+        reason: the reason, for the audit table. It must not be empty.
         actor: the person or program that acts, for the audit table; None means this process's user and host.
-        dry_run: whether to return only who would be evicted.
+        dry_run: whether to evict nothing and only return who would be evicted.
 
     Returns:
         The holders that were evicted, or would be.
@@ -91,7 +92,7 @@ def evict(
             was done.
         SchemaError: the tables are missing, or this role lacks privileges. Nothing was done.
         StandbyError: the server accepts no writes. Nothing was done.
-        UnreachableError: the server did not respond. If the connection was lost partway, check before you retry.
+        UnreachableError: the server did not respond. If the connection was lost partway, check what was done before you retry.
     """
     request = build_eviction_request(engine, name, reason=reason, actor=actor)
     work = statements.look if dry_run else statements.evict
@@ -119,11 +120,11 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         name: the name of the election, in the configured namespace.
-        reason: the reason, for the audit table; not empty.
+        reason: the reason, for the audit table. It must not be empty.
         actor: the person or program that asks, for the audit table; None means this process's user and host.
 
     Returns:
-        The leader that was asked, or None if there was no leader, and nothing was done.
+        The leader that was asked, or None if there was no leader, in which case nothing was done.
 
     Raises:
         ValueError: the holder of the name is not the leader of an election; or the name, the reason or the actor cannot be used.
@@ -151,8 +152,8 @@ def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix:
 
     `prefix` applies to scopes. On the command line, the same filter is `--scope`, while `--prefix` is the prefix of the tables.
 
-    Guarantees: no lock is taken. Of the data that is stored under a key, only the names of its steps leave the server, and no
-    result or payload. The whole table is read.
+    Guarantees: no lock is taken. Of the data that is stored under a key, only the names of its steps leave the server, but no
+    result and no payload. The whole table is read.
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.
@@ -192,11 +193,11 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         scope: the scope of the key, without the configured namespace.
         key: the key.
-        reason: the reason, for the audit table; not empty.
+        reason: the reason, for the audit table. It must not be empty.
         actor: the person or program that acts, for the audit table; None means this process's user and host.
 
     Returns:
-        The key as it was found, or None if it is unknown, finished or free, and nothing was done.
+        The key as it was found, or None if it is unknown, finished or free, in which case nothing was done.
 
     Raises:
         ValueError: scope, key, reason or actor cannot be used.
@@ -204,7 +205,7 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
         LockTimeoutError: a transaction that is about to store the result is open. Nothing was done.
         SchemaError: the tables are missing or older than version 2, or this role lacks privileges. Nothing was done.
         StandbyError: the server accepts no writes. Nothing was done.
-        UnreachableError: the server did not respond. If the connection was lost partway, check before you retry.
+        UnreachableError: the server did not respond. If the connection was lost partway, check what was done before you retry.
     """
     request = build_free_key_request(engine, scope, key, reason=reason, actor=actor)
 
@@ -260,15 +261,15 @@ def doctor(engine: Engine | AsyncEngine, *, alembic_ini: str | PathLike[str] | N
     The list of findings is in the documentation, on the page "Check an installation". Call it with the engine of your
     application, because settings and privileges belong to its role.
 
-    Guarantees: nothing is changed, and no lock is taken. It needs no privilege. If the role may not read something, that is a
+    Guarantees: nothing is changed, and no lock is taken. No privilege is needed. If the role may not read something, that is a
     finding too.
 
-    Limitations: it examines one moment. If it does not find a pooler, there may still be one, because a proxy that passes on the
-    server's process ids looks like a direct connection.
+    Limitations: the findings describe a single moment. If no pooler is found, there may still be one, because a proxy that
+    passes on the server's process ids looks like a direct connection.
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
-        alembic_ini: the path of your alembic.ini, to examine its env.py too, which is read and not run.
+        alembic_ini: the path of your alembic.ini, if its env.py is to be examined too. The env.py is read, not run.
 
     Returns:
         The findings, the most severe first.
@@ -311,10 +312,10 @@ def release_leaked(
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
-        reason: the reason, for the audit table; not empty.
+        reason: the reason, for the audit table. It must not be empty.
         actor: the person or program that acts, for the audit table; None means this process's user and host.
         idle_for: the minimum number of seconds since the session became idle.
-        dry_run: whether to return only which locks would be released.
+        dry_run: whether to end no session and only return which locks would be released.
 
     Returns:
         The holders, one for each lock. A session that was used in the meantime is not ended.
@@ -322,7 +323,8 @@ def release_leaked(
     Raises:
         ValueError: the reason or the actor is blank, or idle_for is negative.
         TypeError: an argument has the wrong type.
-        SchemaError: this role may not end a session, or not write the audit table. Sessions that were ended before it stay ended.
+        SchemaError: this role may not end a session, or may not write to the audit table. Sessions that were ended before the
+            error stay ended.
         StandbyError: the server accepts no writes.
         UnreachableError: the server did not respond.
     """
@@ -346,9 +348,9 @@ def audit(
 def audit(
     engine: Engine | AsyncEngine, *, since: datetime | timedelta | None = None, action: str | None = None
 ) -> object:
-    """Return the rows of the audit table, the oldest first: who evicted a holder or freed a key, when and why.
+    """Return the rows of the audit table, the oldest first. They say who intervened, when and why.
 
-    The rows of all namespaces are returned. pgfence never deletes one.
+    The rows of all namespaces are returned. pgfence never deletes any of them.
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.

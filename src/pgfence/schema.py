@@ -1,7 +1,7 @@
 """Create and drop pgfence's tables and server functions, or return the script that creates them.
 
-Schema and prefix come from `configure()`, to which the engine's `schema_translate_map` is applied. Without a schema, pgfence uses
-the schema in which the search path finds an installation, or otherwise the first schema of the search path.
+Schema and prefix come from `configure()`, and the engine's `schema_translate_map` is applied to the schema. Without a schema,
+pgfence uses the schema in which the search path finds an installation, or otherwise the first schema of the search path.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def create_all(engine: AnyEngine) -> object:
         TransactionStateError: the Connection is in autocommit.
         StandbyError: the server accepts no writes.
         UnreachableError: the server did not respond.
-        UnsupportedServerError: the server is not PostgreSQL or older than 14, or the driver is unknown.
+        UnsupportedServerError: the server is not PostgreSQL or is older than 14, or the driver is unknown.
     """
     return perform(engine, texts.create)
 
@@ -126,17 +126,18 @@ def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
 
     Calling it again changes nothing. Calling it with another resource replaces the fence.
 
-    Limitations: the fence does not stop a superuser who disables triggers, or the apply process of a logical replication. Tables
+    Limitations: the fence does not stop a superuser who disables triggers, or the apply process of logical replication. Tables
     that inherit from this one by INHERITS need separate fences. Partitions are covered, but a new partition can be truncated
     until this is called again.
 
-    The table and its partitions (in a repeated call only those that lack something) are locked in SHARE ROW EXCLUSIVE mode. The
-    call waits for transactions that have written to them, and new writers wait for the call, up to the session's `lock_timeout`.
-    By default there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, only if a resource for the whole table
-    replaces one for each row.
+    The table and its partitions (in a repeated call, only those whose fence is incomplete) are locked in SHARE ROW EXCLUSIVE
+    mode. The call waits for transactions that have written to them, and new writers wait for the call, up to the session's
+    `lock_timeout`. By default there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, only if a resource
+    for the whole table replaces one for each row.
 
     Args:
-        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. The role must own the table.
+        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. The role must own
+            the table.
         table: a name (or schema.name), a Table, or a mapped class; with joined inheritance, the class's own table.
         resource: the name that is fenced, in the configured namespace, like the name of a lease. With columns in braces
             ("close:{book}") each row has its own resource, and TRUNCATE is always rejected. The columns may be text, integer,
@@ -193,7 +194,7 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
     is ignored. Calling it again changes nothing. It needs none of pgfence's tables, only a function that it creates in the same
     schema.
 
-    Limitations: the trigger does not count changes by a superuser who disables triggers, or by the apply process of a logical
+    Limitations: the trigger does not count changes by a superuser who disables triggers, or by the apply process of logical
     replication. Tables that inherit from this one by INHERITS need separate triggers. Partitions are covered.
 
     Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode. The call waits for
@@ -202,8 +203,9 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
     disabled one.
 
     Args:
-        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. Creating the trigger needs
-            TRIGGER on the table, and CREATE on the schema of pgfence's tables, or on the first schema of the search path.
+        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. Creating the
+            trigger needs TRIGGER on the table, and CREATE on the schema of pgfence's tables, or on the first schema of the
+            search path.
         table: a name (or schema.name), a Table, or a mapped class. With joined inheritance pass the base class, whose table has
             the version. An UPDATE of another table alone does not count. If it is a name, or a Table without the mixin, the table
             must have a column `version`.
@@ -212,7 +214,8 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
         ValueError: the table or the column does not exist, the column is not an integer, or the table has an unrelated trigger of
             the same name.
         TypeError: the table has the wrong type.
-        SchemaError: the column is nullable, and `command` fills it; or this role may not create the function or trigger.
+        SchemaError: the column is nullable, and `command` contains the statements that fix it; or this role may not create the
+            function or trigger.
         TransactionStateError: the Connection is in autocommit.
     """
     target, column = _resolve_target(engine, table), _find_version_column(table)

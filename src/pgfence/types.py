@@ -26,16 +26,16 @@ class Holder:
         key: the key of the lock.
         kind: "advisory", "session lock" (an advisory lock with a token), "transaction", "lease", "slot", ...
         mode: "exclusive" or "shared".
-        owner: the identity that the holder gave, if its kind has one.
-        host: address of the client; None on a unix socket.
-        pid: process id of the client, if its kind records it.
-        backend_pid: process id of its server process, or None for a prepared transaction.
+        owner: the name that the holder gave itself, if its kind has one.
+        host: the address of the client, or None on a unix socket.
+        pid: the process id of the client, if the kind of the lock records it.
+        backend_pid: the process id of the server process, or None for a prepared transaction.
         application_name: the `application_name` of the client.
         purpose: the purpose that the holder gave.
         token: the fencing token, if its kind has one.
-        since: when the state of its session last changed or, for a transaction, when it began.
-        expires_at: when it expires by the server's clock, if its kind expires.
-        user: the role of its session; only `monitoring.ps()` fills it in.
+        since: when the state of the holder's session last changed or, for a transaction, when the transaction began.
+        expires_at: when the hold expires by the server's clock, if its kind expires.
+        user: the role of the holder's session; only `monitoring.ps()` fills it in.
         address: the address that the owner of a partition registered.
     """
 
@@ -77,7 +77,7 @@ class Event:
         name: the name of the lock or key, without the namespace; several names are separated by commas.
         owner: the owner that the holder gave, for leases, slots, permits and terms.
         lease_id: identifies one grant of a lease.
-        token: its fencing token.
+        token: the fencing token of the grant.
         at: the time on the clock of this process, in UTC.
     """
 
@@ -96,13 +96,13 @@ class LockEvent(Event):
     Attributes:
         kind: "advisory", "session lock" (an advisory lock with a token), "read", "write", "transaction", "lease", "slot", "permit",
             "term", "partition", "idempotency key", "effect", "fence" or "version".
-        ttl: the TTL in seconds, for what expires.
-        waited: the seconds from the call until it was granted, rejected or timed out.
-        held: the seconds for which it was held, when it was released or lost.
+        ttl: the TTL in seconds, if the kind has one.
+        waited: the seconds from the call until the request was granted, rejected or timed out.
+        held: the seconds for which the lock was held, for the events of its release and loss.
         reason: the `loss_reason` of a loss, the class of the error of a failed renewal or release, the reason that the operator
             gave for an eviction, or "stale", "missing" or "timeout" for a rejection by a fence.
         attempt: the number of the attempt, for slots and effects.
-        contended: whether another holder had it when it was requested.
+        contended: whether another holder had the lock when it was requested.
     """
 
     kind: str = ""
@@ -133,7 +133,7 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 
 
 class LeaseRef(TypedDict):
-    """A lease that was handed over, as plain JSON for a queue. Any process that has it can adopt the lease, once."""
+    """A lease that was handed over, as plain JSON for a queue. Any process that has this reference can adopt the lease, once."""
 
     name: str
     lease_id: str

@@ -48,14 +48,15 @@ class IdempotencyMiddleware:
             routes=["/payments"],
         )
 
-    Guarantees, arguments and responses are the same as for `pgfence.asgi.IdempotencyMiddleware`, with an Engine, a WSGI application, and a
-    `principal` that takes the environment and leaves its body unread. The path below the application's root is `PATH_INFO`. Inside
-    another IdempotencyMiddleware that has claimed the key already, this one claims and stores nothing.
+    Guarantees, arguments and responses are the same as for `pgfence.asgi.IdempotencyMiddleware`, with an Engine, a WSGI
+    application, and a `principal` that takes the WSGI environment and does not read the body. The path below the application's
+    root is `PATH_INFO`. Inside another IdempotencyMiddleware that has claimed the key already, this one claims and stores
+    nothing.
 
-    An iterable, a generator, the function `write` and the server's file wrapper are read to their end before the response is
-    stored and sent; `close()` is called when the server has sent it. The number of a status line is stored, but its phrase is
-    not. A server that joins repeated headers turns two keys into a malformed one, which gets a 400. A body needs a length, or a
-    server that terminates it (`wsgi.input_terminated`). Otherwise the request gets a 411.
+    An iterable, a generator, the function `write` and the server's file wrapper are supported. Their output is collected to its
+    end before the response is stored and sent, and `close()` is called when the server has sent it. The status code is stored,
+    but the reason phrase is not. A server that joins repeated headers turns two keys into a malformed one, which gets a 400. A
+    body needs a length, or a server that terminates it (`wsgi.input_terminated`). Otherwise the request gets a 411.
 
     Raises:
         TypeError, ValueError: an argument is unusable.

@@ -26,15 +26,16 @@ _FREE_KEY = "free key"
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """A row of the audit table, which says that an operator ended a hold, freed a key or released a leaked lock.
+    """A row of the audit table, which records what an operator did to a hold, a leader, a key or a leaked lock.
 
     Attributes:
         action: "evict", "ask to resign", "free key" or "release leaked".
         namespace: the namespace of the name; empty if it has none.
-        resource: the name of the lock; of a key, its scope and the key, separated by a space; of a leaked lock, the session.
+        resource: the name of the lock or election; for a key, its scope and the key, separated by a space; for a leaked lock,
+            the session.
         actor: the person or program that did it.
-        reason: why.
-        at: when, by the server's clock.
+        reason: the reason that was given.
+        at: the time of the action, by the server's clock.
         detail: what was found, for example the holder, as JSON values.
     """
 

@@ -73,14 +73,14 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Something that is held.
+    """A row of the list: what is held, who holds it, and who waits for it.
 
     Attributes:
-        holder: the name or key, the kind, and who holds it since when and until when.
-        state: what the holder is doing: see the table of states in the documentation of `pgfence ps`.
+        holder: the name or key, its kind, who holds it, since when, and until when.
+        state: what the holder is doing; see the table of states in the documentation of `pgfence ps`.
         waiters: the sessions that wait for it, the longest wait first.
-        blocked_by: if the holder itself waits for a lock of any kind: the process ids of the server processes that it waits
-            for, the nearest first, then those that these wait for. 0 is a prepared transaction.
+        blocked_by: if the holder itself waits for a lock of any kind, the process ids of the server processes that it waits
+            for, followed by those that these processes wait for. 0 means a prepared transaction.
         scope: the scope of an idempotency key, whose `holder.name` is the key.
     """
 
@@ -100,7 +100,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Listing(Sequence[Row]):
-    """The rows that `ps` returns, a sequence.
+    """The rows that `ps` returns, as a sequence.
 
     Attributes:
         rows: the rows.
@@ -149,35 +149,37 @@ def ps(
     state: str | Sequence[str] | None = None,
     limit: int | None = None,
 ) -> object:
-    """Return what is held in the database, who holds it, and who waits for it: first what is waited for, then the oldest.
+    """Return what is held in the database, who holds it, and who waits for it.
 
-    The list contains advisory locks of sessions and transactions, also those of other programs; leases, slots, permits, terms
-    and partitions; migration locks; the gates that transactions are inside; and idempotency keys whose attempt is running or
-    was lost.
+    Rows with waiters come first. Otherwise older rows come before newer ones.
+
+    The list contains advisory locks of sessions and transactions, including those of other programs; leases, slots, permits,
+    terms and partitions; migration locks; the gates that transactions are inside; and idempotency keys whose attempt is running
+    or was lost.
 
     Guarantees: no lock is taken, nothing is written, and nothing that is stored under a key leaves the server. The list takes two
     round trips.
 
-    Limitations: the server knows only what has a connection. Of the tasks and threads of one process that wait for the same
-    name, only the first is listed. Waiters for a lease, a slot, a permit, a term or a migration lock ask from time to time, hold
-    nothing, and are not listed. An advisory lock of a session that is in a transaction is listed as "transaction", because the
-    server does not show which of the two it is. An idempotency key that is claimed in an open transaction has no name, because
-    other sessions cannot see the claim before it is committed.
+    Limitations: the server knows its sessions, but not the threads and tasks that use them. Of the tasks and threads of one
+    process that wait for the same name, only the first is listed. Waiters for a lease, a slot, a permit, a term or a migration
+    lock query the server from time to time without holding anything, so they are not listed. An advisory lock of a session that
+    is in a transaction is listed as "transaction", because the server does not show which kind of lock it is. An idempotency key
+    that is claimed in an open transaction has no name, because other sessions cannot see the claim before it is committed.
 
     Args:
-        engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby is sufficient for everything
-            but the locks of the primary.
-        prefix: the beginning of the names, as the list shows them: without the configured namespace, and with any other.
+        engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby shows everything except the
+            locks of the primary.
+        prefix: the beginning of the names as the list shows them, that is, without the configured namespace but with any other.
         kind: one or more kinds, of "session", "transaction", "lease", "slot", "permit", "term", "partition", "migration",
             "idempotency" and "gate".
         state: one or more states, as the list shows them.
         limit: the largest number of rows.
 
     Returns:
-        The rows, a sequence. Its `hidden` says what the role may not see, and `limited` whether there are more rows.
+        The rows, as a sequence. Its `hidden` says what the role may not see, and `limited` whether there are more rows.
 
     Raises:
-        ValueError: an argument has a value that it cannot have.
+        ValueError: an argument has a value that is not allowed.
         TypeError: an argument has the wrong type.
         UnreachableError: the server did not respond.
     """

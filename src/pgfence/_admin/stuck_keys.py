@@ -27,7 +27,7 @@ _LONGEST = 1e9
 
 @dataclass(frozen=True, slots=True)
 class StuckKey:
-    """A key whose effect was started and not finished, at the time of the query. Stored results are not included.
+    """A key whose effect had been started but not finished when the query ran. Stored results are not included.
 
     Attributes:
         scope: the scope, without the configured namespace.

@@ -29,7 +29,7 @@ class PlaceOperation(MigrateOperation):
 
 
 class CreatePgfence(PlaceOperation):
-    """Create tables and functions."""
+    """Create pgfence's tables and functions."""
 
     def __init__(self, schema: str | None = None, prefix: str = PREFIX, version: int = VERSION) -> None:
         super().__init__(schema, prefix)
@@ -45,7 +45,7 @@ class CreatePgfence(PlaceOperation):
 
 
 class DropPgfence(PlaceOperation):
-    """Drop tables and functions."""
+    """Drop pgfence's tables and functions."""
 
     def __init__(self, schema: str | None = None, prefix: str = PREFIX, version: int = VERSION) -> None:
         super().__init__(schema, prefix)
@@ -61,7 +61,7 @@ class DropPgfence(PlaceOperation):
 
 
 class UpgradePgfence(PlaceOperation):
-    """Bring tables and functions from one version to another, up or down."""
+    """Upgrade or downgrade pgfence's tables and functions from one version to another."""
 
     def __init__(self, from_: int, to: int, schema: str | None = None, prefix: str = PREFIX) -> None:
         super().__init__(schema, prefix)
@@ -128,7 +128,7 @@ class TableOperation(PlaceOperation):
 
     @property
     def options(self) -> TableOptions:
-        """The table and the installation, as arguments."""
+        """The arguments that identify the table and the installation."""
         return {"schema": self.target.schema, "pgfence_schema": self.place.schema, "prefix": self.place.prefix}
 
 
@@ -244,7 +244,7 @@ class CreateIndexSafely(CreateIndexOp):
 
 
 class DropIndexSafely(DropIndexOp):
-    """Drop an index concurrently. It is not an error if it does not exist."""
+    """Drop an index concurrently. A missing index is not an error."""
 
     def __init__(self, index_name: str, table_name: str | None = None, **options: Any) -> None:
         expect_place(options.get("schema"), PREFIX)

@@ -90,20 +90,21 @@ class _Handle:
 
     @property
     def state(self) -> State:
-        """The state as far as this process knows ("held", "unknown", "lost" or "released"), without I/O."""
+        """The state as far as this process knows ("held", "unknown", "lost" or "released"). Reading it does no I/O."""
         return self._hold.state
 
     @property
     def lost(self) -> bool:
-        """Whether the lock was lost while it was held, without I/O."""
+        """Whether the lock was lost while it was held. Reading it does no I/O."""
         return self._hold.state == "lost"
 
     @property
     def loss_reason(self) -> LossReason | None:
         """The reason for the loss, or None if the lock is not lost.
 
-        "killed" means that the server ended the session, "cut off" that the server stopped responding, and "returned" that
-        the lock was created with a Connection that has been closed.
+        For a session lock, "killed" means that the server ended the session, "cut off" that the server stopped responding, and
+        "returned" that the lock was created with a Connection that has been closed. For a lease, the reason is "expired",
+        "superseded" (another holder got it), "evicted", "overdue" (its `max_hold` has passed), "resigned" or "cut off".
         """
         return self._hold.loss_reason
 
@@ -150,14 +151,14 @@ class Held(_Handle):
 
     Any thread may release it, once.
 
-    Limitations: work is not protected after a loss. Calling `check()` before each step shortens the time in which a loss is not
-    noticed, but cannot reduce it to zero.
+    Limitations: work is not protected after a loss. Calling `check()` before each step shortens the time in which a loss goes
+    unnoticed, but cannot reduce it to zero.
     """
 
     __slots__ = ()
 
     def on_lost(self, cb: Callable[[], object], /) -> None:
-        """Call `cb` once when the lock is lost, or immediately if it already is.
+        """Call `cb` once when the lock is lost, or immediately if it is already lost.
 
         The callback runs in a dedicated thread, which runs callbacks one after the other and holds none of pgfence's internal
         locks. Exceptions are logged.
@@ -166,7 +167,7 @@ class Held(_Handle):
         self._hold.subscribe(lambda: MONITOR.call(cb))
 
     def wait_lost(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the lock is lost or released, and return whether it was lost. With None it waits indefinitely."""
+        """Wait until the lock is lost or released, and return whether it was lost. With `timeout=None` it waits indefinitely."""
         over = threading.Event()
         self._hold.add_end_callback(over.set)
         try:
@@ -179,7 +180,7 @@ class Held(_Handle):
         """Release the lock, and return when the server has confirmed the release or the connection is closed.
 
         Raises:
-            LockLostError: the lock was lost before; nothing is held in either case.
+            LockLostError: the lock had already been lost. Nothing is held.
             LockNotHeldError: the lock was already released, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
@@ -209,7 +210,7 @@ class AsyncHeld(_Handle):
     __slots__ = ()
 
     def on_lost(self, cb: Callable[[], object], /) -> None:
-        """Call `cb` once when the lock is lost, or immediately if it already is.
+        """Call `cb` once when the lock is lost, or immediately if it is already lost.
 
         The callback runs in the event loop that acquired the lock; a coroutine function is awaited there. Exceptions are logged.
         """
@@ -218,7 +219,7 @@ class AsyncHeld(_Handle):
         self._hold.subscribe(lambda: run_on_loop(loop, lambda: _run(cb)))
 
     async def wait_lost(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the lock is lost or released, and return whether it was lost. With None it waits indefinitely."""
+        """Wait until the lock is lost or released, and return whether it was lost. With `timeout=None` it waits indefinitely."""
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 
@@ -238,7 +239,7 @@ class AsyncHeld(_Handle):
         """Release the lock, and return when the server has confirmed the release or the connection is closed.
 
         Raises:
-            LockLostError: the lock was lost before; nothing is held in either case.
+            LockLostError: the lock had already been lost. Nothing is held.
             LockNotHeldError: the lock was already released, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
@@ -292,7 +293,7 @@ AnyHeld = TypeVar("AnyHeld", bound=Held | AsyncHeld)
 
 
 def current(kind: type[AnyHeld], /) -> AnyHeld:
-    """Return the innermost handle of a class that this thread holds; for an async class, that this task holds.
+    """Return the innermost handle of a class that this thread holds or, for an async class, that this task holds.
 
     It works inside `hold()`, `with held:` and functions decorated by `wrap()`.
 

@@ -87,7 +87,7 @@ class LockBase(Guided, ABC, Generic[H]):
         Limitations: the block continues after a loss, because sync code cannot be interrupted. Use `check()` or `on_lost()`.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait.
+            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
             on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag" it does not, so check `lost`.
 
         Raises:
@@ -121,19 +121,19 @@ class LockBase(Guided, ABC, Generic[H]):
     def wrap(
         self, *, timeout: Seconds | None = None, busy: Busy = "raise", unreachable: Unreachable = "raise"
     ) -> object:
-        """Return a decorator whose functions run while the lock is held.
+        """Return a decorator that runs a function while holding the lock.
 
         Names that are str are `str.format` templates over the arguments of the call, such as `"close:{tenant_id}"`. Double a
         brace that is meant literally.
 
         Args:
-            timeout: seconds to wait. None means the configured default, or not to wait if `busy` is "skip" or a callable.
+            timeout: seconds to wait. None means the configured default or, if `busy` is "skip" or a callable, no waiting.
             busy: what to do if the lock is not free. "raise" raises LockTimeoutError, and "skip" skips the call and returns None.
                 A callable gets the LockTimeoutError and returns (or raises) the exception to raise instead.
-            unreachable: what to do if the server cannot be reached until the timeout. "raise" raises UnreachableError, "run" runs
-                the function unprotected, and "skip" skips the call, which requires `busy="skip"`. A wrong password, host or
-                database always raises an error. If this process saw another holder of the lease or slot before the outage, "run"
-                retries until that holder's TTL has passed.
+            unreachable: what to do if the server cannot be reached within the timeout. "raise" raises UnreachableError, "run"
+                runs the function unprotected, and "skip" skips the call, which requires `busy="skip"`. A wrong password, host
+                or database always raises an error. If this process saw another holder of the lease or slot before the outage,
+                "run" retries until that holder's TTL has passed.
 
         Raises:
             TypeError: at decoration, for a coroutine function (use the Async class) or a generator (use `hold()` inside it).
@@ -238,7 +238,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
         """Hold the lock for the duration of an `async with` block.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait.
+            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
             on_loss: with "cancel", a loss cancels the block, and leaving it raises LockLostError. With "flag" it does neither, so
                 check `lost`.
 
@@ -273,9 +273,9 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
     def wrap(
         self, *, timeout: Seconds | None = None, busy: Busy = "raise", unreachable: Unreachable = "raise"
     ) -> object:
-        """Return a decorator whose coroutine functions run while the lock is held, and are cancelled if it is lost.
+        """Return a decorator that runs a coroutine function while holding the lock, and cancels it if the lock is lost.
 
-        Arguments and errors are the same as for the sync `wrap`. Decorating any other object than a coroutine function raises
+        Arguments and errors are the same as for the sync `wrap`. Decorating anything other than a coroutine function raises
         TypeError.
         """
         policy = Policy(timeout, busy, unreachable)

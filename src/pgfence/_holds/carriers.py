@@ -61,8 +61,8 @@ def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
         with cancel_waits(stop), AdvisoryLock(engine, "indexer").hold(timeout=math.inf):
             index()
 
-    A cancelled wait raises `WaitCancelledError` after about half a second at most, and leaves no lock and no place in a queue
-    behind. A wait that begins after the event was set raises this error immediately. The event does not affect tries and
+    A cancelled wait raises `WaitCancelledError` after at most about half a second, and leaves no lock and no place in a queue
+    behind. A wait that begins after the event was set raises this error immediately. The event does not affect tries or
     releases.
 
     Limitations: the event does not end the waits of an async lock (cancel its task instead) or of a `TransactionLock`, which

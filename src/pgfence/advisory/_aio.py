@@ -46,10 +46,10 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             async for chunk in chunks():
                 await index(chunk)
 
-    Statements run in the calling task and its event loop. Cancelling a task while a statement runs closes that connection and
-    affects no other hold. Tasks that wait for the same names queue inside the process, and one connection serves them. Each task
-    is a separate contender. A second `acquire` by the task that holds the lock raises SelfDeadlockError, a second `try_acquire`
-    returns None, and a child task waits like any other task.
+    Statements run in the calling task and its event loop. Cancelling a task while a statement runs closes the connection of
+    that statement and affects no other hold. Tasks that wait for the same names queue inside the process, and one connection
+    serves them. Each task is a separate contender. A second `acquire` by the task that holds the lock raises SelfDeadlockError,
+    a second `try_acquire` returns None, and a child task waits like any other task.
 
     Guarantees, limitations, arguments and errors are the same as for `AdvisoryLock`, with AsyncEngine and AsyncConnection.
     """
@@ -100,9 +100,9 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         return (AsyncFencedHeld if self._token else AsyncHeld)(manager, hold)  # type: ignore[return-value]
 
     async def try_acquire(self) -> AH | None:
-        """Try once, without waiting. It takes one round trip on an open connection.
+        """Try once to acquire the lock, without waiting. This takes one round trip on an open connection.
 
-        Returns None if the lock is held, even by this same task, because a try cannot deadlock.
+        Returns None if the lock is held, even by this task. A try never waits, so it cannot deadlock.
 
         Raises:
             PgfenceError: the same errors as `acquire`, but LockTimeoutError only if all connections for locks are in use.
@@ -114,16 +114,16 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         """Wait until the lock is held.
 
         Args:
-            timeout: seconds to wait. None means the configured default (at most 60 s while this task holds another session lock),
-                `math.inf` to wait indefinitely, and 0 not to wait. A wait continues through a server outage until its timeout.
-                With None, it does so only if the server had already responded that the lock is held.
+            timeout: seconds to wait. None means the configured default (at most 60 s while this task holds another session
+                lock), `math.inf` waits indefinitely, and 0 does not wait. A wait continues through a server outage until its
+                timeout. With None, it does so only if the server had already responded that the lock is held.
 
         Raises:
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holder.
             SelfDeadlockError: this task holds the lock, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
             UnreachableError: the server cannot be reached, or could no longer be reached at the end of the wait. The message
-                then contains its last response.
+                then contains the server's last response.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             CapacityError: the server's lock table is nearly full.
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
@@ -138,7 +138,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
     def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:
         """Hold the lock on the connection that does the work.
 
-        If the lock is lost, its connection is lost too, so it cannot write.
+        If the lock is lost, its connection is lost too, so the block can no longer write on it.
 
         Yields an ordinary AsyncConnection outside the engine's pool, like the sync class. A loss also cancels the block.
 
@@ -147,7 +147,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
 
         Raises:
             PgfenceError: on entering, the same errors as `acquire`.
-            LockLostError: on leaving after a loss, unless the block itself raised something else.
+            LockLostError: on leaving after a loss, unless the block itself raised another exception.
             TypeError: the lock was created with an AsyncConnection.
         """
         if hasattr(self._engine, "sync_connection"):

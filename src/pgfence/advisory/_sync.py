@@ -52,12 +52,12 @@ class AdvisoryLock(LockNames, LockBase[H]):
     names queue inside the process, and one connection serves them.
 
     Guarantees: at most one holder per key and database, among all clients that use PostgreSQL's advisory locks on that key. The
-    lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or SIGKILL
-    that takes milliseconds. The holder is notified of a loss within milliseconds if the socket is closed, and within 20 s if the
-    network is cut, which is before the server gives up the session. An interrupt or cancellation at any point closes the
-    connection, and thereby releases the lock. `engine.dispose()` does not release it. A forked child holds no lock and cannot
-    affect the parent's lock. Standbys, poolers in transaction mode and servers that are not PostgreSQL raise an error that says
-    what to do.
+    lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or
+    SIGKILL, this takes milliseconds. The holder is notified of a loss within milliseconds if the socket is closed, and within
+    20 s if the network is cut, which is before the server gives up the session. An interrupt or cancellation at any point
+    closes the connection, and thereby releases the lock. `engine.dispose()` does not release it. A forked child holds no lock
+    and cannot affect the parent's lock. Locking on a standby, through a pooler in transaction mode or on a server that is not
+    PostgreSQL raises an error that says what to do.
 
     Limitations: a paused or disconnected holder may still be writing. Do its database work on the connection of `connect()`,
     which is closed when the lock is lost, or use a fence. Within one process, waiters are served in the order of their arrival.
@@ -72,13 +72,13 @@ class AdvisoryLock(LockNames, LockBase[H]):
             Connection, because closing ends the lock, and the pool opens another connection.
         names: one or more names or LockKeys.
         namespace: replaces the configured namespace, for names that are str.
-        token: whether each grant has a fencing token (`FencedHeld`), a number that only grows for this name, in the same round
-            trip. Requires a single name that is a str, and pgfence's tables. A token alone does not stop any writer, so enter a
-            gate with it (`held.begin(...)`, `held.fence(session)`). A lease of the same name uses the same series of tokens, and
-            while it is held, this lock cannot be acquired.
+        token: whether each grant has a fencing token (`FencedHeld`), a number that only grows for this name. It is issued in
+            the same round trip. This requires a single name that is a str, and pgfence's tables. A token alone does not stop
+            any writer, so enter a gate with it (`held.begin(...)`, `held.fence(session)`). A lease of the same name uses the
+            same series of tokens, and while it is held, this lock cannot be acquired.
 
     Raises:
-        TypeError: the engine is another object, such as a Session; or a name is a LockKey and `token=True`.
+        TypeError: `engine` is a different kind of object, such as a Session; or a name is a LockKey and `token=True`.
         ValueError: no name was given, or a name is not usable; or there are several names and `token=True`.
     """
 
@@ -131,9 +131,9 @@ class AdvisoryLock(LockNames, LockBase[H]):
         return (FencedHeld if self._token else Held)(manager, hold)  # type: ignore[return-value]
 
     def try_acquire(self) -> H | None:
-        """Try once, without waiting. It takes one round trip on an open connection.
+        """Try once to acquire the lock, without waiting. This takes one round trip on an open connection.
 
-        Returns None if the lock is held, even by this same thread, because a try cannot deadlock.
+        Returns None if the lock is held, even by this thread. A try never waits, so it cannot deadlock.
 
         Raises:
             PgfenceError: the same errors as `acquire`, but LockTimeoutError only if all connections for locks are in use.
@@ -146,7 +146,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
 
         Args:
             timeout: seconds to wait. None means the configured default (at most 60 s while this thread holds another session
-                lock), `math.inf` to wait indefinitely, and 0 not to wait. A wait continues through a server outage until its
+                lock), `math.inf` waits indefinitely, and 0 does not wait. A wait continues through a server outage until its
                 timeout. With None, it does so only if the server had already responded that the lock is held.
 
         Raises:
@@ -155,7 +155,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
             SelfDeadlockError: this thread holds the lock, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
             UnreachableError: the server cannot be reached, or could no longer be reached at the end of the wait. The message
-                then contains its last response.
+                then contains the server's last response.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             CapacityError: the server's lock table is nearly full.
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
@@ -170,12 +170,12 @@ class AdvisoryLock(LockNames, LockBase[H]):
     def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:
         """Hold the lock on the connection that does the work.
 
-        If the lock is lost, its connection is lost too, so it cannot write.
+        If the lock is lost, its connection is lost too, so the block can no longer write on it.
 
         Yields an ordinary Connection outside the engine's pool, on which you begin and end transactions. The Connection never
-        reconnects, so after a loss every statement raises an error. `pgfence.held(connection)` returns its handle. Leaving the
-        block rolls back an open transaction, releases the lock and closes the connection. Opening a connection is expensive, so
-        do not call `connect()` in a tight loop.
+        reconnects, so after a loss every statement raises an error. `pgfence.held(connection)` returns the handle of the lock.
+        Leaving the block rolls back an open transaction, releases the lock and closes the connection. Opening a connection is
+        expensive, so do not call `connect()` in a tight loop.
 
         Args:
             timeout: the same as for `acquire`.

@@ -1,4 +1,4 @@
-"""Claims give each row of a table to one worker, and no worker waits for another one."""
+"""Claims assign each row of a table to one worker at a time, and no worker waits for another one."""
 
 from __future__ import annotations
 

@@ -83,9 +83,9 @@ def claim(
 
     Limitations: if the result has fewer rows than `limit`, other rows may still match, because they may be locked. A join that
     returns a row several times counts it several times, so use `where(Job.tags.any(...))` instead. The rows are in the order of
-    `order_by` as of the start of the statement. The order in which different workers finish is not guaranteed. In REPEATABLE READ
-    and SERIALIZABLE a row that was changed since the snapshot raises SQLSTATE 40001. Transactions that do not lock the row, such
-    as a plain SELECT, read it as unclaimed, and a transaction that writes it waits.
+    `order_by` as of the start of the statement. The order in which different workers finish is not guaranteed. In REPEATABLE
+    READ and SERIALIZABLE a row that was changed since the snapshot raises SQLSTATE 40001. A statement that does not lock the
+    row, such as a plain SELECT, reads it as unclaimed, and a transaction that writes the row waits.
 
     Args:
         session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited.
@@ -100,8 +100,8 @@ def claim(
 
     Raises:
         TransactionStateError: the connection is in autocommit; or autoflush is off, and there are unflushed changes, which
-            reading the rows could lose.
-        StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted it.
+            could be lost when the rows are read.
+        StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
         ValueError: `limit` is out of range; the statement has LIMIT, OFFSET, FOR UPDATE, GROUP BY, HAVING or DISTINCT; or the
             table has no primary key.
         TypeError: `session` is not a session, `entity` is not a mapped class, or `statement` returns anything other
@@ -123,12 +123,12 @@ def extend_claim(session: SyncSession, row: Claimable, *, ttl: Seconds | None = 
 def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) -> object:
     """Extend a claim, so that it expires `ttl` seconds from now by the server's clock. It takes effect with the commit.
 
-    Guarantees: a claim that another worker has replaced is not extended; the check and what else the transaction writes are
-    committed together, or not at all. A claim that has expired and was not replaced is extended.
+    Guarantees: a claim that another worker has replaced is not extended. The extension and everything else that the transaction
+    writes are committed together, or not at all. A claim that has expired and was not replaced is extended.
 
     Args:
-        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. It may be
-            a different one from that of the claim.
+        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. It may be a
+            different session from the one that claimed the row.
         row: an instance that `claim` returned.
         ttl: seconds, as in `claim`; None means the last value that was passed.
 
@@ -151,14 +151,14 @@ def finish_claim(session: Any, row: Claimable) -> object:
     """End a claim, in the transaction that writes the result of the work. It takes effect with the commit.
 
     It sets `claimed_until` and `claimed_by` to None and keeps `claim_token`. Change the row in the same transaction so that the
-    criteria of `claim` no longer match it: a row without a claim is free for the next one.
+    criteria of `claim` no longer match it: a row without a claim is available to the next call of `claim`.
 
     Guarantees: if another worker has replaced the claim, nothing that this transaction writes is committed. A claim that has
     expired and was not replaced can still be finished, because the work is done.
 
     Args:
-        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. It may be
-            a different one from that of the claim.
+        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. It may be a
+            different session from the one that claimed the row.
         row: an instance that `claim` returned.
 
     Raises:

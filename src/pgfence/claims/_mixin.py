@@ -42,16 +42,16 @@ class Claimable:
                 finish_claim(session, job)
                 session.commit()
 
-    Use it for plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`) and SQLModel. With joined or
-    single-table inheritance, put it on the base class. Only `claim`, `extend_claim` and `finish_claim` write its columns. A flush
-    that would write them raises ValueError.
+    Use it for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument) and SQLModel. With joined or
+    single-table inheritance, put it on the base class. Only `claim`, `extend_claim` and `finish_claim` write its columns. A
+    flush that would write them raises ValueError.
 
     Guarantees: a row has one claim at a time, until `claimed_until` by the server's clock. An expired claim is replaced by
     the next call of `claim`, without any cleanup job. A claim that was replaced cannot be extended or finished.
 
-    Limitations: nothing is guaranteed about the work itself. After its claim has expired, an owner may still be running while the
-    next one starts. The same applies to writes of the row that are committed without `extend_claim` or `finish_claim` in the same
-    transaction.
+    Limitations: nothing is guaranteed about the work itself. After its claim has expired, an owner may still be running while
+    the next one starts. Nothing is guaranteed either about writes of the row that are committed without `extend_claim` or
+    `finish_claim` in the same transaction.
 
     Attributes:
         claim_token: the number of claims that the row has had, or None if it has never been claimed. It only grows.

@@ -158,22 +158,22 @@ class Attempt(_Attempt):
     def step(self, name: str, fn: Callable[[str], R], /) -> R:
         """Do a step and save its result, or return the result that an earlier attempt has saved.
 
-        Guarantees: a step that was saved is never done again, and returns an equal value. Before a step is done, the claim is
+        Guarantees: a step that was saved is never done again, and returns an equal value. A step starts only while the claim is
         valid as far as this process knows.
 
-        Limitations: a step that is not saved may nevertheless have been done, because an attempt may die in between.
-        Pass the derived key to the provider, which then executes the step once.
+        Limitations: a step that is not saved may nevertheless have been done, because an attempt may die after doing the step
+        and before saving it. Pass the derived key to the provider, which then executes the step once.
 
         Args:
-            name: the name of the step, unique in the effect, by the rules of keys and without a colon. The same name returns
-                the same value.
+            name: the name of the step, unique in the effect. It follows the rules for keys and contains no colon. The same name
+                returns the same value.
             fn: called with the derived key, `<key>:<name>`, which is the same in each attempt. It does not contain the scope. If
                 one account at the provider serves several scopes, the key must include them.
 
         Raises:
             AttemptLostError: this attempt is no longer valid. The step was not done, or was done and not saved.
-            IdempotencyMisuseError: the result cannot be stored, which raises before `fn` runs if the annotation shows
-                it; or the step is already running in this attempt.
+            IdempotencyMisuseError: the result cannot be stored, or the step is already running in this attempt. If the
+                annotation shows that the result cannot be stored, the error is raised before `fn` runs.
             UnreachableError: the server did not respond, and it is unknown whether the result was saved.
             TypeError, ValueError: `name` is not usable; or `fn` is a coroutine or generator function.
         """
@@ -199,7 +199,7 @@ class Attempt(_Attempt):
 
         Args:
             session: the session whose transaction stores the result. The transaction must end before the function returns.
-            value: the result, of the type `result`, if that was given, and of a type that can be stored.
+            value: the result. It must have the type `result`, if one was given, and a type that can be stored.
 
         Raises:
             AttemptLostError: this attempt is no longer valid. Roll back.

@@ -37,28 +37,28 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
     that does not honour the derived key of the step may do it twice; see `Attempt.step`. Use `takeover=False` for such a
     provider.
 
-    After a result or an error of `record`, the key is done. After an error of `free`, the next caller runs immediately. After any
-    other error, a cancellation or a crash, the outcome is unknown, and the claim is left to expire. Whatever `record` and `free`
-    contain, the claim is also left to expire if something was done that may not be saved, if a step is still running in another
-    thread or task, or if the attempt was lost. pgfence errors count only if one of their classes is listed; `Exception` does not
-    include them.
+    After a result or an error listed in `record`, the key is done. After an error listed in `free`, the next caller runs
+    immediately. After any other error, a cancellation or a crash, the outcome is unknown, and the claim is left to expire.
+    Whatever `record` and `free` contain, the claim is also left to expire if something was done that may not be saved, if a
+    step is still running in another thread or task, or if the attempt was lost. pgfence errors count only if one of their
+    classes is listed; `Exception` does not include them.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         key: the text that the client sends again with each retry, of 1 to 255 characters, without control characters.
-        scope: the owner of the key and the operation, by the same rules. Two clients that must not see each other's results need
-            different scopes. Do not use the same scope with `idempotent`.
+        scope: the owner of the key and the operation, by the same rules as the key. Two clients that must not see each other's
+            results need different scopes. Do not use the same scope with `idempotent`.
         payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means
             that nothing is compared.
         result: the type of the result, which may refer to the classes that steps return; see `idempotent`.
         ttl: seconds after which the claim of a dead attempt expires, from 0.3 to a day. It does not limit how long the work
             takes.
         keep: seconds for which the result is kept after the work has ended, and for which the steps of a lost attempt are kept
-            after its claim has ended. At least the ttl. After that the key counts as new and its steps are deleted, so `keep`
-            must be longer than the time for which the client retries.
+            after its claim has ended. It must be at least the ttl. After that the key counts as new and its steps are deleted,
+            so `keep` must be longer than the time for which the client retries.
         timeout: seconds to wait for a running attempt; 0 means not to wait.
-        record: exception classes that count as results. They are stored, and raised again each time. They take precedence over
-            `free`.
+        record: exception classes whose errors count as results. Such an error is stored, and raised again each time. `record`
+            takes precedence over `free`.
         free: exception classes after which it is known that nothing was done, or that repeating it is harmless.
         takeover: whether a lost attempt is followed by another one. With False, calls raise AttemptLostError, because the
             outcome is unknown, until an operator frees the key or `keep` has passed.
@@ -70,7 +70,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
     _engines = SYNC_ENGINES
 
     def run(self, fn: Callable[[Attempt], T], /) -> T:
-        """Run a function in a new attempt, or return the result that an earlier attempt has stored. It may be called again.
+        """Run a function in a new attempt, or return the result that an earlier attempt has stored. You may call it again.
 
         Args:
             fn: called with the attempt.

@@ -72,7 +72,7 @@ class AsyncElection:
         on_lost: Callable[[], object] | None = None,
         on_changed: Callable[[Holder | None], object] | None = None,
     ) -> AsyncMember:
-        """Stand for election, that is, be a candidate, in a task of the running loop, from now until the member resigns.
+        """Stand for election, which makes this process a candidate in a task of the running loop until the member resigns.
 
         Arguments are the same as for the sync class. The callbacks may be coroutine functions, and run one after the other in the
         member's task.
@@ -99,7 +99,10 @@ class AsyncElection:
     def lead(
         self, *, owner: str | None = None, timeout: Seconds | None = None, on_loss: OnLoss = "cancel"
     ) -> AbstractAsyncContextManager[AsyncTerm, None]:
-        """Lead for the length of an `async with` block, which a loss cancels; arguments and errors are the same as for the sync class."""
+        """Lead for the duration of an `async with` block, which a loss cancels.
+
+        Arguments and errors are the same as for the sync class.
+        """
         return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
 
     async def observe(self, *, timeout: Seconds | None = None) -> AsyncIterator[Holder | None]:
@@ -116,7 +119,10 @@ class AsyncElection:
 
 
 class AsyncMember:
-    """A member of an election, which is a candidate in a task. Resign, or use it as an async context manager; see `Member`."""
+    """A member of an election, which is a candidate in a task; see `Member`.
+
+    Call `resign`, or use it as an async context manager.
+    """
 
     def __init__(self, candidacy: Candidacy[AsyncTerm]) -> None:
         self._candidacy = candidacy
@@ -126,16 +132,16 @@ class AsyncMember:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this member is the leader, as far as this process knows, without I/O."""
+        """Whether this member is the leader, as far as this process knows. Reading it does no I/O."""
         return self._candidacy.term is not None
 
     @property
     def term(self) -> AsyncTerm | None:
-        """The current term, without I/O; None while this member is not the leader."""
+        """The current term, or None while this member is not the leader. Reading it does no I/O."""
         return self._candidacy.term
 
     async def run(self, fn: Callable[[AsyncTerm], Awaitable[object]], /) -> None:
-        """Await `fn(term)` in each term of this member, until it resigns; a loss and `resign()` cancel it.
+        """Await `fn(term)` in each term of this member, until the member resigns. A loss or `resign()` cancels the call.
 
         When `fn` returns, its term is released, and the member is a candidate again after a second, so that another
         candidate may be elected.

@@ -59,13 +59,13 @@ class Election:
     The leader holds a lease of that name, which a background thread renews. The fencing token of its term is the number of the
     term. A `Lease`, a `Once` and an `AdvisoryLock(token=True)` of the same name exclude a leader, and are excluded by it.
 
-    Guarantees: at most one leader by token. A transaction of `term.begin()` that begins after a later term was granted is
-    rejected, and the next leader waits at the gate for a transaction that was already open. A leader that cannot renew its term
-    is notified before another leader is elected. A leader that resigns stops working before it releases the term, and another
-    candidate then takes over within moments. After a crash, this takes one TTL.
+    Guarantees: at most one leader has the newest token. A transaction of `term.begin()` that begins after a later term was
+    granted is rejected, and the next leader waits at the gate for a transaction that was already open. A leader that cannot
+    renew its term is notified before another leader is elected. A leader that resigns stops working before it releases the
+    term, and another candidate then takes over within moments. After a crash, another candidate takes over after one TTL.
 
-    Limitations: work that is not fenced may overlap as long as a paused former leader does not check its term. It is not
-    guaranteed which candidate wins.
+    Limitations: unfenced work of a paused former leader may overlap with that of the new leader, until the former leader checks
+    its term. It is not guaranteed which candidate wins.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
@@ -101,13 +101,14 @@ class Election:
         on_lost: Callable[[], object] | None = None,
         on_changed: Callable[[Holder | None], object] | None = None,
     ) -> Member:
-        """Stand for election, that is, be a candidate, in the background, from now until the member resigns.
+        """Stand for election, which makes this process a candidate in the background until the member resigns.
 
         If the server is unreachable or the tables are missing, no error is raised. The error is logged to `pgfence.election`, the
         member tries again, and `is_leader` is False.
 
         The callbacks run one after the other in the member's thread. Their exceptions are logged. They must not block for long,
-        because a follower cannot be elected while a callback blocks, and a leader releases its term only after `on_lost`.
+        because a follower cannot be elected while a callback blocks, and a leader releases its term only after `on_lost` has
+        returned.
 
         Args:
             owner: the name that operators see for the leader; None means host and process id.
@@ -137,7 +138,7 @@ class Election:
 
         Args:
             owner: the name that operators see for the leader; None means host and process id.
-            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait.
+            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
 
         Raises:
             LockTimeoutError: another leader did not resign in time; the message names it.
@@ -162,10 +163,10 @@ class Election:
         return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
 
     def observe(self, *, timeout: Seconds | None = None) -> Iterator[Holder | None]:
-        """Iterate over the current leader and then each change, with None while there is no leader.
+        """Iterate over the current leader and then each change, yielding None while there is no leader.
 
-        The observer queries the server at most once a second, and once per third of the TTL while notifications arrive. It may
-        miss a leader whose term is shorter than the time between two queries.
+        The observer queries the server at most once a second, or only once per third of the TTL while notifications arrive. It
+        may miss a leader whose term is shorter than the time between two queries.
 
         Args:
             timeout: seconds to wait for a change, after which the iteration ends; None waits indefinitely.
@@ -186,7 +187,7 @@ class Election:
 
 
 class Member:
-    """A member of an election, which is a candidate in the background. Resign, or use it as a context manager."""
+    """A member of an election, which is a candidate in the background. Call `resign`, or use it as a context manager."""
 
     def __init__(self, candidacy: Candidacy[Term]) -> None:
         self._candidacy = candidacy
@@ -195,7 +196,7 @@ class Member:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this member is the leader, as far as this process knows, without I/O.
+        """Whether this member is the leader, as far as this process knows. Reading it does no I/O.
 
         It is False from the moment at which another process may be elected, even in a process that was paused.
         """
@@ -203,15 +204,16 @@ class Member:
 
     @property
     def term(self) -> Term | None:
-        """The current term, without I/O; None while this member is not the leader."""
+        """The current term, or None while this member is not the leader. Reading it does no I/O."""
         return self._candidacy.term
 
     def run(self, fn: Callable[[Term], object], /) -> None:
         """Call `fn(term)` in each term of this member, in this thread, until the member resigns.
 
-        When `fn` returns, its term is released, and the member is a candidate again after a second, so that another candidate may
-        be elected. When the term is lost or the member resigns, `term.lost` is True and `term.check()` raises an error, and `fn`
-        must return. The term is released only after that, at the latest when its TTL has passed.
+        When `fn` returns, its term is released, and the member is a candidate again after a second, so that another candidate
+        may be elected. When the term is lost or the member resigns, `term.lost` is True and `term.check()` raises an error, and
+        `fn` must return. The term is released only when `fn` has returned. If `fn` does not return, the term ends when its TTL
+        has passed.
 
         Args:
             fn: the work of a leader.

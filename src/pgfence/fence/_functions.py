@@ -62,7 +62,7 @@ def fence(
         TransactionStateError: another statement was already sent in this transaction, or the connection is in autocommit.
         CapacityError: the server's lock table is full. PostgreSQL has aborted this transaction.
         SchemaError: pgfence's tables are missing, or this role may not use them.
-        StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted it.
+        StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
         TypeError: `session` has no transaction (an engine or a factory); a name is not a str, or a token is not an int.
         ValueError: a name is not usable, or a token is below 1.
     """
@@ -100,7 +100,7 @@ def fenced(
         resource: the name of the resource, in the configured namespace.
         token: the token of the lease, or of an advisory lock with `token=True`.
         tokens: several resources at once, in place of `resource` and `token`.
-        after_reads: whether statements of this transaction may precede it; see `fence`.
+        after_reads: whether statements of this transaction may precede the entry; see `fence`.
 
     Raises:
         StaleFencingTokenError: on entering, if the token is not the newest.

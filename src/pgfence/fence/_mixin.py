@@ -1,6 +1,7 @@
 """The mixin for mapped classes. `_flush` and `_statements` check what a Session writes; `_rows` determines a row's resource.
 
-It is separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not load.
+This module is separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not
+load.
 """
 
 from __future__ import annotations
@@ -36,29 +37,30 @@ class Fenced(Guarded):
         with lease.begin(SessionLocal) as session:
             session.add(Entry(id=1, book="2026-04"))
 
-    Use it for plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`) and SQLModel. It adds a column
-    with the highest token that wrote the row. Values that the program assigns are ignored.
+    Use it for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument) and SQLModel. It adds a column with
+    the highest token that wrote the row. Values that the program assigns are ignored.
 
     Guarantees:
-        A Session writes such a row only in a transaction that has a token for the row's resource, before the change and after it.
-        This applies to a flush, whatever hook it calls for the row (also `post_update`, and a DELETE and an INSERT of the same
-        key that become one UPDATE), and to insert(), update() and delete() of the class. A write without the token raises an
-        error; no row is skipped silently. Rows of other classes need no token. With `__fence__ = "gate"` the transaction has
-        entered the gate, so its token was the newest at that time and stays the newest until the transaction ends.
+        A Session writes such a row only in a transaction that has a token for the row's resource, as it is before the change
+        and as it is after it. This applies to a flush, whatever hook it calls for the row (also `post_update`, and a DELETE and
+        an INSERT of the same key that become one UPDATE), and to insert(), update() and delete() of the class. A write without
+        the token raises an error; no row is skipped silently. Rows of other classes need no token. With `__fence__ = "gate"`
+        the transaction has entered the gate, so its token was the newest at that time and stays the newest until the
+        transaction ends.
 
         `__fence__ = "row"` needs none of pgfence's tables. The token is that of the gate, if one was entered. Otherwise it is
-        that of the lease or lock of that name that this task or thread holds. It is compared with the column of each row, which
-        is locked first. In AUTOCOMMIT, where the lock does not last, a write raises TransactionStateError.
+        that of the lease or lock of that name that this task or thread holds. The token is compared with the column of each
+        row, which is locked first. In AUTOCOMMIT, where a row lock does not last, a write raises TransactionStateError.
 
     Limitations:
-        In mode "row" no column can reject a stale INSERT of a new row, stale writes to rows that the newer holder has not
-        written, and all stale writes before the newer holder's first one.
+        In mode "row" the column cannot reject stale INSERTs of new rows, stale writes to rows that the newer holder has not
+        written, or any stale write before the newer holder's first one.
 
-        The mixin does not detect SQL in plain text, a DELETE of the Table and changes that the server makes itself (`ON DELETE
+        The mixin does not detect SQL in plain text, a DELETE of the Table or changes that the server makes itself (`ON DELETE
         CASCADE`). `schema.add_fence` guards against them with a trigger. If the resource depends on the row, or in mode "row",
-        statements whose rows cannot be determined in advance (upserts, INSERT from SELECT, most Core statements) raise an error.
-        The rows of a bulk update or delete are read and locked first. The resource may depend on columns only. The reference
-        shows each kind of write.
+        statements whose rows cannot be determined in advance (upserts, INSERT from SELECT, most Core statements) raise an
+        error. The rows of a bulk update or delete are read and locked first. The resource may depend only on columns. The
+        reference shows each kind of write.
 
     Attributes:
         __fence_resource__: the resource, as a str or as a static method that returns it for a row. The configured namespace is

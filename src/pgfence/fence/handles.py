@@ -50,7 +50,7 @@ class _HasToken(_Handle):
 
     @property
     def token(self) -> int:
-        """The fencing token of this grant, without I/O."""
+        """The fencing token of this grant. Reading it does no I/O."""
         token = self._hold.token
         assert token is not None
         return token
@@ -79,28 +79,31 @@ class _Leased(_HasToken):
 
     @property
     def lease_id(self) -> UUID:
-        """The id of this grant, without I/O."""
+        """The id of this grant. Reading it does no I/O."""
         return self._grant.lease_id
 
     @property
     def expires_at(self) -> datetime:
-        """The time until which it is held, by the server's clock, as of the last renewal, without I/O."""
+        """The time until which the lease is held, by the server's clock, as of the last renewal. Reading it does no I/O."""
         return self._grant.expires_at
 
     @property
     def last_checkpoint(self) -> Json:
-        """The checkpoint that the previous holder had committed last when this lease was granted, without I/O."""
+        """The last checkpoint that had been committed when this lease was granted. Reading it does no I/O."""
         return self._grant.checkpoint
 
     def remaining(self) -> float:
-        """Return the seconds, less the safety margin, for which this process considers it held; 0.0 if expired.
+        """Return for how many seconds, less the safety margin, this process considers the lease held; 0.0 if it has expired.
 
         It does no I/O.
         """
         return self._grant.get_remaining()
 
     def progress(self) -> None:
-        """Report progress of the work. With `heartbeat="progress"`, the lease is renewed only after that. It does no I/O."""
+        """Report progress of the work. This does no I/O.
+
+        With `heartbeat="progress"`, the lease is renewed only if progress was reported since the last renewal.
+        """
         self._grant.progress()
 
     def abandon(self) -> None:
@@ -126,7 +129,7 @@ class FencedHeld(_HasToken, Held):
 
         Args:
             session: a Session or Connection.
-            resources: the resources whose gates are entered; by default the resource of its name.
+            resources: the resources whose gates are entered; by default the resource with the name of the lock or lease.
 
         Raises:
             StaleFencingTokenError: another token is valid now. Nothing of the transaction can be committed.
@@ -153,7 +156,7 @@ class FencedHeld(_HasToken, Held):
 
         Args:
             factory: a sessionmaker, which yields a Session; or an Engine, which yields a Connection.
-            resources: the resources whose gates are entered; by default the resource of its name.
+            resources: the resources whose gates are entered; by default the resource with the name of the lock or lease.
 
         Raises:
             PgfenceError: on entering, the same errors as `fence`; inside the block, if a fence rejects a statement.
@@ -183,7 +186,9 @@ class HeldLease(_Leased, FencedHeld):
         run_sync(self._leases.renew, self._grant, ttl_of(ttl))
 
     def checkpoint(self, session: SyncWork, data: Json) -> None:
-        """Save a checkpoint, from which the next holder can resume, in your transaction, which enters the gate of this lease.
+        """Save a checkpoint, from which the next holder can resume, in your transaction.
+
+        The transaction enters the gate of this lease.
 
         Args:
             session: a Session or Connection, preferably the one from `begin()`.

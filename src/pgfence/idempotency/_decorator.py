@@ -72,9 +72,9 @@ def idempotent_call(
         record: see `idempotent`.
 
     Raises:
-        TypeError: at decoration, if not exactly one parameter is a session, the function is a generator function, `payload` is a
-            str, or a result of the return annotation cannot be stored. If the annotation is not defined yet, it is checked at the
-            call.
+        TypeError: at decoration, if not exactly one parameter is a session, the function is a generator function, `payload` is
+            a str, or a result of the type in the return annotation cannot be stored. If the annotation is not defined yet, it
+            is checked at the call.
         ValueError: at decoration, if a field of a template, or a name in `payload`, is not a parameter. At a call, if a field
             of a template is None.
         PgfenceError: at a call, the same errors as `idempotent`.

@@ -112,32 +112,34 @@ def idempotent(
     work was begun and not finished cannot commit. If the work raises, roll back the whole transaction, or to a savepoint around
     the call.
 
-    With psycopg the result is sent together with the COMMIT, unless anything listens for statements. It is sent before the COMMIT
-    if a savepoint, a setting or another key follows. Commit through SQLAlchemy, because the driver's own `commit()` does not send
-    the result, and PostgreSQL rejects that COMMIT.
+    With psycopg the result is sent together with the COMMIT, unless an event listener for statements is registered. It is sent
+    before the COMMIT if a savepoint, a setting or another key follows. Commit through SQLAlchemy, because the driver's own
+    `commit()` does not send the result, and PostgreSQL rejects that COMMIT.
 
-    A key that is requested and then neither run nor entered raises a RuntimeWarning when it is garbage-collected.
+    A key that is requested and then neither run nor entered causes a RuntimeWarning when it is garbage-collected.
 
-    Limitations: nothing is guaranteed about effects outside the database, or after `keep`. If a Session has several engines, only
-    writes through the engine of the key are committed with it. In REPEATABLE READ and SERIALIZABLE a transaction cannot read a
-    result that was committed after its own snapshot, and gets IdempotencyInProgressError with SQLSTATE 40001.
+    Limitations: nothing is guaranteed about effects outside the database, or after `keep` has passed. If a Session has several
+    engines, only writes through the engine of the key are committed with it. In REPEATABLE READ and SERIALIZABLE a transaction
+    cannot read a result that was committed after its own snapshot, and gets IdempotencyInProgressError with SQLSTATE 40001.
 
     Args:
         session: a Session or scoped_session, or their async counterpart. You commit its transaction.
         key: the text that the client sends again with each retry, of 1 to 255 characters, without control characters.
-        scope: the owner of the key and the operation, for example tenant, user and operation, by the same rules. The same key in
-            another scope is a different key. Two clients that must not see each other's results need different scopes.
+        scope: the owner of the key and the operation, for example tenant, user and operation, by the same rules as the key. The
+            same key in another scope is a different key. Two clients that must not see each other's results need different
+            scopes.
         payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means
             that nothing is compared.
         result: the type of the result. Dataclasses, pydantic models, named tuples and enumerations can be stored if this type
             contains them, and a result of another type is rejected. With None only JSON and the standard library's types of
             numbers, texts, times and collections can be stored.
-        timeout: seconds to wait for another transaction that has the key. None means the configured default, `math.inf` to wait
-            indefinitely, and 0 not to wait.
+        timeout: seconds to wait for another transaction that has the key. None means the configured default, `math.inf` waits
+            indefinitely, and 0 does not wait.
         keep: seconds for which the result is kept after the work has ended. After that the key counts as new.
-        record: exception classes that count as a result. An error of these classes, or of their subclasses, rolls back what
-            was done since the claim (a savepoint, two more round trips), is stored, and is raised again for each retry. Commit
-            the transaction nevertheless, or nothing is stored. An error of the flush at the end counts as an error of the work.
+        record: exception classes that count as a result. An error of these classes, or of their subclasses, rolls back what was
+            done since the claim (through a savepoint, which costs two more round trips), is stored, and is raised again for
+            each retry. You must still commit the transaction, or nothing is stored. An error of the flush at the end counts as
+            an error of the work.
 
     Raises:
         IdempotencyKeyReusedError: on entering, if the key belongs to another payload, finished or in progress. Respond with 422.
@@ -149,7 +151,7 @@ def idempotent(
         TransactionStateError: the connection is in autocommit.
         DeadlockError: this transaction holds a key that the other transaction waits for.
         SchemaError: pgfence's tables are missing, or older than version 2.
-        StandbyError: the server is a standby, or the transaction is read-only; PostgreSQL has aborted it.
+        StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
         CapacityError: the server's lock table is full; PostgreSQL has aborted the transaction.
         TypeError, ValueError: an argument is unusable; nothing was sent.
     """
@@ -203,9 +205,9 @@ def insert_once(
     Raises:
         ValueError: no such unique key is declared, an attribute belongs to another class, or an attribute is None.
         TypeError: the instance is not of a mapped class, the session is not a session, or the key is not a list.
-        IntegrityError: another constraint is violated. Or this constraint is violated, but a query of the class does not find the
-            row that has the key, because the row belongs to another class of the same table, a filter or a policy hides it, or
-            the server rounds the value. Under row-level security the server does not say which constraint it was.
+        IntegrityError: another constraint is violated. Or the constraint of `key` is violated, but a query of the class does
+            not find the row that has the key, because the row belongs to another class of the same table, a filter or a policy
+            hides it, or the server rounds the value. Under row-level security the server does not say which constraint it was.
         IdempotencyInProgressError: see Limitations.
         UnreachableError: the server cannot be reached.
     """

@@ -63,7 +63,7 @@ class Op(Generic[T]):
         """Set the result of the work, which is stored in the caller's transaction at the end of the block.
 
         Args:
-            value: the result, of the type `result`, if that was given, and of a type that can be stored; see `idempotent`.
+            value: the result. It must have the type `result`, if one was given, and a type that can be stored; see `idempotent`.
 
         Raises:
             IdempotencyMisuseError: the key already has a result; or the value is not of the type `result`.

@@ -26,9 +26,9 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
     _handle = AsyncHeldLease
 
     async def try_acquire(self) -> AsyncHeldLease | None:
-        """Try once, without waiting. It takes one round trip on an open connection.
+        """Try once to acquire the lease, without waiting. This takes one round trip on an open connection.
 
-        Returns None if the lease is held, even by this same task, because a try cannot deadlock.
+        Returns None if the lease is held, even by this task. A try never waits, so it cannot deadlock.
 
         Raises:
             PgfenceError: the same errors as `acquire`.
@@ -39,7 +39,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         """Wait until the lease is held.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A
+            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A
                 wait continues through a server outage until its timeout. With None, it does so only if the server had already
                 responded that the lease is held.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     """Hold a lock that expires and has a fencing token. It is stored in a row and does not depend on a connection.
 
-    While it is held, a dedicated thread renews it every third of the TTL. It works through any pooler.
+    While it is held, a dedicated thread renews it every third of the TTL. A lease works through any pooler.
 
     Guarantees: one holder per name until `expires_at`, by the server's clock. A holder that dies loses the lease after at most
     one TTL. Tokens only grow. A holder that cannot renew the lease considers it lost shortly before the server can grant it to
@@ -35,10 +35,10 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
             how long the work takes.
         max_hold: seconds after which the lease ends even if the holder is alive. None means no limit.
         min_hold: seconds for which no other holder gets the lease, even if it is released earlier; at most the TTL.
-        lock_delay: seconds for which no holder gets the lease after it expired without a release.
+        lock_delay: seconds for which no holder gets the lease after it has expired without a release.
         heartbeat: "auto" renews the lease while the process lives, "progress" only while `progress()` is called, and "manual"
             never.
-        owner: an identity of the holder, for operators. None means host and process id.
+        owner: the name that operators see for the holder. None means host and process id.
         purpose: a description of the work, for operators.
         metadata: JSON for operators, stored in the row.
         namespace: replaces the configured namespace.
@@ -52,9 +52,9 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     _handle = HeldLease
 
     def try_acquire(self) -> HeldLease | None:
-        """Try once, without waiting. It takes one round trip on an open connection.
+        """Try once to acquire the lease, without waiting. This takes one round trip on an open connection.
 
-        Returns None if the lease is held, even by this same thread, because a try cannot deadlock.
+        Returns None if the lease is held, even by this thread. A try never waits, so it cannot deadlock.
 
         Raises:
             PgfenceError: the same errors as `acquire`.
@@ -65,7 +65,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         """Wait until the lease is held.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A
+            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A
                 wait continues through a server outage until its timeout. With None, it does so only if the server had already
                 responded that the lease is held.
 

@@ -45,20 +45,20 @@ def migration_lock(
                 with context.begin_transaction():
                     context.run_migrations()
 
-    Guarantees: the session that migrates holds the lock from before the version is read until the block ends, whatever commits in
-    between, so it is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY. While it waits,
-    the connection is in autocommit and holds no snapshot. The block gets the connection without a transaction. No revision is
-    recorded after the lock is lost. If the process dies, even in the middle of a statement, the server releases the lock after at
-    most a second (on Linux). `alembic current`, `check` and other commands that only read take no lock. An upgrade for which
-    Alembic finds nothing to apply takes no lock either.
+    Guarantees: the session that migrates holds the lock from before the version is read until the block ends, whatever commits
+    in between, so it is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY. While it
+    waits, the connection is in autocommit and holds no snapshot. The block gets the connection without an open transaction. No
+    revision is recorded after the lock is lost. If the process dies, even in the middle of a statement, the server releases the
+    lock after at most a second (on Linux). `alembic current`, `check` and other commands that only read take no lock. An
+    upgrade for which Alembic finds nothing to apply takes no lock either.
 
-    Limitations: waiters are not ordered. Processes that migrate without this lock, and other version tables with other keys,
-    are not excluded.
+    Limitations: waiters are not ordered. Processes that migrate without this lock, or migrate another version table with
+    another key, are not excluded.
 
     Args:
         connection: the connection that migrates, outside a transaction. In Alembic's async template use the lock in the function
             that `run_sync` calls.
-        timeout: seconds to wait. None means the configured default (30 s), and `math.inf` to wait indefinitely.
+        timeout: seconds to wait. None means the configured default (30 s), and `math.inf` waits indefinitely.
         key: replaces the key that is computed from the version table's schema and name, which are read from the ini file
             (`version_table`, `version_table_schema`). Pass the key that older releases of the project use, or one key for several
             version tables. With a key the lock is always taken, even if the default version table shows nothing to apply.
@@ -71,7 +71,8 @@ def migration_lock(
             the session has ended, it is also raised in place of a driver error that ends the block.
         TransactionStateError: the connection is in a transaction, on entering or on leaving; or the returned block is entered a
             second time.
-        alembic.util.CommandError: an upgrade to `head` with several heads, two revisions with one id, or a cycle of revisions.
+        alembic.util.CommandError: the command upgrades to `head` and there are several heads, two revisions have the same id,
+            or the revisions form a cycle.
         PoolerError, StandbyError: session locks are not safe on this server.
         UnsupportedServerError: pgfence does not support the server, and `unsupported="raise"` was passed.
         UnreachableError: the server cannot be reached, which ends the wait because the connection is yours. Or the server does

@@ -31,14 +31,15 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         @AsyncOnce(engine, "digest", cron="0 7 * * *", tz="Europe/Vienna").wrap()
         async def send_digest() -> int: ...
 
-    Guarantees, limitations, arguments and errors are the same as for `Once`, with an AsyncEngine. A run whose slot is lost is cancelled.
+    Guarantees, limitations, arguments and errors are the same as for `Once`, with an AsyncEngine. A run whose slot is lost is
+    cancelled.
     """
 
     _engines = ASYNC_ENGINES
     _handle = AsyncSlot
 
     async def try_acquire(self) -> AsyncSlot | None:
-        """Request the current slot, without waiting. It takes two round trips.
+        """Request the current slot, without waiting. This takes two round trips.
 
         Returns None if the slot is done, or if it is running, even in this same task.
 
@@ -51,14 +52,15 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         """Request the current slot, and wait while another process runs it, because that attempt may fail.
 
         Args:
-            timeout: seconds. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A wait continues
-                through a server outage until its timeout; with None only if the server had already responded that the slot
-                is held.
+            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A
+                wait continues through a server outage until its timeout. With None, it does so only if the server had already
+                responded that the slot is held.
 
         Raises:
-            SlotOverError: the slot is done or was missed. It is raised immediately. `retry_after` is the number of seconds until
-                the next slot.
-            SlotClockError: by the server's clock, the slot that is done has not begun. It is a `SlotOverError`.
+            SlotOverError: the slot is done or was missed. This error is raised immediately. `retry_after` is the number of
+                seconds until the next slot.
+            SlotClockError: the slot is done although, by the server's clock, it has not begun. This is a subclass of
+                `SlotOverError`.
             SlotZoneError: the server, or the host that ran the last slot, has different rules for `tz` than this host.
             LockTimeoutError: another process held the slot until the timeout. The message and `holders` name the holder.
             UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
@@ -91,7 +93,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
     def wrap(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *, timeout: Seconds | None = None, busy: Busy = "skip", unreachable: Unreachable = "raise"
     ) -> object:
-        """Return a decorator whose functions run once in each slot. Further calls return None.
+        """Return a decorator that runs a function once in each slot. Further calls return None.
 
         With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned.
         `pgfence.current(AsyncSlot).slot` is the slot that is being run. Otherwise this is like `wrap` of a lock, except that

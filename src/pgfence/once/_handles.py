@@ -22,14 +22,14 @@ class _Slotted(_Leased):
 
     @property
     def slot(self) -> datetime:
-        """The beginning of the slot, the same for each attempt and on each host, without I/O."""
+        """The beginning of the slot, the same for each attempt and on each host. Reading it does no I/O."""
         slot = self._grant.slot
         assert slot is not None
         return slot
 
     @property
     def resumed(self) -> bool:
-        """Whether an earlier attempt at this slot did not finish, without I/O."""
+        """Whether an earlier attempt at this slot did not finish. Reading it does no I/O."""
         return self._grant.attempt > 1
 
     async def _release(self) -> None:
@@ -63,7 +63,7 @@ class Slot(_Slotted, HeldLease):
         super().release()
 
     def hand_over(self) -> NoReturn:
-        """Raise an error, because a process that adopted the slot could not mark it as done, and it would run again.
+        """Raise an error, because a process that adopted the slot could not mark it as done, so the slot would run again.
 
         Raises:
             TypeError: always.
@@ -82,7 +82,7 @@ class AsyncSlot(_Slotted, AsyncHeldLease):
         await super().release()
 
     async def hand_over(self) -> NoReturn:
-        """Raise an error, because a process that adopted the slot could not mark it as done, and it would run again.
+        """Raise an error, because a process that adopted the slot could not mark it as done, so the slot would run again.
 
         Raises:
             TypeError: always.

@@ -31,9 +31,9 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         @Once(engine, "digest", cron="0 7 * * *", tz="Europe/Vienna").wrap()
         def send_digest() -> int: ...
 
-    It does not start jobs, so call it from cron, or from a scheduler on every host. The server's clock and its time zone database
-    determine the current slot, so the clocks of the hosts do not matter, and a slot is done however short the work was. A slot is
-    held by a lease of that name, with its heartbeat and token; see `Lease`. One slot of a name runs at a time.
+    It does not start jobs, so call it from cron, or from a scheduler on every host. The server's clock and its time zone
+    database determine the current slot, so the clocks of the hosts do not matter, and a slot runs once however short its work
+    is. A slot is held by a lease of that name, with its heartbeat and token; see `Lease`. One slot of a name runs at a time.
 
     Guarantees: a slot that was finished never runs again. If several callers request a slot at the same time, one of them gets
     it. An attempt that died partway is reported to the next attempt (`Slot.resumed`). A slot that was finished while the server's
@@ -46,16 +46,17 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         name: a str, at most 255 characters including its namespace.
-        every: the length of a slot. Whole days go from midnight to midnight in `tz`, and weeks begin on Monday. Any other length
-            is always the same length of real time.
+        every: the length of a slot. Whole days go from midnight to midnight in `tz`, and weeks begin on Monday. Any other
+            length is a fixed amount of elapsed time.
         cron: a crontab line of five fields, or `@hourly`, `@daily`, `@weekly`, `@monthly` or `@yearly`, in `tz`, with cron's own
             rules for daylight saving time.
         at: the slot itself, as a datetime with a time zone or a str in ISO 8601 (UTC if it has no zone), for callers that choose
             the slot. Such slots run in any order and at the same time, each once. Their rows are named `name@slot`, and are never
             deleted.
-        tz: the name of a time zone. The server's time zone database decides, and a host whose rules differ runs nothing.
-        catch_up: how slots that were not run are handled. With "last", the newest one runs late. With "all", each of them runs in
-            order, since the first that was ever run. With "none", a slot may be begun only within its first minute.
+        tz: the name of a time zone. The server's time zone database determines the slots, and a host whose rules differ runs
+            nothing.
+        catch_up: how slots that were not run are handled. With "last", the newest one runs late. With "all", all of them run in
+            order, since the first slot that was ever requested. With "none", a slot may be begun only within its first minute.
         ttl: seconds after which the run of a dead host is given up.
         max_hold: seconds after which a run that hangs is given up. None means no limit.
         namespace: replaces the configured namespace.
@@ -69,7 +70,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     _handle = Slot
 
     def try_acquire(self) -> Slot | None:
-        """Request the current slot, without waiting. It takes two round trips.
+        """Request the current slot, without waiting. This takes two round trips.
 
         Returns None if the slot is done, or if it is running, even in this same thread.
 
@@ -82,14 +83,15 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         """Request the current slot, and wait while another process runs it, because that attempt may fail.
 
         Args:
-            timeout: seconds. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A wait continues
-                through a server outage until its timeout; with None only if the server had already responded that the slot
-                is held.
+            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A
+                wait continues through a server outage until its timeout. With None, it does so only if the server had already
+                responded that the slot is held.
 
         Raises:
-            SlotOverError: the slot is done or was missed. It is raised immediately. `retry_after` is the number of seconds until
-                the next slot.
-            SlotClockError: by the server's clock, the slot that is done has not begun. It is a `SlotOverError`.
+            SlotOverError: the slot is done or was missed. This error is raised immediately. `retry_after` is the number of
+                seconds until the next slot.
+            SlotClockError: the slot is done although, by the server's clock, it has not begun. This is a subclass of
+                `SlotOverError`.
             SlotZoneError: the server, or the host that ran the last slot, has different rules for `tz` than this host.
             LockTimeoutError: another process held the slot until the timeout. The message and `holders` name the holder.
             WaitCancelledError: the event of `cancel_waits()` was set.
@@ -123,7 +125,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     def wrap(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *, timeout: Seconds | None = None, busy: Busy = "skip", unreachable: Unreachable = "raise"
     ) -> object:
-        """Return a decorator whose functions run once in each slot. Further calls return None.
+        """Return a decorator that runs a function once in each slot. Further calls return None.
 
         With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned.
         `pgfence.current(Slot).slot` is the slot that is being run. Otherwise this is like `wrap` of a lock, except that

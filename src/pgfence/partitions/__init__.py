@@ -1,4 +1,4 @@
-"""Partitions hash keys to N partitions. One worker at a time owns each partition, with a fencing token for each ownership."""
+"""Keys are assigned to N partitions by their hash. Each partition has one owner at a time, with a fencing token."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class _AsyncOptions(PartitionOptions[AsyncEngineSource, AsyncPartitionLease]):
 class AsyncPartitions:
     """Partitions of keys. One worker at a time owns each partition; see `Partitions`.
 
-    Guarantees, limitations, arguments and errors are the same as for `Partitions`, with an AsyncEngine. The work of each partition is
-    a task, which is cancelled when the partition is lost or given up.
+    Guarantees, limitations, arguments and errors are the same as for `Partitions`, with an AsyncEngine. The work of each
+    partition is a task, which is cancelled when the partition is lost or given up.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AsyncPartitions:
         return await self._options.find_owner(partition)
 
     async def resize(self, count: int) -> None:
-        """Store another number of partitions; arguments and errors are the same as for the sync class."""
+        """Change the number of partitions; arguments and errors are the same as for the sync class."""
         await self._options.change_count(count)
 
     def join(
@@ -86,7 +86,7 @@ class AsyncPartitions:
 
 
 class AsyncWorker:
-    """A worker that owns a share of the partitions. Leave, or use it as an async context manager; see `Worker`."""
+    """A worker that owns a share of the partitions. Call `leave`, or use it as an async context manager; see `Worker`."""
 
     def __init__(self, options: _AsyncOptions, serve: Callable[[int, AsyncHeldLease], Awaitable[object]]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -119,7 +119,7 @@ class AsyncWorker:
         """Give up all partitions and stop being a worker; see `Worker.leave`.
 
         Raises:
-            ValueError: the worker has ended before, because another number of partitions or another hash is stored.
+            ValueError: the worker had already ended, because another number of partitions or another hash is stored.
         """
         self._balancer.end()
         if asyncio.current_task() not in self._serving:

@@ -47,10 +47,10 @@ class Partitions:
         with Partitions(engine, "orders", 64).join(serve, address="10.0.0.7:8000"):
             stop.wait()
 
-    Keys are hashed to a fixed number of partitions. Partition `i` of `NAME` is the lease `NAME/i`, with a separate token series.
-    Workers may join, leave and crash at any time. The partitions are divided evenly among those that are alive, and no
-    more of them move than necessary. A worker releases a partition when its function has returned, and another one takes it
-    after that.
+    Keys are hashed to a fixed number of partitions. Partition `i` of `NAME` is the lease `NAME/i`, with a separate token
+    series. Workers may join, leave and crash at any time. The partitions are divided evenly among those that are alive, and no
+    more of them move than necessary. A worker releases a partition when its function has returned, and another worker then
+    takes it.
 
     Guarantees: at most one owner of a partition has its newest token. A transaction of `lease.begin()` that begins after another
     worker took the partition is rejected, and the new owner waits at the gate for a transaction that was already open, so the
@@ -65,10 +65,10 @@ class Partitions:
     Args:
         engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.
         name: text, at most 250 characters with its namespace; it must not end in `#` or `/` and digits.
-        count: how many partitions there are, 1 to 1,000; several times as many as workers. The first worker stores the
-            number; see `resize`.
+        count: how many partitions there are, from 1 to 1,000. Choose several times the number of workers. The first worker
+            stores the number; see `resize`.
         hash: how a key is assigned to a partition; see `partition_for`. The first worker stores it.
-        ttl: seconds that a partition stays with a dead owner, 0.3 to a day. It is also how long a function may take to
+        ttl: seconds that a partition stays with a dead owner, from 0.3 to a day. It is also how long a function may take to
             stop.
         namespace: replaces the configured namespace.
 
@@ -113,9 +113,9 @@ class Partitions:
         return run_sync(self._options.find_owner, partition)
 
     def resize(self, count: int) -> None:
-        """Store another number of partitions, for all processes. Stop all workers first.
+        """Change the number of partitions, for all processes. Stop all workers first.
 
-        Workers that still have the old number get ValueError. Most keys move to another partition, so the tokens of all
+        Workers that still use the old number get a ValueError. Most keys move to another partition, so the tokens of all
         partitions are increased, and no former owner can commit after this.
 
         Args:
@@ -137,17 +137,17 @@ class Partitions:
         """Own a share of the partitions, from now until the worker leaves.
 
         `serve(partition, lease)` is called for each partition that this worker owns, on a separate thread. `lease.lost` becomes
-        True when the partition is to move to another worker, when this worker leaves, and when the lease was lost: `serve` must
-        return soon after that. `lease.wait_lost(seconds)` is a pause that ends then. `lease.begin()` raises LockLostError, which
-        `serve` may let through.
+        True when the partition is to move to another worker, when this worker leaves, and when the lease is lost. `serve` must
+        return soon after that. `lease.wait_lost(seconds)` is a pause that ends early in these cases. `lease.begin()` then
+        raises LockLostError, which `serve` may let propagate.
 
         Other exceptions of `serve` are logged to `pgfence.partitions`. The partition is then released, and this worker takes it
-        again after 2 seconds at the earliest; the pause doubles with each further error, up to a minute. After a function that
-        has returned although its partition was not lost, and after an eviction, the pause is one second.
+        again after 2 seconds at the earliest; the pause doubles with each further error, up to a minute. If the function
+        returns although its partition was not lost, and after an eviction, the pause is one second.
 
         The call does not raise an error if the server is unreachable or the tables are missing. The error is logged, and the
-        worker tries again. A worker whose function has not returned one TTL after a loss gives up all its partitions until it
-        returns.
+        worker tries again. A worker whose function has not returned one TTL after a loss gives up all its partitions until the
+        function returns.
 
         Args:
             serve: the function that does the work of one partition.
@@ -200,7 +200,7 @@ class Worker:
         If the function itself calls this, the call returns immediately, and the worker leaves afterwards.
 
         Raises:
-            ValueError: the worker has ended before, because another number of partitions or another hash is stored.
+            ValueError: the worker had already ended, because another number of partitions or another hash is stored.
         """
         self._balancer.end()
         # A listener of events may be called on the worker's own thread.

@@ -1,4 +1,4 @@
-"""Rate limits: at most a given number of calls in any window of time, across processes."""
+"""Rate limits: at most a given number of units in any window of time, across processes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class AsyncRateLimit(RateLimitOptions[AsyncEngineSource]):
-    """At most `limit` takes in any window of `per` seconds, across all processes; see `RateLimit`.
+    """At most `limit` units in any window of `per` seconds, across all processes; see `RateLimit`.
 
     Guarantees, limitations, arguments and errors are the same as for `RateLimit`, with an AsyncEngine.
     """
@@ -29,5 +29,5 @@ class AsyncRateLimit(RateLimitOptions[AsyncEngineSource]):
         await self._wait(n, timeout)
 
     async def change(self, *, limit: int | None = None, per: Seconds | None = None) -> None:
-        """Store another limit or period, for all processes; arguments and errors are the same as for the sync class."""
+        """Change the limit or the period, for all processes; arguments and errors are the same as for the sync class."""
         await self._change(limit, per)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RateLimit(RateLimitOptions[EngineSource]):
-    """At most `limit` takes in any window of `per` seconds, across all processes.
+    """At most `limit` units in any window of `per` seconds, across all processes.
 
     ::
 
@@ -55,12 +55,12 @@ class RateLimit(RateLimitOptions[EngineSource]):
         """Take `n` units if they are allowed now, and return whether they were. It takes one round trip on an open connection.
 
         Args:
-            n: how many units, 1 to `limit`; all of them or none.
+            n: how many units to take, from 1 to `limit`. Either all of them are taken or none.
 
         Raises:
             ValueError: `n` is out of range, or another limit is stored.
             TypeError: `n` is not an int.
-            UnreachableError: there was no response, and the call may have counted.
+            UnreachableError: there was no response, and the units may have been taken.
             SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: this server accepts no writes.
         """
@@ -70,8 +70,8 @@ class RateLimit(RateLimitOptions[EngineSource]):
         """Take `n` units, waiting until they are allowed.
 
         Args:
-            n: how many units, 1 to `limit`; all of them or none.
-            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait.
+            n: how many units to take, from 1 to `limit`. Either all of them are taken or none.
+            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
 
         Raises:
             LockTimeoutError: the units are not allowed in time. It is raised as soon as this is known, usually immediately.
@@ -82,10 +82,10 @@ class RateLimit(RateLimitOptions[EngineSource]):
         run_sync(self._wait, n, timeout)
 
     def change(self, *, limit: int | None = None, per: Seconds | None = None) -> None:
-        """Store another limit or period, for all processes.
+        """Change the limit or the period, for all processes.
 
-        Processes that still have the old values get ValueError. Earlier units count for the new limit as far as they are stored.
-        These are the last ones, up to the smaller of both limits.
+        Processes that still use the old values get a ValueError. Earlier units count for the new limit as far as they are
+        stored. These are the last ones, up to the smaller of both limits.
 
         Args:
             limit: how many units may be taken in a window from now on; None does not change it.

@@ -69,8 +69,8 @@ class ReadWriteLock:
     an `AdvisoryLock` or `TransactionLock` of the same name. Readers exclude these locks too.
 
     Guarantees: those of `AdvisoryLock`. A writer cannot be starved: once it waits, readers that come later wait behind it,
-    whichever process they belong to. All writers that wait for the same readers are served one after the other, before the
-    next readers; a writer that comes while another one writes is served after the readers that wait by then.
+    whichever process they belong to. All writers that wait for the same readers are served one after the other, before the next
+    readers; a writer that comes while another one writes is served after the readers that are already waiting.
 
     Limitations: those of `AdvisoryLock`. Within the first half second of a reader's wait the order between processes is not
     guaranteed. Clients that lock the same key by other means, in shared mode, do not wait behind a writer. A reader cannot become
@@ -82,7 +82,7 @@ class ReadWriteLock:
         namespace: replaces the configured namespace, for a name that is a str.
 
     Raises:
-        TypeError: the engine is another object, such as a Session or a Connection.
+        TypeError: `engine` is a different kind of object, such as a Session or a Connection.
         ValueError: the name is not usable.
     """
 

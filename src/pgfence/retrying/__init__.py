@@ -14,8 +14,8 @@ Limitations: nothing is guaranteed about effects outside the transaction. An ema
 attempt. Return what has to be done, and do it after the commit. A running attempt is never interrupted.
 
 These errors are never retried: a lost connection (during COMMIT it raises `CommitOutcomeUnknownError`, because the server may
-have committed), a conflict with the version that a client sent (`VersionConflictError` with `retryable` False), which no attempt
-can resolve, and all errors of the caller.
+have committed), a conflict with the version that a client sent (`VersionConflictError` with `retryable` False), which no
+attempt can resolve, and all errors of the caller's own code.
 
 A transaction that is already open is never retried. Under REPEATABLE READ and SERIALIZABLE a savepoint keeps the snapshot of
 the surrounding transaction, so every attempt in a savepoint would end with the same 40001.

@@ -91,9 +91,10 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
 
         balance = run_transaction(SessionLocal, pay_interest)
 
-    Guarantees: the result that is returned was committed, once. Each attempt has a fresh session and reads everything again. It
-    retries version conflicts of a flush (`VersionConflictError`, StaleDataError), serialization failures (SQLSTATE 40001) and
-    deadlocks (40P01, `DeadlockError`), also at COMMIT, after a random backoff of at most 5 ms, doubled each time up to 500 ms.
+    Guarantees: the returned result is that of an attempt that was committed, and only one attempt is committed. Each attempt
+    has a fresh session and reads everything again. The call retries version conflicts of a flush (`VersionConflictError`,
+    StaleDataError), serialization failures (SQLSTATE 40001) and deadlocks (40P01, `DeadlockError`), also at COMMIT, after a
+    random backoff of at most 5 ms, doubled each time up to 500 ms.
 
     Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called `attempts` times. The number of
     the attempt is `info["pgfence_attempt"]` of its session. Use `attempts=1` for work that must not be done twice. A running
@@ -106,8 +107,8 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
         sessionmaker: creates the session of each attempt. With an async_sessionmaker the result and `fn` are awaited.
         fn: called with the session. It must neither commit nor roll back. If it raises, the transaction is rolled back.
         attempts: the maximum number of attempts, 1 or more.
-        timeout: seconds after which no further attempt begins. None means the configured default, `math.inf` means no limit, and
-            0 one attempt.
+        timeout: seconds after which no further attempt begins. None means the configured default, `math.inf` means no limit,
+            and 0 means one attempt.
 
     Returns:
         The result of `fn` in the attempt that was committed.
@@ -151,8 +152,9 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
 
         left = withdraw(1, amount=5)
 
-    Guarantees and limitations are the same as for `run_transaction`. The first parameter of the function is the session, which callers
-    omit. In a transaction that is already open, call the original function: `withdraw.__wrapped__(session, 1, amount=5)`.
+    Guarantees and limitations are the same as for `run_transaction`. The first parameter of the function is the session, which
+    callers omit. In a transaction that is already open, call the original function: `withdraw.__wrapped__(session, 1,
+    amount=5)`.
 
     Args:
         sessionmaker: creates the session of each attempt; an async_sessionmaker for a coroutine function.

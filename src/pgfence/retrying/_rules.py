@@ -29,8 +29,8 @@ class TransactionAttempt(Event):
     of the function. `owner`, `lease_id` and `token` are None.
 
     Attributes:
-        attempt: its number, starting at 1.
-        error: the name of the error's class, or None if it was committed.
+        attempt: the number of the attempt, starting at 1.
+        error: the name of the error's class, or None if the attempt was committed.
         sqlstate: the SQLSTATE of the error, if the server reported one.
         seconds: the duration of the attempt.
         pause: seconds until the next attempt begins; 0 if there is none.

@@ -26,7 +26,7 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
     _handle = AsyncPermit
 
     async def try_acquire(self) -> AsyncPermit | None:
-        """Try once, without waiting. It takes one round trip on an open connection.
+        """Try once to acquire a permit, without waiting. This takes one round trip on an open connection.
 
         Returns None if too few permits are free.
 
@@ -36,13 +36,13 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
         return await self._take(0.0)
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncPermit:
-        """Wait until a permit is free, or as many as the weight; arguments and errors are the same as for the sync class."""
+        """Wait until as many permits as the weight are free, and acquire them; see `Semaphore.acquire`."""
         return await self._acquire(timeout)
 
     async def holders(self) -> list[Holder]:
         """Return who holds permits at this moment, one entry for each permit, the oldest first.
 
-        The name of an entry is that of the permit's row, `NAME#i`, which `monitoring.evict` takes.
+        The name of an entry is that of the permit's row, `NAME#i`, which `monitoring.evict` accepts.
 
         Raises:
             UnreachableError: the server cannot be reached.
@@ -51,5 +51,5 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
         return await self._find_holders()
 
     async def resize(self, permits: int) -> None:
-        """Store another number of permits, for all processes; arguments and errors are the same as for the sync class."""
+        """Change the number of permits, for all processes; arguments and errors are the same as for the sync class."""
         await self._resize(permits)

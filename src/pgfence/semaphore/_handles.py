@@ -18,7 +18,7 @@ class _PermitHandle(_HasToken):
 
     @property
     def weight(self) -> int:
-        """The number of the semaphore's permits that it takes, without I/O."""
+        """The number of permits that this handle holds. Reading it does no I/O."""
         return len(cast("Grant", self._hold).rows)
 
     @property
@@ -49,7 +49,7 @@ class Permit(_PermitHandle, HeldLease):
     __slots__ = ()
 
     def hand_over(self) -> LeaseRef:
-        """Renew once, and return the reference with which another process adopts it with `Lease.adopt`. This handle is released.
+        """Renew once, and return the reference that another process passes to `Lease.adopt`. This handle is released.
 
         Raises:
             ValueError: the weight is above 1.
@@ -66,6 +66,6 @@ class AsyncPermit(_PermitHandle, AsyncHeldLease):
     __slots__ = ()
 
     async def hand_over(self) -> LeaseRef:
-        """Renew once, and return what another process needs to adopt it; errors are the same as for the sync class."""
+        """Renew once, and return the reference that another process adopts; errors are the same as for the sync class."""
         self._check_single()
         return await super().hand_over()

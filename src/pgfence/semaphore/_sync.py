@@ -46,7 +46,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         on_mismatch: what to do if another number of permits is stored. "raise" raises ValueError, and "stored" follows the stored
             number.
         fair: whether waiters are served in the order of their arrival. All contenders should use the same value. Contenders
-            without it come after the fair waiters.
+            with `fair=False` come after the fair waiters.
         max_hold: seconds after which a permit ends even if the holder is alive; None means no limit.
         heartbeat: see `Lease`.
         owner: the name that operators see for the holder; None means host and process id.
@@ -62,7 +62,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     _handle = Permit
 
     def try_acquire(self) -> Permit | None:
-        """Try once, without waiting. It takes one round trip on an open connection.
+        """Try once to acquire a permit, without waiting. This takes one round trip on an open connection.
 
         Returns None if too few permits are free.
 
@@ -72,10 +72,10 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         return run_sync(self._take, 0.0)
 
     def acquire(self, *, timeout: Seconds | None = None) -> Permit:
-        """Wait until a permit is free, or as many as the weight.
+        """Wait until as many permits as the weight are free, and acquire them.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` to wait indefinitely, and 0 not to wait. A
+            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A
                 wait continues through an outage of the server, as with a `Lease`.
 
         Raises:
@@ -92,7 +92,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     def holders(self) -> list[Holder]:
         """Return who holds permits at this moment, one entry for each permit, the oldest first.
 
-        The name of an entry is that of the permit's row, `NAME#i`, which `monitoring.evict` takes.
+        The name of an entry is that of the permit's row, `NAME#i`, which `monitoring.evict` accepts.
 
         Raises:
             UnreachableError: the server cannot be reached.
@@ -101,9 +101,9 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         return run_sync(self._find_holders)
 
     def resize(self, permits: int) -> None:
-        """Store another number of permits, for all processes.
+        """Change the number of permits, for all processes.
 
-        Contenders that still have the old number get ValueError, unless they use `on_mismatch="stored"`. After a reduction,
+        Contenders that still use the old number get a ValueError, unless they use `on_mismatch="stored"`. After a reduction,
         holders keep their permits, and no permit is granted until fewer than the new number are in use.
 
         Args:

@@ -109,7 +109,7 @@ class PgfenceHolds(Protocol):
 
     Names are held as a session-level advisory lock, which excludes the `AdvisoryLock`, the `TransactionLock` and the
     `ReadWriteLock` of these names. A str is a name in the namespace of the test, if the test or one of its fixtures uses
-    `pgfence_namespace`, and otherwise has no namespace. A LockKey has a namespace of its own. With `shared=True`, one name is
+    `pgfence_namespace`, and otherwise has no namespace. A LockKey contains its own namespace. With `shared=True`, one name is
     held in shared mode, as a reader does.
 
     A lock is an AdvisoryLock, a Lease, a Once, a Semaphore, the `read` or `write` of a ReadWriteLock, or the async counterpart of

@@ -61,9 +61,9 @@ Row: TypeAlias = "tuple[str, int | None]"
 
 
 class PgfenceFaults:
-    """The type of the fixture `pgfence_faults`, which makes faults in tests.
+    """The type of the fixture `pgfence_faults`, which injects faults in tests.
 
-    The methods block for some milliseconds and can be called in async tests, too. A str is a name in the namespace of the
+    The methods block for a few milliseconds and can be called in async tests, too. A str is a name in the namespace of the
     test, as for `pgfence_holds`. The helpers connect with the URL of the handle's engine, or of `pgfence_server` if there is no
     handle.
     """
@@ -99,8 +99,8 @@ class PgfenceFaults:
         """Stop processes inside a `with` block, with SIGSTOP. They stay alive and connected, but do not respond.
 
         Args:
-            processes: processes that the test has started, or process ids. To see what follows from a pause of a holder in
-                the test's own process, use `expire` or `steal`.
+            processes: processes that the test has started, or process ids. To test the effects of a pause of a holder in the
+                test's own process, use `expire` or `steal`.
 
         Raises:
             FaultUnavailableError: on entering, if this platform has no SIGSTOP, or a process belongs to another user.

@@ -65,7 +65,7 @@ class AsyncTransactionLock(TransactionLockBase):
             the transaction already holds is sufficient. Requesting the exclusive lock while holding the shared lock is rejected.
         bind_arguments: for a session that routes to several engines, as in `Session.connection()`.
         expire: with an AsyncSession, whether to expire what was loaded before the lock, so that it is read again, and to raise
-            if there are unflushed changes, which may be based on it. With False it does neither.
+            an error if there are unflushed changes, which may be based on it. With False it does neither.
         stale_snapshot_ok: whether to allow REPEATABLE READ and SERIALIZABLE.
 
     Raises:
@@ -94,7 +94,9 @@ class AsyncTransactionLock(TransactionLockBase):
         )
 
     async def try_acquire(self) -> bool:
-        """Try once, without waiting. Returns True if the lock is held until the transaction ends, False if it is not held.
+        """Try once to acquire the lock, without waiting.
+
+        Returns True if the lock is now held until the transaction ends, and False otherwise.
 
         Raises:
             PgfenceError: the same errors as `acquire`, except LockTimeoutError and DeadlockError.
@@ -107,27 +109,27 @@ class AsyncTransactionLock(TransactionLockBase):
 
         Args:
             timeout: seconds, for all names together. None means the configured default (at most 60 s while this task holds a
-                session lock), `math.inf` to wait indefinitely, and 0 not to wait.
+                session lock), `math.inf` waits indefinitely, and 0 does not wait.
 
         Raises:
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holders; the
                 transaction is as it was before.
             SelfDeadlockError: this task holds one of the names as an AdvisoryLock on another connection.
             DeadlockError: PostgreSQL detected a deadlock and has aborted the transaction.
-            TransactionStateError: the connection is in autocommit or a pipeline, the snapshot is older than the lock, there
-                are unflushed changes, or the lock is held shared and requested exclusively. Nothing was requested, and the
-                transaction is as it was before.
+            TransactionStateError: the connection is in autocommit or a pipeline, the snapshot is older than the lock, there are
+                unflushed changes, or the lock is held in shared mode and requested in exclusive mode. Nothing was requested,
+                and the transaction is as it was before.
             StandbyError: the server is a standby.
-            UnsupportedServerError: the server is not PostgreSQL or too old, or the driver is unknown.
+            UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is unknown.
             CapacityError: the server's lock table is nearly full. If `sqlstate` is set, the table was full, and PostgreSQL has
                 aborted the transaction.
         """
         await self._unwrap().run_sync(self._acquire, timeout, get_task_contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[None, None]:
-        """Acquire the lock on entering the block.
+        """Acquire the lock on entering the block. Leaving the block does NOT release it.
 
-        Leaving the block does NOT release it, because it is held until the transaction ends.
+        The lock is held until the transaction ends.
 
         The block shows which statements the lock protects. For a block that ends together with its transaction use `begin`.
 

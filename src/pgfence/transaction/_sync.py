@@ -43,18 +43,18 @@ class TransactionLock(TransactionLockBase):
     session's `statement_timeout` and `lock_timeout` do not end the wait early, but a limit on the whole transaction
     (`transaction_timeout`) or in the driver (asyncpg's `command_timeout`) does.
 
-    Guarantees: per key and database one transaction holds the lock at a time, or several that all requested it shared, among all
-    clients that use PostgreSQL's advisory locks on that key. It is held until COMMIT, ROLLBACK, or a ROLLBACK TO a savepoint
-    older than the lock (the next `acquire` then sends a request to the server again). No crash, cancellation or lost connection
-    leaves it behind. What you read after acquiring it is as recent as the last holder's commit. A timeout leaves the transaction
-    usable, with its earlier writes and settings.
+    Guarantees: per key and database one transaction holds the lock at a time, or several that all requested it in shared mode,
+    among all clients that use PostgreSQL's advisory locks on that key. It is held until COMMIT, ROLLBACK, or a ROLLBACK TO a
+    savepoint older than the lock (the next `acquire` then sends a request to the server again). No crash, cancellation or lost
+    connection leaves it behind. What you read after acquiring it is as recent as the last holder's commit. A timeout leaves the
+    transaction usable, with its earlier writes and settings.
 
     Limitations: nothing is protected after COMMIT or ROLLBACK, and what was read before the lock may be stale. REPEATABLE READ
-    and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock. Waiters
-    are not ordered. The lock exists in one database on one server, and a failover ends it with its transaction. A deadlock or a
-    cancelled statement aborts the transaction, as PostgreSQL does for every statement. A lost connection and other database
-    errors are raised as SQLAlchemy's own errors. It has neither a release nor `wrap()`, because the lock belongs to one
-    transaction.
+    and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock.
+    Waiters are not ordered. The lock exists in one database on one server, and a failover ends it with its transaction. A
+    deadlock or a cancelled statement aborts the transaction, as PostgreSQL does for every statement. A lost connection and
+    other database errors are raised as SQLAlchemy's own errors. There is neither a `release()` nor a `wrap()`, because the lock
+    belongs to one transaction.
 
     Args:
         session: the Session, scoped_session or Connection whose transaction the lock belongs to. The lock uses the connection
@@ -65,8 +65,8 @@ class TransactionLock(TransactionLockBase):
         shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock that
             the transaction already holds is sufficient. Requesting the exclusive lock while holding the shared lock is rejected.
         bind_arguments: for a Session that routes to several engines, as in `Session.connection()`.
-        expire: with a Session, whether to expire what was loaded before the lock, so that it is read again, and to raise if
-            there are unflushed changes, which may be based on it. With False it does neither.
+        expire: with a Session, whether to expire what was loaded before the lock, so that it is read again, and to raise an
+            error if there are unflushed changes, which may be based on it. With False it does neither.
         stale_snapshot_ok: whether to allow REPEATABLE READ and SERIALIZABLE.
 
     Raises:
@@ -95,7 +95,9 @@ class TransactionLock(TransactionLockBase):
         )
 
     def try_acquire(self) -> bool:
-        """Try once, without waiting. Returns True if the lock is held until the transaction ends, False if it is not held.
+        """Try once to acquire the lock, without waiting.
+
+        Returns True if the lock is now held until the transaction ends, and False otherwise.
 
         Raises:
             PgfenceError: the same errors as `acquire`, except LockTimeoutError and DeadlockError.
@@ -107,27 +109,27 @@ class TransactionLock(TransactionLockBase):
 
         Args:
             timeout: seconds, for all names together. None means the configured default (at most 60 s while this thread holds a
-                session lock), `math.inf` to wait indefinitely, and 0 not to wait.
+                session lock), `math.inf` waits indefinitely, and 0 does not wait.
 
         Raises:
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holders; the
                 transaction is as it was before.
             SelfDeadlockError: this thread holds one of the names as an AdvisoryLock on another connection.
             DeadlockError: PostgreSQL detected a deadlock and has aborted the transaction.
-            TransactionStateError: the connection is in autocommit or a pipeline, the snapshot is older than the lock, there
-                are unflushed changes, or the lock is held shared and requested exclusively. Nothing was requested, and the
-                transaction is as it was before.
+            TransactionStateError: the connection is in autocommit or a pipeline, the snapshot is older than the lock, there are
+                unflushed changes, or the lock is held in shared mode and requested in exclusive mode. Nothing was requested,
+                and the transaction is as it was before.
             StandbyError: the server is a standby.
-            UnsupportedServerError: the server is not PostgreSQL or too old, or the driver is unknown.
+            UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is unknown.
             CapacityError: the server's lock table is nearly full. If `sqlstate` is set, the table was full, and PostgreSQL has
                 aborted the transaction.
         """
         self._acquire(self._unwrap(), timeout, THREADS.get_contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractContextManager[None, None]:
-        """Acquire the lock on entering the block.
+        """Acquire the lock on entering the block. Leaving the block does NOT release it.
 
-        Leaving the block does NOT release it, because it is held until the transaction ends.
+        The lock is held until the transaction ends.
 
         The block shows which statements the lock protects. For a block that ends together with its transaction use `begin`.
 

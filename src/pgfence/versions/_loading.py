@@ -65,10 +65,10 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
             transaction ends, even after a conflict.
 
     Raises:
-        VersionConflictError: the row is at another version, which is `found` in its item, or it was deleted, and `found` is None.
-            Respond with 412. The error is not `retryable`, because the client must read the row first. The session remains
-            usable.
-        TransactionStateError: the session has unflushed changes, which reading the row again could lose.
+        VersionConflictError: the row is at another version, which its item in the error contains as `found`, or it was deleted,
+            in which case `found` is None. Respond with 412. The error is not `retryable`, because the client must read the row
+            first. The session remains usable.
+        TransactionStateError: the session has unflushed changes, which could be lost when the row is read again.
         TypeError: `expected` is not a version of that class (such as None or "1"); the class is not versioned; or `session` is
             not a session. With `__version_mode__ = "xmin"` also for an IfMatch other than `*`: see `etag`.
     """

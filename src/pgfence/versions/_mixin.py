@@ -1,6 +1,7 @@
 """The mixins for mapped classes. `_flush` implements their effect on a flush, and `_statements` their effect on other statements.
 
-It is separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not load.
+This module is separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not
+load.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Versioned(_Guarded):
             session.get_one(Page, 1).title = "new"
             session.commit()  # VersionConflictError if the row has changed since it was read
 
-    Use it for plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`), SQLModel and Flask-SQLAlchemy.
+    Use it for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument), SQLModel and Flask-SQLAlchemy.
     With joined or single-table inheritance, put it on the base class. A new row has version 1, and each UPDATE adds 1.
 
     Guarantees: a flush changes or deletes a row only at the version at which its instance was read, and otherwise raises an
@@ -74,13 +75,13 @@ class Versioned(_Guarded):
     table, and is the same for several writes of one transaction. Therefore `etag` and `merge()` reject it.
 
     Attributes:
-        __version_mode__: what counts the version. This program counts it with "client", the trigger of
-            `schema.add_version_trigger` with "server", and PostgreSQL itself with "xmin".
+        __version_mode__: what maintains the version. With "client" it is this program, with "server" the trigger of
+            `schema.add_version_trigger`, and with "xmin" PostgreSQL itself.
         __version_column__: the name of the column in the table. The attribute is always `version`.
         __version_relationships__: names of one-to-many and many-to-many relationships. Rows that are added, removed or deleted,
             and for one-to-many also rows that are changed or moved themselves, count as one change of this row for each flush,
-            whatever the relationship joins on. The owner of this row does not change with it. A subclass that sets the attribute
-            replaces the list of its base; `(*Document.__version_relationships__, "lines")` extends it.
+            whatever the relationship joins on. The version of a row that owns this one does not change with it. A subclass that
+            sets the attribute replaces the list of its base; `(*Document.__version_relationships__, "lines")` extends it.
 
     Raises:
         VersionConflictError: on writing in a `VersionedSession`, if the row is at another version or was deleted.

@@ -52,8 +52,8 @@ class VersionedSession(Session):
         In REPEATABLE READ and SERIALIZABLE PostgreSQL itself rejects such a write with SQLSTATE 40001. The legacy methods
         `bulk_save_objects` and `bulk_update_mappings` compare versions and list no rows. The session cannot track SQL text,
         statements on session.connection() and triggers that write rows of its instances. Refresh these instances before you
-        change them, or the flush raises a PgfenceError. Two sessions on one Connection are distinguished only by versions, so
-        such a row is a conflict there.
+        change them, or the flush raises a PgfenceError. In a Session on a Connection, such a row counts as a conflict, because
+        another session may have written it on that Connection.
 
     Args:
         bind: an Engine, or a Connection whose transaction you control.
@@ -61,13 +61,13 @@ class VersionedSession(Session):
             write, and rejects statements for which that is impossible. An UPDATE inside a SELECT is detected one level deep.
             "refuse" rejects all statements that do not increment versions themselves, at any depth. "ignore" sends them
             unchanged.
-        conflict_check: "auto" writes several rows of a table together and a single row separately, whichever costs fewer round
-            trips. With psycopg and psycopg2, one statement contains the versions of all rows that change alike, and the driver
-            counts the rows that it matches. asyncpg cannot count them, so four rows or more are locked and compared first. Rows
-            of a class with the mode "xmin", of a Session on a Connection, and in AUTOCOMMIT are written one by one.
-            "row" sends and counts one UPDATE for each row. "batch" locks and compares all rows of the flush first, lists every
-            conflict immediately, and then writes rows that change alike together; in AUTOCOMMIT, where a row lock does not last, it
-            raises TransactionStateError.
+        conflict_check: "auto" writes the rows of a table together or one by one, whichever costs fewer round trips. With
+            psycopg and psycopg2, one statement contains the versions of all rows that change alike, and the driver counts the
+            rows that it matches. asyncpg cannot count them, so four rows or more are locked and compared first. Rows of a class
+            with the mode "xmin", of a Session on a Connection, and in AUTOCOMMIT are written one by one. "row" sends and counts
+            one UPDATE for each row. "batch" locks and compares all rows of the flush first, lists every conflict immediately,
+            and then writes rows that change alike together; in AUTOCOMMIT, where a row lock does not last, it raises
+            TransactionStateError.
         **session_options: passed to Session.
 
     Raises:
@@ -132,7 +132,7 @@ class VersionedSession(Session):
     def merge_all(
         self, instances: Iterable[_O], *, load: bool = True, options: Sequence[ORMOption] | None = None
     ) -> Sequence[_O]:
-        """Merge several instances, each as `merge` does. SQLAlchemy has this method since 2.1."""
+        """Merge several instances, each as `merge` does. SQLAlchemy 2.1 added this method."""
         found = list(instances)
         for instance in found if load else ():
             _check_merge(self, instance)

@@ -71,8 +71,8 @@ def etag(instance: object, /) -> str:
 
     Raises:
         ValueError: the row is not in the database yet, or has unflushed changes, so that its next version is not known.
-        TypeError: the object is not an instance of a versioned class; or its class has `__version_mode__ = "xmin"`, whose version does
-            not survive a dump of the database, as a tag may.
+        TypeError: the object is not an instance of a versioned class; or its class has `__version_mode__ = "xmin"`, whose
+            version does not survive a dump of the database, as a tag may.
     """
     from sqlalchemy import inspect
     from sqlalchemy.orm import InstanceState
@@ -98,7 +98,8 @@ def if_match(headers: Headers, /) -> IfMatch:
     """Read the If-Match header of a request.
 
     Args:
-        headers: the headers of Flask, FastAPI or Starlette, or a dict with `If-Match` or `if-match`. Several lines are one list.
+        headers: the headers of Flask, FastAPI or Starlette, or a dict with `If-Match` or `if-match`. Several header lines form
+            one list.
 
     Returns:
         The value to pass to `load_for_version` as `expected`.
