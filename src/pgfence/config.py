@@ -78,8 +78,9 @@ def configure(
         pooler: the pooler between client and server. "auto" rejects session locks if a pooler is detected. "session" asserts that
             the pooler gives each client a dedicated server session. "transaction" rejects session locks, unless there is a
             `lock_engine`, whose own `pooler` setting then applies.
-        on_event: called with every `Event`, in the thread or task in which it happens. It must be quick. Its exceptions are
-            logged.
+        on_event: called with every `Event`, in the thread or task in which it happens. It must be quick: some events happen
+            on the thread that renews leases, and while the function runs, no lease of the engine is renewed. Its exceptions
+            are logged.
 
     Raises:
         ValueError: a value is out of range, or the engine was already configured with other values or is already in use.
