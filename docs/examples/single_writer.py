@@ -7,7 +7,6 @@ python single_writer.py 10.0.0.7:8000
 
 import signal
 import sys
-import time
 
 from sqlalchemy import create_engine, func, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
@@ -62,16 +61,12 @@ def serve(partition: int, lease: HeldLease) -> None:
             lease.wait_lost(0.5)
 
 
-def request_stop(*_: object) -> None:
-    sys.exit()  # leaves the block of join(), which releases the partitions
-
-
 def main(address: str) -> None:
-    signal.signal(signal.SIGTERM, request_stop)
+    signals = [signal.SIGINT, signal.SIGTERM]
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # in all threads: only sigwait receives them
     with accounts.join(serve, address=address) as worker:
         print("owns", len(worker.owned), flush=True)
-        while True:
-            time.sleep(1)
+        signal.sigwait(signals)
 
 
 if __name__ == "__main__":

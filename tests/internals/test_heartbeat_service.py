@@ -21,7 +21,6 @@ from pgfence.config import Config
 from pgfence.errors import LockLostError, LockNotHeldError, UnreachableError
 from support.leases import lease, rival
 from support.limits import set_limit
-from support.locking import background
 from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
@@ -545,7 +544,11 @@ async def test_a_release_before_the_wait_listens_is_seen(
     set_limit(monkeypatch, "LONGEST_SLEEP", 3600)
     engine = world.engine()
     assert rival(admin, name, 120)
-    assert rival(admin, f"{name}!", 120)
+    heartbeat = heartbeat_of(getattr(engine, "sync_engine", engine), Config())
+    stop = heartbeat.listen(
+        PLACE, f"{name}!", lambda: None
+    )  # so that the wait below finds a connection that listens already
+    await eventually(lambda: heartbeat.is_listening(PLACE))
     listen = HeartbeatService.listen
 
     def release_and_listen(self: HeartbeatService, place: TableNames, stored: str, wake: Any) -> Any:
@@ -554,9 +557,6 @@ async def test_a_release_before_the_wait_listens_is_seen(
         return listen(self, place, stored, wake)
 
     monkeypatch.setattr(HeartbeatService, "listen", release_and_listen)
-    async with background(world.other().call(lease(world, engine, f"{name}!", ttl=120).acquire, timeout=1000)):
-        await eventually(lambda: heartbeat_of(getattr(engine, "sync_engine", engine), Config()).is_listening(PLACE))
-        held = await asyncio.wait_for(
-            world.other().call(lease(world, engine, name, ttl=120).acquire, timeout=1000), FAR
-        )
-        await world.call(held.release)
+    held = await asyncio.wait_for(world.other().call(lease(world, engine, name, ttl=120).acquire, timeout=1000), FAR)
+    await world.call(held.release)
+    stop()

@@ -420,7 +420,11 @@ KINDS: dict[str, Kind] = {
     ),
     "delete": Kind("a deleted row", _of("Page", 0, 1, 2), _delete, {}, ("Page", 1)),
     "row switch": Kind(
-        "a new row under the key of one that the flush deletes", _of("Page", 0), _switch, {("Page", 0): 1}, ("Page", 0)
+        "a new row under the key of a row that the flush deletes",
+        _of("Page", 0),
+        _switch,
+        {("Page", 0): 1},
+        ("Page", 0),
     ),
     "row switch of a key": Kind(
         "the same, in a table that has no columns beside the key and the version",
@@ -431,7 +435,7 @@ KINDS: dict[str, Kind] = {
         rejected={"xmin": TypeError},
     ),
     "row switch by orphan": Kind(
-        "a new row under the key of one that it replaces in a relationship with `delete-orphan`",
+        "a new row under the key of a row that it replaces in a relationship with `delete-orphan`",
         _all(_of("Parent", 0), _of("Twin", 0)),
         _orphan_switch,
         {("Twin", 0): 1},

@@ -33,6 +33,9 @@ async def note_names(engine: Engine, session: LockConnection, sql: LockSql, limi
     place = table_names_of(engine)
     if not (new := list_new_names(engine.dialect, place, sql.keys)):
         return
+    # Before the statement: if it is cancelled, it is not sent again. Otherwise a caller with a short time limit, whose connection is
+    # closed by each cancel, might never get the lock.
+    known = record_names(engine.dialect, place, new)
     args = (list(new), list(new.values()))
     try:
         other: str | None = await session.fetch_value(engine, note_sql(place, sql.style), args, limit=limit)
@@ -43,8 +46,8 @@ async def note_names(engine: Engine, session: LockConnection, sql: LockSql, limi
         log.debug("the names of locks cannot be stored: %s", error)
         other = None
     if other is not None:
+        known.difference_update(new)
         raise _collision_error(new, other)
-    record_names(engine.dialect, place, new)
 
 
 def _collision_error(new: dict[int, str], other: str) -> KeyCollisionError:

@@ -65,12 +65,13 @@ def list_new_names(dialect: Dialect, place: TableNames, keys: Iterable[LockKey])
     }
 
 
-def record_names(dialect: Dialect, place: TableNames, keys: Iterable[int]) -> None:
-    """Remember that these keys have been stored."""
+def record_names(dialect: Dialect, place: TableNames, keys: Iterable[int]) -> set[int]:
+    """Remember that these keys have been stored, and return the set of all of them."""
     known = _remembered_of(dialect, place)
     if len(known) > MOST_REMEMBERED:
         known.clear()
     known.update(keys)
+    return known
 
 
 def _remembered_of(dialect: Dialect, place: TableNames) -> set[int]:
