@@ -63,9 +63,8 @@ def serve(partition: int, lease: HeldLease) -> None:
 
 def main(address: str) -> None:
     signals = [signal.SIGINT, signal.SIGTERM]
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, signals
-    )  # in all threads: only sigwait receives them
+    # They are blocked in all threads, so that only sigwait receives them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     with accounts.join(serve, address=address) as worker:
         print("owns", len(worker.owned), flush=True)
         signal.sigwait(signals)
