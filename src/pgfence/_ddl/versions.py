@@ -128,7 +128,7 @@ def drop(connection: Connection, place: TableNames, target: Target) -> None:
 
 
 def _find_trigger(connection: Connection, place: TableNames, target: Target) -> Row[*tuple[Any, ...]] | None:
-    """Return whether the trigger is enabled and inherited, and the quoted name of its function, or None if it does not exist."""
+    """Return the trigger's `tgenabled`, whether it is inherited, and the quoted name of its function; None without a trigger."""
     found = execute_plain(
         connection,
         "SELECT t.tgenabled::text AS enabled, t.tgparentid <> 0 AS copied, p.proname, '\"' || pg_catalog.replace(n.nspname, '\"', '\"\"') || '\".\"'"

@@ -81,7 +81,7 @@ class Measurement:
         return self._build_figures(clock() - self._start)
 
     def _listen(self) -> None:
-        # If the demo's own lock is lost, the server is no longer running, and no process would send anything.
+        # If the demo's own lock is lost, the server has stopped, and no process will send anything.
         self._held.check()
         for member, words in self._pool.listen(_LISTEN):
             self._note(member, words)

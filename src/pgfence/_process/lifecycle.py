@@ -72,7 +72,7 @@ def finish_fork() -> None:
     api = ctypes.pythonapi
     for name in ("PyInterpreterState_Get", "PyInterpreterState_Main"):
         getattr(api, name).restype = ctypes.c_void_p
-    # In a subinterpreter it would abort the process.
+    # In a subinterpreter, PyOS_AfterFork_Child would abort the process.
     if api.PyInterpreterState_Get() == api.PyInterpreterState_Main():
         api.PyOS_AfterFork_Child()
 

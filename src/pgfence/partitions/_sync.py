@@ -54,8 +54,8 @@ class Partitions:
 
     Guarantees: at most one owner of a partition has its newest token. A transaction of `lease.begin()` that begins after another
     worker took the partition is rejected, and the new owner waits at the gate for a transaction that was already open, so the
-    writes of a key are in order. The partitions of a worker that crashes are owned by others after at most two TTLs, if the
-    others are alive and below their quota.
+    writes of a key are in order. The partitions of a worker that crashes are owned by others after at most two TTLs, if
+    other workers are alive and own fewer than their even share.
 
     Limitations: a function that does not return is not stopped. After a TTL another worker takes its partition, and only writes
     inside `lease.begin()` are rejected. Calls to services that do not check the token may overlap. The numbers of
