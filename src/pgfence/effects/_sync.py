@@ -40,8 +40,8 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
     After a result or an error listed in `record`, the key is done. After an error listed in `free`, the next caller runs
     immediately. After any other error, a cancellation or a crash, the outcome is unknown, and the claim is left to expire.
     Whatever `record` and `free` contain, the claim is also left to expire if something was done whose result may not have been
-    stored, if a step is still running in another thread or task, or if the attempt was lost. pgfence errors count only if one of their
-    classes is listed; `Exception` does not include them.
+    stored, if a step is still running in another thread or task, or if the attempt was lost. pgfence errors count only if one of
+    their classes is listed; `Exception` does not include them.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
