@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-EngineT = TypeVar("EngineT", Engine, AsyncEngine)
+EngineT = TypeVar("EngineT", bound=Engine | AsyncEngine)
 
 
 def choose_label(name: str, labels: Iterable[str]) -> str:
@@ -27,7 +27,7 @@ class Shards(Generic[EngineT]):
     """The engines of several databases, by label. Keep the label of a database when its address changes."""
 
     def __init__(self, engines: Mapping[str, EngineT]) -> None:
-        self.engines = dict(engines)
+        self.engines: dict[str, EngineT] = dict(engines)
 
     def find(self, name: str) -> EngineT:
         """Return the engine for a name."""
