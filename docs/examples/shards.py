@@ -24,7 +24,10 @@ def choose_label(name: str, labels: Iterable[str]) -> str:
 
 
 class Shards(Generic[EngineT]):
-    """The engines of several databases, by label. Keep the label of a database when its address changes."""
+    """The engines of several databases, by label.
+
+    Keep the label of a database when its address changes.
+    """
 
     def __init__(self, engines: Mapping[str, EngineT]) -> None:
         self.engines: dict[str, EngineT] = dict(engines)

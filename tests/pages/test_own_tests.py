@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from pgfence import (
@@ -21,11 +21,14 @@ from pgfence import (
     Lease,
     Once,
     RateLimit,
+    ReadWriteLock,
     Semaphore,
     TransactionLock,
     UnsupportedServerError,
     Versioned,
     VersionedSession,
+    claim,
+    fenced,
     idempotent,
     run_transaction,
     schema,
@@ -106,13 +109,26 @@ def claim_key(engine: Engine) -> None:
         idempotent(session, "k", scope="s").run(lambda: 1)
 
 
+def claim_row(engine: Engine) -> None:
+    with Session(engine) as session:
+        claim(session, select(Page))
+
+
+def enter_gate(engine: Engine) -> None:
+    with Session(engine) as session, fenced(session, "a", 1):
+        pass
+
+
 REJECTED: dict[str, Callable[[Engine], object]] = {
     "AdvisoryLock": lambda engine: AdvisoryLock(engine, "a").try_acquire(),
     "TransactionLock": lock_in_transaction,
+    "ReadWriteLock": lambda engine: ReadWriteLock(engine, "a").read.try_acquire(),
     "Lease": lambda engine: Lease(engine, "a", ttl=5).try_acquire(),
     "Once": lambda engine: Once(engine, "a", every=timedelta(days=1)).try_acquire(),
     "Semaphore": lambda engine: Semaphore(engine, "a", permits=2, ttl=5).try_acquire(),
     "RateLimit": lambda engine: RateLimit(engine, "a", limit=2, per=1).try_take(),
+    "claim": claim_row,
+    "fenced": enter_gate,
     "idempotent": claim_key,
     "IdempotentEffect": lambda engine: IdempotentEffect(engine, "e", scope="s", ttl=5).run(lambda attempt: 1),
     "run_transaction": lambda engine: run_transaction(sessionmaker(engine), lambda s: s.execute(text("SELECT 1"))),
