@@ -1,4 +1,7 @@
-"""Choose one of several databases by name, so that every process uses the same database for a name."""
+"""Choose one of several databases by name.
+
+Every process uses the same database for a name.
+"""
 
 from __future__ import annotations
 
