@@ -18,8 +18,8 @@ EngineT = TypeVar("EngineT", bound=Engine | AsyncEngine)
 def choose_label(name: str, labels: Iterable[str]) -> str:
     """Return the label of the database for a name.
 
-    The result depends only on the name and on the set of labels. An additional label takes
-    over some names, and every other name keeps its label.
+    The result depends only on the name and on the set of labels. An additional label
+    takes over some names, and every other name keeps its label.
     """
     return max(
         labels, key=lambda label: hashlib.sha256(f"{label}\x1f{name}".encode()).digest()
