@@ -104,11 +104,11 @@ async def test_a_timeout_names_the_lock_and_its_holder_without_secrets(
     engine = world.engine(dsn=login)
     with elsewhere(login, name, label="other-deploy") as holder, caplog.at_level(logging.INFO, "pgfence"):
         with pytest.raises(TimeoutError) as caught:
-            await world.call(lock(world, engine, name).acquire, timeout=0.3)
+            await world.call(lock(world, engine, name).acquire, timeout=1)
         pid = holder.info.backend_pid
     error = caught.value
     assert isinstance(error, LockTimeoutError)
-    assert (error.names, error.keys, error.timeout, error.held_here) == ((name,), (LockKey.of(name),), 0.3, ())
+    assert (error.names, error.keys, error.timeout, error.held_here) == ((name,), (LockKey.of(name),), 1, ())
     (seen,) = error.holders
     assert (seen.name, seen.kind, seen.mode, seen.backend_pid) == (name, "advisory", "exclusive", pid)
     told = [record.getMessage() for record in caplog.records if record.name.startswith("pgfence")]
