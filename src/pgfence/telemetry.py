@@ -75,15 +75,18 @@ def instrument(
     from pgfence._telemetry.spans import SpanWriter
 
     providers = (meter_provider, tracer_provider)
-    if (before := vars(engine.dialect).setdefault(_ATTRIBUTE, providers)) is not providers:
+    if (before := vars(engine.dialect).get(_ATTRIBUTE)) is not None:
         if before != providers:
             raise ValueError("this engine already reports to other providers: call instrument() once for each engine")
         return
-    key = _GLOBAL if meter_provider is None else meter_provider
-    recorder = _RECORDERS.get(key)
-    if recorder is None:
-        recorder = _RECORDERS[key] = Recorder(metrics.get_meter(_SCOPE, meter_provider=meter_provider))
     database = engine.url.database or ""
-    recorder.add_engine(database, engine.dialect)
     spans = SpanWriter(trace.get_tracer(_SCOPE, tracer_provider=tracer_provider), database)
+    # A provider has one recorder: it would ignore the callbacks of a second one, whose instruments are equal.
+    now = metrics.get_meter_provider()
+    keys = [_GLOBAL, now] if meter_provider in (None, now) else [meter_provider]
+    recorder = next((_RECORDERS[key] for key in keys if key in _RECORDERS), None)
+    if recorder is None:
+        recorder = _RECORDERS[keys[0]] = Recorder(metrics.get_meter(_SCOPE, meter_provider=meter_provider))
+    vars(engine.dialect)[_ATTRIBUTE] = providers
+    recorder.add_engine(database, engine.dialect)
     hub.set_observer(EngineObserver(recorder, spans, database))

@@ -10,8 +10,10 @@ import psycopg
 import pytest
 
 from pgfence.cli import main
+from pgfence.testing._processes import pause
 from support.locking import is_free, take
 from support.rows import every_row
+from support.waiting import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +63,16 @@ def test_it_shows_asks_ends_and_records(
     assert "No session holds a leaked lock" in capfd.readouterr().out
     assert main(["audit", "--since", "1m", "--action", "release leaked"]) == 0
     assert f"release leaked  backend {leak.info.backend_pid}\n" in capfd.readouterr().out
+
+
+def test_a_session_that_takes_long_to_end_is_recorded(
+    leak: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str], admin: psycopg.Connection[Any], name: str
+) -> None:
+    """The signal was sent: the session ends as soon as its process continues, so the audit has it."""
+    with pause(leak.info.backend_pid):
+        assert main([*NOW, "--yes"]) == 0
+    assert "Ended 1 of 1 sessions, recorded in the audit table." in capfd.readouterr().out
+    blocking(lambda: is_free(admin, name))
 
 
 def test_a_session_that_is_used_meanwhile_is_left_alone(

@@ -164,8 +164,12 @@ async def test_a_standby_and_how_it_follows_are_found(world: World, standby: Sta
     assert found["standby"].severity == "error"
     assert "asynchronous-standbys" not in found
     primary = world.engine(dsn=pair[0].dsn)
-    assert (await examine(world, primary))["asynchronous-standbys"].severity == "warning"
+    following = (await examine(world, primary))["asynchronous-standbys"]
+    assert following.severity == "warning"
     with psycopg.connect(pair[0].dsn, autocommit=True) as admin:
+        admin.execute(
+            following.fix.partition(";")[0].encode()
+        )  # is valid, and has no effect before the configuration is read
         admin.execute("ALTER SYSTEM SET synchronous_standby_names = 'absent'")
         admin.execute("SELECT pg_reload_conf()")
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import subprocess
@@ -219,6 +220,13 @@ def test_a_paused_process_does_not_respond(script: Callable[..., Script], pgfenc
     with process:
         pgfence_faults.kill(process)
         assert process.returncode == -signal.SIGKILL
+
+
+async def test_a_process_of_asyncio_is_killed(pgfence_faults: PgfenceFaults) -> None:
+    """Its end is awaited by the test, because the call has no event loop."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
+    pgfence_faults.kill(process)
+    assert await process.wait() == -signal.SIGKILL
 
 
 def test_a_fault_that_cannot_be_made_says_why(

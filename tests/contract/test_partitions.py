@@ -215,11 +215,12 @@ async def test_a_function_that_does_not_stop_costs_the_worker_its_partitions(
 async def test_an_error_of_the_function_is_logged_and_tried_again(
     world: World, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C116: the partition is released and taken again after a pause, and the others are served meanwhile."""
+    """C116: the partition is released and taken again after a pause, and the others are served meanwhile, also after days."""
     served = Served(world)
     served.fail = KeyError("of the function")
-    async with world.enter(partitions(world, world.engine(), name, 3).join(served.serve)):
+    async with world.enter(partitions(world, world.engine(), name, 3).join(served.serve)) as worker:
         set_limit(monkeypatch, "SHORTEST_REST", 0.0)
+        worker._balancer._errors[0] = 2000
         await eventually(lambda: served.calls.count(0) >= 2)
         assert served.running == {1, 2}
         served.fail = None

@@ -125,6 +125,7 @@ async def test_the_audit_is_read_by_time_and_action(
     first, second, third = ("evict", "shop", name), ("free key", "shop", f"{name} k1"), ("evict", "", name)
     assert await read() == [first, second, third]
     assert await read(since=timedelta(hours=2)) == [second, third]
+    assert await read(since=timedelta(days=3_000_000)) == [first, second, third]
     assert await read(since=datetime.now(UTC) - timedelta(hours=2), action="evict") == [third]
     for wrong, error in ((datetime.now(UTC).replace(tzinfo=None), ValueError), (3, TypeError)):
         with pytest.raises(error, match="since"):

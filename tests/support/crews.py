@@ -230,9 +230,8 @@ def find_quantile(values: list[float], share: float) -> float:
 
 def report(what: str, **figures: object) -> None:
     """Print the figures of a run; pytest shows them with -s."""
-    if True:
-        shown = ", ".join(
-            f"{name.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
-            for name, value in figures.items()
-        )
-        print(f"\n{what}: {shown}", flush=True)
+    shown = ", ".join(
+        f"{name.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else f"{name.replace('_', ' ')} {value}"
+        for name, value in figures.items()
+    )
+    print(f"\n{what}: {shown}", flush=True)

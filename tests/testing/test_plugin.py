@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -58,7 +59,9 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_a_project_that_uses_no_fixture_imports_nothing(run: Run) -> None:
-    """The plugin imports neither pgfence nor SQLAlchemy, and its fixtures are listed."""
+    """The plugin, by its entry point, imports neither pgfence nor SQLAlchemy."""
+    (found,) = [each for each in entry_points(group="pytest11") if each.name == "pgfence_pytest"]
+    assert found.value == "pgfence_pytest"
     done = run(
         "",
         conftest="""

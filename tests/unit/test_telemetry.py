@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from opentelemetry import metrics
 from opentelemetry.trace import NoOpTracerProvider
 from sqlalchemy import create_engine
 
@@ -184,8 +185,12 @@ def test_a_forked_child_counts_although_the_parent_held_the_lock() -> None:
     with kept._lock:
         pid = os.fork()
         if pid == 0:
-            bench.emit("refused")
-            os._exit(0 if bench.collect().get("pgfence.lock.attempts") == {("lease", "refused"): 1} else 1)
+            code = 1
+            try:
+                bench.emit("refused")
+                code = int(bench.collect().get("pgfence.lock.attempts") != {("lease", "refused"): 1})
+            finally:
+                os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
@@ -201,6 +206,26 @@ def test_one_process_reports_several_engines() -> None:
     telemetry.instrument(third := create_engine(URL), bench.provider)
     (kept,) = [each for each in telemetry._RECORDERS.values() if each._engines[-1][1]() is third.dialect]
     assert len(kept._engines) == 2
+
+
+def test_the_global_provider_may_also_be_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that reports to it by default and one to which it was passed share its instruments."""
+    bench, other = Bench(), create_engine(URL)
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: bench.provider)
+    telemetry.instrument(other)
+    emit_event(events_of(other), "refused", "a", "lease")
+    bench.emit("refused")
+    assert bench.collect()["pgfence.lock.attempts"] == {("lease", "refused"): 2}
+
+
+def test_a_provider_of_a_wrong_type_leaves_the_engine_as_it_was() -> None:
+    """After the error, the right provider is accepted and receives the events."""
+    bench, engine = Bench(), create_engine(URL)
+    with pytest.raises((TypeError, AttributeError)):
+        telemetry.instrument(engine, object())  # type: ignore[arg-type]
+    telemetry.instrument(engine, bench.provider)
+    emit_event(events_of(engine), "refused", "a", "lease")
+    assert bench.collect()["pgfence.lock.attempts"] == {("lease", "refused"): 1}
 
 
 def test_an_engine_is_instrumented_once() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pgfence._sql.params import Row
 
 _FREE_KEY = "free key"
+_LONGEST = timedelta(days=36_525).total_seconds()  # an age beyond PostgreSQL's times would be an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def build_audit_query(
     if since is None:
         return AuditQuery(place, None, None, wanted)
     if isinstance(since, timedelta):
-        return AuditQuery(place, None, since.total_seconds(), wanted)
+        return AuditQuery(place, None, min(since.total_seconds(), _LONGEST), wanted)
     if not isinstance(since, datetime):
         raise TypeError(f"since must be a datetime or a timedelta, not {type(since).__name__}")
     if since.tzinfo is None:

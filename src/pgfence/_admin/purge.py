@@ -32,14 +32,14 @@ def purge(engine: Engine | AsyncEngine, batch: int) -> object:
     place = table_names_of(engine)
 
     def delete_batches(connection: Connection) -> int:
-        with connection.begin():
-            forget_old_names(connection, place)
         done, end = 0, statements.BEGINNING
         while True:
             count, end = statements.purge(connection, place, batch, end)
             if not count:
-                return done
+                break
             done += count
+        forget_old_names(connection, place, batch)
+        return done
 
     return run_on_engine(engine, delete_batches, _translate)
 

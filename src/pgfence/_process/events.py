@@ -59,7 +59,9 @@ class EventHub:
     def set_listener(self, listener: Callable[[Event], object] | None) -> None:
         """Set the listener of `configure(on_event=...)`."""
         self.listener = listener
-        self.active = self.listener is not None or self.observer is not None
+        self.active = listener is not None
+        if self.observer is not None:  # read last, because another thread may set it meanwhile
+            self.active = True
 
     def set_observer(self, observer: EventObserver) -> None:
         """Set the observer, which is notified in addition to the listener."""

@@ -74,7 +74,7 @@ _WAITS = (
 # CREATE INDEX CONCURRENTLY holds this lock on the table while its index is still invalid.
 _INVALID_INDEXES = (
     "SELECT pg_catalog.quote_ident(n.nspname) || '.' || pg_catalog.quote_ident(c.relname) AS name,"
-    " i.indrelid::regclass::text AS on_table, c.relname ~ '_ccnew[0-9]*$' AS copy"
+    " i.indrelid::regclass::text AS on_table, c.relname ~ '_cc(new|old)[0-9]*$' AS copy"
     " FROM pg_catalog.pg_index AS i JOIN pg_catalog.pg_class AS c ON c.oid = i.indexrelid"
     " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
     " WHERE NOT i.indisvalid AND c.relkind = 'i' AND n.nspname !~ '^pg_'"

@@ -205,14 +205,15 @@ def _describe(holder: Holder) -> Mapping[str, object]:
 def _end(connection: Connection, order: ReleaseRequest, session: LeakedSession, before: int) -> bool:
     try:
         words = (session.backend_pid, session.started, session.since)
-        return bool(_run(connection, order.place, _END, *words).scalar())
+        # No row: the session was used again. False: the signal was sent, and the session has not ended yet.
+        return _run(connection, order.place, _END, *words).scalar() is not None
     except DBAPIError as error:
         if sqlstate_of(error) != NO_RIGHT:
             raise
         command = "GRANT pg_signal_backend TO <role>"
         raise SchemaError(
             f"this role may not end the session of backend {session.backend_pid}: {message_of(error)}. Run {command}, or release"
-            f" the lock as the holder's own role. {f'{before} sessions were ended before' if before else 'Nothing was done'}",
+            f" the lock as the holder's own role (only a superuser can end the session of a superuser). {f'{before} sessions were ended before' if before else 'Nothing was done'}",
             needed=VERSION,
             command=command,
             sqlstate=NO_RIGHT,

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 MOST_REMEMBERED = 10_000
 """So many keys are remembered as stored. Beyond it they are forgotten all at once, and names are sent again."""
 _REMEMBERED = "_pgfence_names"
-LAPSED = "DELETE FROM {lock_name} WHERE seen_at < pg_catalog.clock_timestamp() - interval '30 days'"
+_LAPSED = "{n}.seen_at < pg_catalog.clock_timestamp() - interval '30 days'"
+# SKIP LOCKED skips rows that another purge has locked, or a holder whose name is being stored.
+_FORGET = (
+    "WITH gone AS (DELETE FROM {lock_name} AS n WHERE n.key = ANY (ARRAY(SELECT o.key FROM {lock_name} AS o WHERE "
+    + _LAPSED.format(n="o")
+    + " LIMIT {size} FOR UPDATE SKIP LOCKED)) AND "
+    + _LAPSED.format(n="n")
+    + " RETURNING n.key) SELECT pg_catalog.count(*) FROM gone"
+)
 
 
 @cache
@@ -95,12 +103,19 @@ def find_name(connection: Connection, place: TableNames, key: LockKey) -> tuple[
     return database, connection.exec_driver_sql(text, execution_options=options).scalar_one_or_none()
 
 
-def forget_old_names(connection: Connection, place: TableNames) -> None:
-    """Delete the names that no process has used for 30 days, if the table exists and the role may."""
-    text = (
+def forget_old_names(connection: Connection, place: TableNames, size: int) -> None:
+    """Delete the names that no process has started to use for 30 days, `size` of them in each transaction.
+
+    Nothing is done if the table does not exist or the role may not delete from it.
+    """
+    options = {"no_parameters": True}
+    may_delete = (
         f"SELECT {has_names_sql(place, None)} AND pg_catalog.has_table_privilege(pg_catalog.to_regclass("
         f"{quote_literal(place.name('lock_name'))}), 'DELETE')"
     )
-    options = {"no_parameters": True}
-    if connection.exec_driver_sql(text, execution_options=options).scalar_one():
-        connection.exec_driver_sql(LAPSED.format(lock_name=place.name("lock_name")), execution_options=options)
+    forget = _FORGET.format(lock_name=place.name("lock_name"), size=int(size))
+    with connection.begin():
+        more: bool = connection.exec_driver_sql(may_delete, execution_options=options).scalar_one()
+    while more:
+        with connection.begin():
+            more = connection.exec_driver_sql(forget, execution_options=options).scalar_one() == size

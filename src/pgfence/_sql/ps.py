@@ -34,7 +34,7 @@ MISSING, DENIED = -2, -1
 # minutes, and their high estimated cost would trigger JIT compilation.
 _SETTINGS = "pg_catalog.set_config('enable_nestloop', 'off', true), pg_catalog.set_config('jit', 'off', true)"
 _PROBE = (
-    f"SELECT {_SETTINGS}, pg_catalog.pg_has_role('pg_read_all_stats', 'MEMBER'), pg_catalog.current_database(), pg_catalog.json_object_agg(w.name, CASE"
+    f"SELECT {_SETTINGS}, pg_catalog.pg_has_role('pg_read_all_stats', 'USAGE'), pg_catalog.current_database(), pg_catalog.json_object_agg(w.name, CASE"
     f" WHEN c.oid IS NULL THEN {MISSING} WHEN NOT pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE')"
     f" OR NOT pg_catalog.has_table_privilege(c.oid, 'SELECT') THEN {DENIED} ELSE GREATEST(c.reltuples, 0) END)::text"
     " FROM (VALUES {values}) AS w(name, relation, field) LEFT JOIN pg_catalog.pg_class AS c ON c.oid = (SELECT t.oid"

@@ -18,6 +18,7 @@ from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.parser import Command, Option
 from pgfence.cli.report import Console, choose_code
 from pgfence.cli.server import open_engine
+from pgfence.config import config_of
 from pgfence.errors import PgfenceError
 from pgfence.keys import SEPARATOR, LockKey, unqualify_name
 
@@ -82,7 +83,7 @@ def key(
         found = _recognize(wanted, names, namespace or "", "")
     else:
         with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
-            found = _look_up(target, wanted, names, namespace or "")
+            found = _look_up(target, wanted, names, config_of(target).namespace)
     if as_json:
         print(json.dumps({"key": wanted.value, "space": wanted.space, "found": found}))
     else:

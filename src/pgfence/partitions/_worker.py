@@ -164,9 +164,10 @@ class Balancer(Generic[OwnershipT]):
             await self._stand_aside(runs)
             return interval
         self._is_aside = False
-        if not self._stop_listening:  # The time is read before the query, so that no later change is missed.
+        if not self._stop_listening:  # before the query, so that no later change is missed
             for name, wake in ((request.group, self._wake), (f"{request.group}/", self._wake_if_short)):
                 self._stop_listening.append(manager.heartbeat.listen(request.place, name, wake))
+        self._is_short = True  # until the answer, so that a release during the query ends the pause after it
         found = await options.join(self._member)
         quota = compute_quota(request.count, found.members, found.rank)
         kept = [run for run in runs if not run.lease.lost]
@@ -264,7 +265,7 @@ class Balancer(Generic[OwnershipT]):
         finally:
             self._errors[run.number] = errors
             if errors or run.lease.loss_reason in (None, "evicted"):
-                self._rests[run.number] = clock() + min(SHORTEST_REST * 2.0**errors, LONGEST_REST)
+                self._rests[run.number] = clock() + min(SHORTEST_REST * 2.0 ** min(errors, 10), LONGEST_REST)
             run.grant.resign()
             await manager.give_up(run.grant)
 

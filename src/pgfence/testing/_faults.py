@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -115,11 +116,13 @@ class PgfenceFaults:
 
         Args:
             target: the handle or the name of a session or transaction lock, whose server session is terminated; or a process,
-                or its id, which is ended with SIGKILL.
+                or its id, which is ended with SIGKILL. The call waits for the end of a process, but not of an asyncio one:
+                await its `wait()`.
 
         Raises:
             LockNotHeldError: no session holds the lock.
             TypeError: the handle belongs to a lease.
+            TimeoutError: the holder did not notice the loss within 10 s.
             FaultUnavailableError: this role may not terminate the session, or the process belongs to another user.
         """
         if isinstance(target, (Held, AsyncHeld)):
@@ -128,7 +131,8 @@ class PgfenceFaults:
             self._kill_sessions(target)
         else:
             _processes.kill(_get_pid(target))
-            if (wait := getattr(target, "wait", None) or getattr(target, "join", None)) is not None:
+            wait = getattr(target, "wait", None) or getattr(target, "join", None)
+            if wait is not None and not inspect.iscoroutinefunction(wait):
                 wait()
 
     def _kill_holder(self, held: Held | AsyncHeld) -> None:
@@ -191,6 +195,7 @@ class PgfenceFaults:
         Raises:
             LockNotHeldError: no lease of that name is held.
             TypeError: the handle belongs to a session lock, which does not expire; use `kill`.
+            TimeoutError: the holder did not notice the loss within 10 s.
         """
         _expire(*self._find_lease(target))
         if isinstance(target, (Held, AsyncHeld)):
@@ -328,7 +333,12 @@ def _request_renewal(held: Held | AsyncHeld) -> None:
     assert isinstance(leases, LeaseStatements)
     assert isinstance(grant, Grant)
     leases.heartbeat.renew(grant, None, lambda _: done.set())
-    done.wait(_NOTICE)
+    _wait_for_notice(done, held)
+
+
+def _wait_for_notice(event: threading.Event, held: Held | AsyncHeld) -> None:
+    if not event.wait(_NOTICE):
+        raise TimeoutError(f"the holder of {format_names(held.names)} did not notice the fault within {_NOTICE:g} s")
 
 
 @contextmanager
@@ -338,6 +348,6 @@ def _notice(held: Held | AsyncHeld) -> Iterator[None]:
     held._hold.add_end_callback(over.set)
     try:
         yield
-        over.wait(_NOTICE)
+        _wait_for_notice(over, held)
     finally:
         held._hold.remove_end_callback(over.set)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pgfence._admin.doctor.finding import build_finding
 from pgfence._sql.leaks import IDLE_FOR, is_leaked
 from pgfence._sql.server import REFUSE, WARN
-from pgfence._sql.storage import quote
+from pgfence._sql.storage import quote, quote_literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,10 +88,13 @@ def check_standbys(examined: Examined) -> Iterator[Finding]:
         )
     elif not names and seen.standbys:
         listed = [one["application"] or "no name" for one in seen.standbys]
+        named = sorted({one["application"] for one in seen.standbys if one["application"]})
+        setting = quote_literal(f"ANY 1 ({', '.join(map(quote, named))})")
+        fix = f"ALTER SYSTEM SET synchronous_standby_names = {setting}; SELECT pg_reload_conf();"
         yield build_finding(
             "asynchronous-standbys",
             f"{_count(len(listed), 'standby follows', 'standbys follow')} asynchronously: {_join(listed)}.",
-            f"ALTER SYSTEM SET synchronous_standby_names = 'ANY 1 ({', '.join(sorted(set(listed)))})'; SELECT pg_reload_conf();"
+            f"{fix if named else 'Set application_name in primary_conninfo on each standby, then synchronous_standby_names here;'}"
             " with Patroni: synchronous_mode: true.",
         )
 
