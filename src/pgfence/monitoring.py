@@ -256,7 +256,7 @@ def doctor(
 @overload
 def doctor(engine: Engine, *, alembic_ini: str | PathLike[str] | None = None) -> Sequence[Finding]: ...
 def doctor(engine: Engine | AsyncEngine, *, alembic_ini: str | PathLike[str] | None = None) -> object:
-    """Examine the server, the role and the settings of an engine, and return what pgfence does not work well with.
+    """Examine the server, the role and the settings of an engine, and return what could cause problems with pgfence.
 
     The list of findings is in the documentation, on the page "Check an installation". Call it with the engine of your
     application, because settings and privileges belong to its role.

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from pgfence._sql.params import Row
 
 _FREE_KEY = "free key"
-_LONGEST = timedelta(days=36_525).total_seconds()  # an age beyond PostgreSQL's times would be an error
+# An age that PostgreSQL's timestamps cannot represent would be an error.
+_LONGEST = timedelta(days=36_525).total_seconds()
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,10 @@ def recognize_key(key: LockKey, database: str) -> str | None:
 
 
 def list_keys_of_libraries(name: str) -> Iterator[tuple[LockKey, str]]:
-    """Yield the keys that libraries compute from a name, each with what takes it. A name `APP.NAME` is tried for pals, too."""
+    """Yield the keys that libraries compute from a name, each with a description of the lock.
+
+    A name `APP.NAME` is tried for pals, too.
+    """
     yield LockKey.of(name), f"pgfence lock {name!r}"
     namespace, colon, rest = name.partition(":")
     if colon and rest:

@@ -205,7 +205,7 @@ def build_query(
         prefix=prefix,
         kinds=_check_choices(kind, "kind", KINDS),
         states=(*states, ABORTED) if states and "idle in transaction" in states else states,
-        # One more than asked for shows whether there are more.
+        # One row more than requested shows whether there are more.
         limit=None if limit is None else limit + 1,
     )
 
@@ -242,8 +242,8 @@ def build_listing(query: HoldQuery, access: Access, holds: list[HoldRow], waits:
 def _list_hidden(query: HoldQuery, access: Access) -> Iterable[str]:
     if not access.all_stats:
         yield (
-            "This role is not a member of pg_read_all_stats: of other roles' sessions it cannot see the address, the state and"
-            " the time. GRANT pg_read_all_stats TO <role>"
+            "This role is not a member of pg_read_all_stats: it cannot see the address, the state and the time of other roles'"
+            " sessions. GRANT pg_read_all_stats TO <role>"
         )
     lacking = [
         query.place.name(table)
@@ -260,7 +260,7 @@ def _list_hidden(query: HoldQuery, access: Access) -> Iterable[str]:
 
 
 class _Waiters:
-    """Which waits belong to which key."""
+    """The waits, by the key that they are for."""
 
     def __init__(self, holds: Sequence[HoldRow], waits: Sequence[WaitRow]) -> None:
         self._found: dict[tuple[int, int], list[Waiter]] = defaultdict(list)
@@ -268,7 +268,7 @@ class _Waiters:
         self._owners = {wait.ticket: wait.pid for wait in waits if wait.ticket is not None}
         self._queues: dict[int, tuple[int, int]] = {}
         self._read_queues(holds, waits)
-        # Sorted by ticket, for those that took theirs in the same second.
+        # Sorted by ticket too, for waiters that took theirs in the same second.
         for wait in sorted(waits, key=lambda each: each.ticket or 0):
             if (place := self._find_place(wait)) is not None:
                 self._found[place].append(self._build_waiter(wait, place))
@@ -295,7 +295,7 @@ class _Waiters:
             return self._queues.get(find_queue_of(wait.ticket))
         if wait.value is None or wait.space is None:
             return None
-        # A number of a queue stands for the key that the queue is for.
+        # A wait for a number in a queue counts as a wait for the key of that queue.
         queue = self._queues.get(find_queue_of(wait.value)) if wait.space == 1 else None
         return queue or (wait.space, wait.value)
 

@@ -109,7 +109,7 @@ def _change_version(operations: Operations, operation: UpgradePgfence) -> None:
     def work(connection: Connection, settled: TableNames) -> None:
         if migration_scripts.read_version(connection, settled) == 0:
             raise SchemaError(
-                f"there are no pgfence tables in {settled.schema!r} to bring to another version: create them with"
+                f"there are no pgfence tables in {settled.schema!r} to upgrade or downgrade: create them with"
                 " op.create_pgfence()",
                 needed=version,
                 command="op.create_pgfence()",

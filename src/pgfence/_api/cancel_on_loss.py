@@ -66,11 +66,14 @@ class CancelOnLoss:
 
 
 async def await_work(task: asyncio.Task[object], handle: AsyncHeld) -> None:
-    """Await the work of a holder, which a loss cancels. That cancellation ends here; one of the caller propagates."""
+    """Await the work of a holder, and cancel it if the lock is lost.
+
+    That cancellation ends here; one of the caller propagates.
+    """
     loop = asyncio.get_running_loop()
 
     def cancel() -> None:
-        if not task.cancelling():  # a second time would interrupt its clean-up
+        if not task.cancelling():  # cancelling again would interrupt its clean-up
             task.cancel()
 
     handle._hold.subscribe(lambda: run_on_loop(loop, cancel))

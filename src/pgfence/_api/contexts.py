@@ -17,7 +17,7 @@ T = TypeVar("T")
 # contextlib.contextmanager is not used, because it also makes decorators: a decorated coroutine function would run unguarded.
 class _NoDecorator:
     def __call__(self, _: object) -> Never:
-        """Raise: these context managers are not decorators."""
+        """Raise an error, because these context managers are not decorators."""
         raise TypeError("this is not a decorator: use a with block inside the function, or wrap() if the class has one")
 
 
@@ -79,7 +79,7 @@ class _SafeSteps(_NoDecorator, Generic[T]):
             else:
                 inner.__exit__(kind, error, tb)
         except Exception as failure:
-            if error is None or failure.__cause__ is error:  # if chained, the failure explains the error on purpose
+            if error is None or failure.__cause__ is error:  # a failure raised `from` the error replaces it
                 raise
             attach(error, failure, "while the block ended")
 

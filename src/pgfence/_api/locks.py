@@ -192,7 +192,7 @@ class HoldContext(AbstractContextManager[H, None]):
         handle._leave(exc, flag=self._flag)
 
     def __call__(self, _: object) -> Never:
-        """Raise: `hold()` is not a decorator."""
+        """Raise an error, because `hold()` is not a decorator."""
         raise TypeError("hold() is not a decorator: use wrap()")
 
 
@@ -344,5 +344,5 @@ class AsyncHoldContext(CancelOnLoss, AbstractAsyncContextManager[AH, None]):
             self._task = None
 
     def __call__(self, _: object) -> Never:
-        """Raise: `hold()` is not a decorator."""
+        """Raise an error, because `hold()` is not a decorator."""
         raise TypeError("hold() is not a decorator: use wrap()")

@@ -147,7 +147,7 @@ class LeaseManager(LeaseStatements):
                         event = self.carrier.make_event()
                         stop_listening = heartbeat.listen(claim.place, claim.stored, wake)
                         if heartbeat.is_listening(claim.place):
-                            continue  # it was listening before, so a release between the attempt and here wakes nobody
+                            continue  # already listening before, so a release since the attempt has not woken this waiter
                 await (event or self.carrier.make_event()).wait(pause, call.cancel)
                 # The event is reset before the attempt, so that a release during the attempt ends the next sleep.
                 if event is not None:

@@ -280,7 +280,8 @@ class Acquisition(Generic[W]):
         away = [front.away for front in fronts if front.away is not None]
         if not away:
             return self.build_timeout_error(holders)
-        self.patience.failures += 1  # so that a new error is built, because contenders must not share exceptions
+        # This makes the next line build a new error, because contenders must not share exceptions.
+        self.patience.failures += 1
         return self.build_outage_error(away[0])
 
     def build_timeout_error(self, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:

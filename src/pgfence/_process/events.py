@@ -22,7 +22,10 @@ _FAILED = "a callback of a lock failed"
 
 
 class EventObserver(Protocol):
-    """What telemetry does with events. A lock's is passed as values, because building a `LockEvent` costs as much as a statement."""
+    """What telemetry does with events.
+
+    The event of a lock is passed as values, because building a `LockEvent` costs as much as a statement.
+    """
 
     def observe_lock(
         self,
@@ -46,7 +49,7 @@ class EventObserver(Protocol):
 class EventHub:
     """Who is notified of the events of one engine.
 
-    Callers check `active` before they compute what an event contains, so that an event nobody listens to costs nothing.
+    Callers check `active` before they compute what an event contains, so that an event without a listener costs nothing.
     """
 
     __slots__ = ("active", "listener", "observer")
@@ -60,7 +63,7 @@ class EventHub:
         """Set the listener of `configure(on_event=...)`."""
         self.listener = listener
         self.active = listener is not None
-        if self.observer is not None:  # read last, because another thread may set it meanwhile
+        if self.observer is not None:  # read last, because another thread may set it in the meantime
             self.active = True
 
     def set_observer(self, observer: EventObserver) -> None:

@@ -126,7 +126,7 @@ class Snapshot:
         schema: the schema of the installation, or None if there is none.
         problem: why the installed tables cannot be used.
         clock_difference: the server's clock minus this host's, in seconds.
-        clock_doubt: the difference is known to plus or minus so many seconds.
+        clock_doubt: the maximum error of the difference, in seconds.
     """
 
     standby: bool

@@ -370,7 +370,7 @@ def is_login_rejected(state: str | None, reason: str) -> bool:
 
 
 def is_host_unknown(error: BaseException, reason: str) -> bool:
-    """Return whether the host does not exist. This is not proved by a name server that does not respond."""
+    """Return whether the host does not exist. A name server that does not respond does not prove that."""
     if isinstance(error, socket.gaierror):
         return error.errno in _NO_SUCH_HOST
     return _UNRESOLVED.search(reason) is not None

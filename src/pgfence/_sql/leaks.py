@@ -1,8 +1,8 @@
-"""Find idle sessions that hold advisory locks which pgfence did not take, and end them in one transaction.
+"""Find idle sessions that hold advisory locks which pgfence did not take, and end them.
 
-PostgreSQL does not record which program took a lock, or whether it still needs it. A connection that is returned to a pool with a
-lock is an idle session with a lock. So is one of a program that takes a lock and works elsewhere; of these, pgfence recognizes
-its own by their last statement.
+PostgreSQL does not record which program took a lock, or whether it still needs it. A connection that was returned to a pool
+with a lock is an idle session with a lock, and so is the lock connection of a program that works on another connection.
+pgfence recognizes its own lock connections by their last statement.
 """
 
 from __future__ import annotations

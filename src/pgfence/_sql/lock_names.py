@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
 
 MOST_REMEMBERED = 10_000
-"""So many keys are remembered as stored. Beyond it they are forgotten all at once, and names are sent again."""
+"""The maximum number of keys that are remembered as stored. When it is exceeded, all are forgotten, and their names are
+sent again.
+"""
 _REMEMBERED = "_pgfence_names"
 _LAPSED = "{n}.seen_at < pg_catalog.clock_timestamp() - interval '30 days'"
 # SKIP LOCKED skips rows that another purge has locked, or a holder whose name is being stored.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
 
 MANY_KEYS = 200_000
-"""Above this number of rows, as the planner estimates it, idempotency keys are listed only if they are asked for."""
+"""Above this number of rows, as the planner estimates it, idempotency keys are listed only if they are requested."""
 
 _TABLES = {"lease": "kind", "gate": "resource", "idempotency_key": "locked_until", "lock_name": "key"}
 """The tables that are read if they exist and may be read, each with a column that its needed version has."""
@@ -94,7 +94,7 @@ _HELD = (
     " LEFT JOIN {session_locks} AS s ON s.lock_key = h.value AND h.space = 1"
     " LEFT JOIN {gates} AS g ON g.value = h.value AND h.space = 1 AND n.name IS NULL"
 )
-# Without filters, the first rows are enough: the other joins only add to them.
+# Without filters, the first rows are enough, because the other joins only add columns to them.
 _FIRST = " ORDER BY waited DESC, since NULLS LAST, h.value LIMIT (SELECT q.rows FROM q)"
 _AT = "(SELECT q.at FROM q)"
 # The oldest of each branch are enough for the limit, and no more are passed on.
@@ -124,7 +124,8 @@ _NO_SESSION_LOCKS = (
     "(SELECT NULL::bigint AS lock_key, NULL::text AS name, NULL::text AS kind, NULL::integer AS backend_pid,"
     " NULL::text AS host, NULL::integer AS pid, NULL::bigint AS token, NULL::timestamptz AS acquired_at WHERE false)"
 )
-# A gate is locked in shared mode, so without a shared lock nobody is inside any gate, and the table need not be read.
+# A gate is locked in shared mode, so without a shared lock no transaction is inside any gate, and the table need not be
+# read.
 _GATES = (
     "(SELECT r.resource AS name, pg_catalog.hashtextextended(r.resource, CAST({gate_text} AS regclass)::oid::bigint) AS value"
     " FROM {gate} AS r WHERE EXISTS (SELECT FROM locks AS k WHERE k.ours AND k.mode = 'ShareLock'))"

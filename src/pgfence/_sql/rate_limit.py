@@ -20,7 +20,7 @@ class RateSql:
     Attributes:
         take: name, limit, per in seconds, units. One row: outcome ("taken", "busy", "mismatch"), seconds until the units may be
             allowed, the limit and the seconds that are stored.
-        change: name, limit, per in seconds. One row without meaning.
+        change: name, limit, per in seconds. One row, whose content has no meaning.
     """
 
     take: str

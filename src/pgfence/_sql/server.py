@@ -209,7 +209,7 @@ def judge_session(
         ' or, if the pooler gives each client a dedicated server session, declare it: configure(engine, pooler="session")'
     )
     if pooler == "transaction" or other_pid == facts.backend_pid:
-        seen = "two clients were served by one backend" if other_pid == facts.backend_pid else "it is configured so"
+        seen = "two clients were served by one backend" if other_pid == facts.backend_pid else "as configured"
         return PoolerError(
             f"session locks cannot work behind a pooler in transaction mode ({seen}): lock and unlock would reach"
             f" different backends. {ways}",

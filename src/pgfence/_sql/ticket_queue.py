@@ -10,8 +10,8 @@ it keeps its place at the end of a slice.
     base + 2**20 + 1 ...            the clock: a waiter has a shared lock on the second in which it took its ticket
     base + 2**21 - 1                the batch: locked by the first of several waiting writers until it is its turn
 
-The server shows since when a session waits for a lock, which here is the beginning of the present slice. The clock shows everyone
-who reads pg_locks how long the whole wait has lasted.
+The server shows since when a session waits for a lock, which here is the beginning of the present slice. The clock shows
+every reader of pg_locks how long the whole wait has lasted.
 
 They are keys of the bigint space. `base` is a hash of the lock's key without the last 21 bits.
 """

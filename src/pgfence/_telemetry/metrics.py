@@ -79,11 +79,9 @@ LOCK_TABLE_USAGE = Metric(
     "pgfence.lock_table.usage",
     "gauge",
     "{lock}",
-    "Entries of the server's lock table in use, when pgfence last counted",
+    "Entries of the server's lock table that were in use when pgfence last counted them",
 )
-LOCK_TABLE_LIMIT = Metric(
-    "pgfence.lock_table.limit", "gauge", "{lock}", "Capacity of the server's lock table, at least"
-)
+LOCK_TABLE_LIMIT = Metric("pgfence.lock_table.limit", "gauge", "{lock}", "Minimum capacity of the server's lock table")
 RENEWAL = Metric("pgfence.lease.renewal.duration", "histogram", "s", "Duration of one statement that renews leases")
 RENEWAL_FAILURES = Metric(
     "pgfence.lease.renewal.failures", "counter", "{renewal}", "Renewals of a lease without a response", (KIND, ERROR)
@@ -99,7 +97,11 @@ REJECTIONS = Metric(
     "pgfence.fence.rejections", "counter", "{transaction}", "Transactions that a fence has rejected", (REASON,)
 )
 CONFLICTS = Metric(
-    "pgfence.version.conflicts", "counter", "{row}", "Versioned rows that were written in between", (MODEL, REASON)
+    "pgfence.version.conflicts",
+    "counter",
+    "{row}",
+    "Versioned rows that another transaction had changed or deleted",
+    (MODEL, REASON),
 )
 TRANSACTIONS = Metric("pgfence.transaction.attempts", "counter", "{attempt}", "Attempts of run_transaction", (OUTCOME,))
 REPLAYS = Metric("pgfence.idempotency.replays", "counter", "{request}", "Requests that got the stored result", (KIND,))

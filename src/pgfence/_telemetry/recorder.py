@@ -1,7 +1,8 @@
 """Turn the events of engines into OpenTelemetry metrics.
 
-The thread or task where an event happens only appends it to a list, because recording one value costs as much as a quarter of an
-acquire and release. The exporter's thread counts the appended events in bulk, and records them when the metrics are collected.
+The thread or task where an event happens only appends it to a list, because recording one value costs a quarter of what an
+acquire and a release cost. The exporter's thread counts the appended events in bulk, and records them when the metrics are
+collected.
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ class AdvisoryLock(LockNames, LockBase[H]):
 
     Guarantees: at most one holder per key and database, among all clients that use PostgreSQL's advisory locks on that key. The
     lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or
-    SIGKILL, this takes milliseconds. The holder is notified of a loss within milliseconds if the socket is closed, and within
-    20 s if the network is cut, which is before the server gives up the session. An interrupt or cancellation at any point
-    closes the connection, and thereby releases the lock. `engine.dispose()` does not release it. A forked child holds no lock
-    and cannot affect the parent's lock. Locking on a standby, through a pooler in transaction mode or on a server that is not
-    PostgreSQL raises an error that says what to do.
+    SIGKILL, this takes milliseconds. The holder is notified of a loss within milliseconds if the socket is closed, and
+    after about 20 s if the network is cut, which is before the server gives up the session. An interrupt or
+    cancellation at any point closes the connection, and thereby releases the lock. `engine.dispose()` does not release
+    it. A forked child holds no lock and cannot affect the parent's lock. Locking on a standby, through a pooler in
+    transaction mode or on a server that is not PostgreSQL raises an error that says what to do.
 
     Limitations: a paused or disconnected holder may still be writing. Do its database work on the connection of `connect()`,
     which is closed when the lock is lost, or use a fence. Within one process, waiters are served in the order of their arrival.

@@ -44,7 +44,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
     cls=Option,
     heading="Filter",
     metavar="TIME",
-    help="Print only entries since TIME, which is a number with s, m, h or d for how long ago, or a time in ISO 8601.",
+    help="Print only entries since TIME: an age with s, m, h or d, such as 2h, or a time in ISO 8601.",
 )
 @click.option(
     "--action",

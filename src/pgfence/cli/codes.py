@@ -12,7 +12,9 @@ class Code(IntEnum):
     MISUSE = 64
     """The command line, a name or the database URL cannot be used."""
     TIME = 65
-    """A slot that has not begun is done, because the server's clock was set back; or host and server differ on a time zone."""
+    """A slot that has not begun is recorded as done, because the server's clock was set back; or host and server differ on
+    a time zone.
+    """
     NOBODY = 67
     """No holder has that name, or nothing is stuck under that key, so there was nothing to do."""
     UNAVAILABLE = 69

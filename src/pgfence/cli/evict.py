@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     arguments={"NAME": "Name of a lease or of an advisory lock."},
     examples={
         'pgfence evict close:2026-04 --reason "look" --dry-run': "Only show the holder",
-        'pgfence evict close:2026-04 --reason "hung since 3 a.m."': "Show the holder, ask, end its hold",
+        'pgfence evict close:2026-04 --reason "hung since 3 a.m."': "Show the holder; end its hold if you confirm",
         'pgfence evict --ask scheduler --reason "deploy" --yes': "Ask the leader of an election to resign",
     },
     codes=[

@@ -102,7 +102,7 @@ def _make(directory: Path, template: str, ini: Path) -> None:
         raise MisuseError(f"cannot create {ini}: the directory {ini.parent} does not exist")
     try:
         environment.make(directory, template, ini)
-    except ImportError as error:  # also if the only thing of that name is a folder alembic/
+    except ImportError as error:  # also raised if the only importable `alembic` is a folder alembic/
         if error.name != "alembic":
             raise
         Console().warn("Alembic is not installed: pip install 'pgfence[alembic]'")

@@ -125,10 +125,10 @@ def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
         "KEY": "The key, as the client sent it.",
     },
     examples={
-        'pgfence keys free checkout order-1001 --reason "no such charge"': "Show the attempt, ask, free the key",
+        'pgfence keys free checkout order-1001 --reason "no such charge"': "Show the attempt; free the key if you confirm",
     },
     codes=[
-        ("0", "Freed; or shown, with --dry-run."),
+        ("0", "The key was freed or, with --dry-run, shown."),
         ("64", "The command was misused, or there is no terminal and --yes is missing."),
         ("67", "The key is unknown, finished or free. Nothing was done."),
         ("69", "The server did not respond."),

@@ -118,7 +118,7 @@ _FAILURES = "If the lock is lost or there is no server"
     heading=_BUSY,
     type=click.Choice(["exit", "ok"]),
     default="exit",
-    help="Exit code when the lock is busy: failure or success. Default: exit.",
+    help="With ok, exit with 0 if the lock is busy or the slot is done. Default: exit, with code 75.",
 )
 @click.option(
     "--conflict-exit-code",
@@ -127,7 +127,7 @@ _FAILURES = "If the lock is lost or there is no server"
     heading=_BUSY,
     type=click.IntRange(0, 255),
     metavar="CODE",
-    help="Exit code when the lock is busy. Default: 75.",
+    help="Exit code if the lock is busy or the slot is done, instead of 75.",
 )
 @click.option(
     "--on-lost",

@@ -33,7 +33,7 @@ _SAMPLES = 100
 _SLEEP = 0.02
 _MOST_SECONDS = 5.0
 _USUAL = 30.0
-"""Seconds that suit most work, and that a short sample does not argue against."""
+"""The shortest TTL that is advised, in seconds, because a short sample cannot show that less is enough."""
 _RESERVE = 3.0
 """The factor between the shortest TTL and the advice, because a short sample does not include the longest pauses."""
 _STEPS = (30, 45, 60, 90, 120, 180, 300, 600, 900, 1800, 3600)

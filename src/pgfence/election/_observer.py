@@ -31,7 +31,7 @@ class Observer:
         self._stop: Callable[[], None] | None = None
 
     async def find_change(self) -> tuple[bool, Holder | None]:
-        """Return (whether the leader has changed within the timeout, the leader). The first call returns immediately."""
+        """Return whether the leader has changed within the timeout, and the leader. The first call returns immediately."""
         ends_at = clock() + self._timeout
         while True:
             manager, request = self._candidate.build(_skip)
@@ -53,7 +53,7 @@ class Observer:
 
     def _choose_pause(self, manager: LeaseManager, request: TermRequest, holder: Holder | None) -> float:
         if holder is None or not manager.heartbeat.is_listening(request.place):
-            return LONGEST_PAUSE  # the begin of a term is not notified
+            return LONGEST_PAUSE  # the beginning of a term sends no notification
         return max(LONGEST_PAUSE, request.terms.ttl / 3 * between(0.9, 1.0))
 
     def _wake(self) -> None:

@@ -1,4 +1,4 @@
-"""The requests to the server for a slot. The first asks which slot is current, and the second acquires it."""
+"""The requests to the server for a slot. The first request finds out which slot is current, and the second acquires it."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Balancer(Generic[OwnershipT]):
     async def _try_balance(self) -> float:
         """Take and give up partitions once, and return the seconds until the next time."""
         try:
-            # A new event before the query, so that a notification during the query ends the sleep after it.
+            # The event is created before the query, so that a notification during the query ends the sleep after it.
             with self._lock:
                 self._sleep = self._carrier.make_event()
             pause = await self._balance()
@@ -167,7 +167,8 @@ class Balancer(Generic[OwnershipT]):
         if not self._stop_listening:  # before the query, so that no later change is missed
             for name, wake in ((request.group, self._wake), (f"{request.group}/", self._wake_if_short)):
                 self._stop_listening.append(manager.heartbeat.listen(request.place, name, wake))
-        self._is_short = True  # until the answer, so that a release during the query ends the pause after it
+        # This stays set until the response, so that a release during the query ends the pause after it.
+        self._is_short = True
         found = await options.join(self._member)
         quota = compute_quota(request.count, found.members, found.rank)
         kept = [run for run in runs if not run.lease.lost]

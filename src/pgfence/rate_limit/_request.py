@@ -98,7 +98,7 @@ class RateLimitOptions(Generic[EngineSourceT]):
             raise ValueError(
                 f"the rate limit {self._name!r} is {found.limit} per {found.per:g} s, not {self._limit} per {self._per:g} s:"
                 f" another process has created or changed it. Use limit={found.limit}, per={found.per:g}, or change it for"
-                " everyone with change()"
+                " all processes with change()"
             )
         return found
 

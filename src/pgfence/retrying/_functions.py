@@ -177,7 +177,7 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
 
         def bind(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[[object], object]:
             for given in args[:1]:
-                _reject_session(given, f"{plan.name} opens a session for each attempt: leave it out")
+                _reject_session(given, f"{plan.name} opens a session for each attempt: omit it in the call")
             return lambda session: fn(session, *args, **kwargs)
 
         @functools.wraps(fn)

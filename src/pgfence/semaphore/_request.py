@@ -119,7 +119,7 @@ class PermitRequest(AcquireRequest):
     def _build_mismatch_error(self, size: int) -> ValueError:
         return ValueError(
             f"the semaphore {format_names(self.names)} has {size} permits, not {self.permits}: another process has created or resized"
-            f' it. Use permits={size}, change the number for everyone with resize(), or follow it with on_mismatch="stored"'
+            f' it. Use permits={size}, change the number with resize(), or follow it with on_mismatch="stored"'
         )
 
 
@@ -234,7 +234,7 @@ def _check_permits(value: object) -> int:
     permits = _check_count(value, "permits")
     if permits > MOST_PERMITS:
         raise ValueError(
-            f"permits must be {MOST_PERMITS} or less, not {permits}: each permit is a row that every acquire looks at. Limit a"
+            f"permits must be {MOST_PERMITS} or less, not {permits}: each permit is a row that every acquire reads. Limit a"
             " larger number with RateLimit, or with several semaphores"
         )
     return permits

@@ -1,4 +1,4 @@
-"""Provide the database of a test run, on a temporary server or on the server that `PGFENCE_TEST_DSN` names."""
+"""Provide the database of a test run, on a temporary server or on the server that `PGFENCE_TEST_DSN` selects."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ Severity: TypeAlias = Literal["info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A state of the server, the role or the application that pgfence does not work well with.
+    """A state of the server, the role or the application that could cause problems with pgfence.
 
     Attributes:
         code: the code of the finding. It does not change between releases.
-        severity: "error" if a part of pgfence does not work or does not protect; "warning" if it fails under a load or an outage
-            that is likely to come; "info" if the state may be intended.
+        severity: "error" if a part of pgfence does not work or does not protect; "warning" if a part of pgfence would fail
+            under a load, or in an outage, that is likely to occur; "info" if the state may be intended.
         found: what was found.
         why: why it matters.
         fix: how to fix it, as SQL, a command or a sentence.

@@ -221,7 +221,7 @@ def _ask_server(number: int, pay: Callable[[Session], Receipt]) -> ClientAnswer:
                 raise
         else:
             return ClientAnswer(number, receipt.payment, sent)
-    raise AssertionError  # the loop has no end
+    raise AssertionError  # unreachable, because the last attempt returns or raises
 
 
 def _pay(session: Session, number: int, *, keyed: bool) -> Receipt:

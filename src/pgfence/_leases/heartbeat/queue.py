@@ -130,7 +130,9 @@ def needs_renewal(grant: Grant) -> bool:
 
 
 LISTEN_AFTER = 1.0
-"""Seconds that leases must be held before a connection is opened to listen for evictions. Terms, which last, do not wait."""
+"""Seconds that leases must be held before a connection is opened to listen for evictions. For the term of a leader, it is
+opened immediately.
+"""
 
 
 class RenewalQueue:

@@ -23,7 +23,7 @@ from pgfence.migrations import migration_lock
 target_metadata = None
 
 LOCK_WAIT = 600  # seconds to wait for another process that is migrating
-DDL_WAIT = "5s"  # for a table that is in use: all other sessions wait behind a statement that waits for it
+DDL_WAIT = "5s"  # how long DDL waits for a table that is in use, because all other sessions wait behind it
 DDL_ATTEMPTS = 5
 EX_TEMPFAIL = 75
 
