@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+import pytest
 
 from pgfence.embedded import _process
+from pgfence.testing import FaultUnavailableError
+from pgfence.testing._clock import ServerClock
 from support.servers import OwnServer, own
 from support.waiting import blocking
 
@@ -57,6 +60,42 @@ def restored(primary: OwnServer, **kwargs: Any) -> Iterator[OwnServer]:
     _configure(data, "restore_command = 'false'", "recovery.signal")
     with own(OwnServer, data_dir=data, **kwargs) as server:
         yield server
+
+
+@contextmanager
+def receive_wal(primary: OwnServer) -> Iterator[None]:
+    """Run pg_receivewal, which can be a synchronous standby, until the end of the block."""
+    folder = primary.folder / "received"
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o777)
+    words, options = _process.build_command(
+        [
+            primary.bindir / "pg_receivewal",
+            *("-h", primary.folder, "-p", str(primary.port), "-U", "postgres", "-D", folder, "--synchronous"),
+        ]
+    )
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL, **options) as receiver:
+        try:
+            yield
+        finally:
+            receiver.kill()
+
+
+@contextmanager
+def move_clock(server: OwnServer, seconds: float) -> Iterator[None]:
+    """Run a server with its clock set ahead until the end of the block. Skip the test where there is no libfaketime."""
+    try:
+        clock = ServerClock(server.folder / "clock")
+    except FaultUnavailableError as error:
+        pytest.skip(str(error))
+    with clock.move(seconds):
+        server.environment = clock.environment
+        try:
+            server.restart()
+            yield
+        finally:
+            server.environment = {}
+            server.restart()
 
 
 def _copied(primary: OwnServer, name: str) -> Path:

@@ -1,11 +1,11 @@
-"""Describe the server that an engine connects to, and check lists of hosts for fail-over."""
+"""Describe the server that an engine connects to, and read its list of hosts."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._process.callbacks import log
 
@@ -24,8 +24,22 @@ _VARIABLES = {
     "port": "PGPORT",
     "service": "PGSERVICE",
     "connect_timeout": "PGCONNECT_TIMEOUT",
+    "target_session_attrs": "PGTARGETSESSIONATTRS",
 }
 _WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
+
+
+class HostList(NamedTuple):
+    """The hosts that an engine's driver tries in order, and the parameters of the driver that matter for a failover.
+
+    A parameter that is not given is the empty string.
+    """
+
+    driver: str
+    hosts: tuple[str, ...]
+    connect_timeout: str
+    target_session_attrs: str
+    tcp_user_timeout: str
 
 
 def describe_server(engine: Engine) -> str:
@@ -33,6 +47,18 @@ def describe_server(engine: Engine) -> str:
     given = _read_parameters(engine)
     database = engine.url.database or given.get("dbname") or given.get("database")
     return ",".join(_list_hosts(given)) + (f"/{database}" if database else "")
+
+
+def read_host_list(engine: Engine) -> HostList:
+    """Return the hosts of an engine. Those of a service file or of the application's own creator are not known."""
+    given = _read_parameters(engine)
+    return HostList(
+        engine.dialect.driver,
+        tuple(_list_hosts(given)),
+        str(_read_parameter(given, "connect_timeout") or ""),
+        str(_read_parameter(given, "target_session_attrs") or ""),
+        str(given.get("tcp_user_timeout") or ""),
+    )
 
 
 def warn_of_slow_hosts(engine: Engine) -> None:

@@ -33,6 +33,7 @@ SETTINGS = (
     "tcp_keepalives_idle",
     "tcp_keepalives_interval",
     "tcp_user_timeout",
+    "wal_sender_timeout",
 )
 PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE")
 MOST_ROWS = 100
@@ -82,9 +83,12 @@ _INVALID_INDEXES = (
     f" AND l.mode = 'ShareUpdateExclusiveLock' AND l.database = {_HERE})"
     f" ORDER BY 1 LIMIT {MOST_ROWS}"
 )
-# Without pg_read_all_stats the columns of other roles' sessions are null.
+# Without pg_read_all_stats the columns of other roles' sessions are null. `reply_time` is the standby's clock, read when its last
+# reply was sent, which may have been some seconds ago.
 _STANDBYS = (
-    "SELECT r.sync_state AS sync, r.application_name AS application FROM pg_catalog.pg_stat_replication AS r"
+    "SELECT r.sync_state AS sync, r.application_name AS application,"
+    " CAST(EXTRACT(EPOCH FROM r.reply_time - pg_catalog.clock_timestamp()) AS double precision) AS ahead"
+    " FROM pg_catalog.pg_stat_replication AS r"
     " WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_replication_slots AS s"
     " WHERE s.active_pid = r.pid AND s.slot_type = 'logical')"
     " AND (r.state IS NULL OR r.state IN ('streaming', 'catchup'))"
@@ -104,6 +108,7 @@ _FUNCTIONS = (
     " FROM pg_catalog.pg_proc AS f JOIN pg_catalog.pg_namespace AS n ON n.oid = f.pronamespace"
     " WHERE f.proname IN ({functions})"
 )
+_SHORTEST_LEASE = "SELECT min(ttl) FROM {table} WHERE released_at IS NULL AND expires_at > pg_catalog.clock_timestamp() AND ttl < 'Infinity'"
 _LISTS = ("holders", "waits", "invalid_indexes", "standbys", "tables", "functions")
 
 
@@ -125,6 +130,8 @@ class Snapshot:
         tables, functions: tables and functions with the names of pgfence's, in any schema.
         schema: the schema of the installation, or None if there is none.
         problem: why the installed tables cannot be used.
+        shortest_ttl: the shortest TTL of the leases that are held, or None. It is read only if the primary has synchronous
+            standbys and the role may read the leases.
         clock_difference: the server's clock minus this host's, in seconds.
         clock_doubt: the maximum error of the difference, in seconds.
     """
@@ -146,6 +153,7 @@ class Snapshot:
     functions: list[dict[str, Any]]
     schema: str | None = None
     problem: SchemaError | None = None
+    shortest_ttl: float | None = None
     clock_difference: float = 0.0
     clock_doubt: float = 0.0
 
@@ -193,7 +201,10 @@ def read_version(connection: Connection) -> tuple[str, int, str]:
 
 
 def read_snapshot(connection: Connection, place: TableNames) -> Snapshot:
-    """Return the snapshot, inside a transaction that has begun. Two round trips, or one if there are no tables to check."""
+    """Return the snapshot, inside a transaction that has begun.
+
+    It takes one round trip, one more if there are tables to check, and one more on a primary with synchronous standbys.
+    """
     before = datetime.now(UTC).timestamp()
     found = json.loads(tables.execute_plain(connection, build_query(place)).scalar_one())
     after = datetime.now(UTC).timestamp()
@@ -202,6 +213,11 @@ def read_snapshot(connection: Connection, place: TableNames) -> Snapshot:
     problem = None
     if schema is not None and _is_readable(lists["tables"], schema):
         problem = tables.verify(connection, place._replace(schema=schema))
+    shortest = None
+    replicates = found["settings"].get("synchronous_standby_names") and not found["server"]["standby"]
+    if replicates and problem is None and schema is not None and _may_read(lists["tables"], schema, "lease"):
+        query = _SHORTEST_LEASE.format(table=place._replace(schema=schema).name("lease"))
+        shortest = connection.exec_driver_sql(query).scalar()
     clock = found["server"].pop("clock") / 1e6
     return Snapshot(
         **found["server"],
@@ -209,6 +225,7 @@ def read_snapshot(connection: Connection, place: TableNames) -> Snapshot:
         settings=found["settings"],
         schema=schema,
         problem=problem,
+        shortest_ttl=shortest,
         clock_difference=clock - (before + after) / 2,
         clock_doubt=(after - before) / 2,
     )
@@ -222,6 +239,13 @@ def _find_schema(found: list[dict[str, Any]], place: TableNames) -> str | None:
             schema: str = table["schema"]
             return schema
     return None
+
+
+def _may_read(found: list[dict[str, Any]], schema: str, name: str) -> bool:
+    return any(
+        table["name"] == name and table["schema"] == schema and table["usable"] and "SELECT" in (table["rights"] or ())
+        for table in found
+    )
 
 
 def _is_readable(found: list[dict[str, Any]], schema: str) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of the locks, waits, indexes and standbys on the server."""
+"""Checks of the locks, waits and indexes on the server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pgfence._admin.doctor.finding import build_finding
 from pgfence._sql.leaks import IDLE_FOR, is_leaked
 from pgfence._sql.server import REFUSE, WARN
-from pgfence._sql.storage import quote, quote_literal
+from pgfence._sql.storage import quote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,8 +41,8 @@ def check_leaked_locks(examined: Examined) -> Iterator[Finding]:
         locks = sum(one["locks"] for one in leaked)
         yield build_finding(
             "leaked-locks",
-            f"{_count(len(leaked), 'idle session holds', 'idle sessions hold')} {_count(locks, 'advisory lock', 'advisory locks')}"
-            f" that pgfence did not take: {_join(listed)}.",
+            f"{count_items(len(leaked), 'idle session holds', 'idle sessions hold')} {count_items(locks, 'advisory lock', 'advisory locks')}"
+            f" that pgfence did not take: {join_items(listed)}.",
             'Look, then end them: pgfence release-leaked --dry-run --reason "..."',
         )
 
@@ -56,7 +56,7 @@ def check_waits(examined: Examined) -> Iterator[Finding]:
         ]
         yield build_finding(
             "long-wait",
-            f"{_count(len(long), 'session has', 'sessions have')} waited for at least {LONG_WAIT:g} s: {_join(listed)}.",
+            f"{count_items(len(long), 'session has', 'sessions have')} waited for at least {LONG_WAIT:g} s: {join_items(listed)}.",
             'Find the holder with `pgfence ps`, and end it with pgfence evict NAME --reason "..."; of a transaction lock, with'
             " SELECT pg_terminate_backend(...).",
         )
@@ -69,33 +69,8 @@ def check_invalid_indexes(examined: Examined) -> Iterator[Finding]:
         listed = [f"{one['name']} on {one['on_table']}" for one in found]
         yield build_finding(
             "invalid-index",
-            f"{_count(len(found), 'index is', 'indexes are')} invalid: {_join(listed)}.",
+            f"{count_items(len(found), 'index is', 'indexes are')} invalid: {join_items(listed)}.",
             f"As the owner of the table: {' '.join(fixes)}{' And likewise for the others.' if len(found) > _LISTED else ''}",
-        )
-
-
-def check_standbys(examined: Examined) -> Iterator[Finding]:
-    seen = examined.snapshot
-    if seen.standby or (seen.standbys and not seen.sees_all):  # their columns are hidden
-        return
-    names = seen.settings.get("synchronous_standby_names", "")
-    if names and not any(one["sync"] in ("sync", "quorum") for one in seen.standbys):
-        yield build_finding(
-            "synchronous-standby",
-            f"synchronous_standby_names is {names!r}, but no such standby is connected.",
-            "Start the standby. To accept commits without it: ALTER SYSTEM SET synchronous_standby_names = ''; SELECT"
-            " pg_reload_conf();",
-        )
-    elif not names and seen.standbys:
-        listed = [one["application"] or "no name" for one in seen.standbys]
-        named = sorted({one["application"] for one in seen.standbys if one["application"]})
-        setting = quote_literal(f"ANY 1 ({', '.join(map(quote, named))})")
-        fix = f"ALTER SYSTEM SET synchronous_standby_names = {setting}; SELECT pg_reload_conf();"
-        yield build_finding(
-            "asynchronous-standbys",
-            f"{_count(len(listed), 'standby follows', 'standbys follow')} asynchronously: {_join(listed)}.",
-            f"{fix if named else 'Set application_name in primary_conninfo on each standby, then synchronous_standby_names here;'}"
-            " with Patroni: synchronous_mode: true.",
         )
 
 
@@ -107,7 +82,7 @@ def check_visibility(examined: Examined) -> Iterator[Finding]:
             "hidden-sessions",
             f"The role {seen.role!r} is not a member of pg_read_all_stats."
             + (
-                f" {_count(hidden, 'session holds', 'sessions hold')} advisory locks in a hidden state."
+                f" {count_items(hidden, 'session holds', 'sessions hold')} advisory locks in a hidden state."
                 if hidden
                 else ""
             ),
@@ -115,11 +90,13 @@ def check_visibility(examined: Examined) -> Iterator[Finding]:
         )
 
 
-def _count(number: int, one: str, many: str) -> str:
+def count_items(number: int, one: str, many: str) -> str:
+    """Return a number with its noun."""
     return f"{number} {one if number == 1 else many}"
 
 
-def _join(listed: list[str]) -> str:
+def join_items(listed: list[str]) -> str:
+    """Return the first items of a list, and how many more there are."""
     more = len(listed) - _LISTED
     return "; ".join(listed[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
@@ -129,6 +106,5 @@ CHECKS = (
     check_leaked_locks,
     check_waits,
     check_invalid_indexes,
-    check_standbys,
     check_visibility,
 )

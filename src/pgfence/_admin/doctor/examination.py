@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, overload
 
 from pgfence._admin.connection import run_on_engine
-from pgfence._admin.doctor import activity, connection, installation, settings
+from pgfence._admin.doctor import activity, cluster, connection, installation, settings
 from pgfence._admin.doctor.connection import check_version
 from pgfence._admin.doctor.environment import check_environment
 from pgfence._admin.doctor.finding import CATALOGUE, Examined
 from pgfence._api.inputs import find_lock_engine, is_async_engine
 from pgfence._connections.connect import detect_pooler
-from pgfence._sql.addresses import describe_server
+from pgfence._sql.addresses import describe_server, read_host_list
 from pgfence._sql.diagnosis import read_snapshot, read_version
 from pgfence._sql.errors import translate_connect_error, translate_error
 from pgfence._sql.params import style_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pgfence._admin.doctor.finding import Finding
     from pgfence._process.coroutines import Coro
 
-_CHECKS = (*connection.CHECKS, *settings.CHECKS, *installation.CHECKS, *activity.CHECKS)
+_CHECKS = (*connection.CHECKS, *settings.CHECKS, *installation.CHECKS, *activity.CHECKS, *cluster.CHECKS)
 R = TypeVar("R")
 _SEVERITIES = ("error", "warning", "info")
 _ORDER = list(CATALOGUE)
@@ -80,7 +80,9 @@ def examine(engine: Engine | AsyncEngine, alembic_ini: Path | None, select: Call
         snapshot = read_snapshot(connection, place)
         # In a pooler with one server session, the clients of the next line would wait for this transaction.
         connection.rollback()
-        examined = Examined(snapshot, config, lock_config.pooler, place, detect_pooler(_unwrap(lock_engine)))
+        pooler = detect_pooler(_unwrap(lock_engine))
+        hosts = [read_host_list(_unwrap(one)) for one in (engine, lock_engine)]
+        examined = Examined(snapshot, config, lock_config.pooler, place, pooler, hosts)
         found = [finding for check in _CHECKS for finding in check(examined)]
         found += environment
         found.sort(key=lambda one: (_SEVERITIES.index(one.severity), _ORDER.index(one.code)))

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pgfence._connections.connect import PoolerMode
+    from pgfence._sql.addresses import HostList
     from pgfence._sql.diagnosis import Snapshot
     from pgfence._sql.storage import TableNames
     from pgfence.config import Config, PoolerSetting
@@ -46,6 +47,7 @@ class Examined:
         declared: the pooler setting for session locks. It is read from the `lock_engine`, if there is one.
         place: the table names.
         pooler: the pooler between pgfence's session locks and the server.
+        hosts: the hosts of the engine, and of its `lock_engine` if it has one.
     """
 
     snapshot: Snapshot
@@ -53,6 +55,7 @@ class Examined:
     declared: PoolerSetting
     place: TableNames
     pooler: PoolerMode
+    hosts: Sequence[HostList]
 
 
 class CodeEntry(NamedTuple):
@@ -76,6 +79,20 @@ CATALOGUE: Mapping[str, CodeEntry] = {
         "error",
         "Session locks are safe only if the pooler gives each client a dedicated server session. pgfence cannot see that, so"
         " AdvisoryLock, ReadWriteLock and migration_lock raise PoolerError.",
+    ),
+    "host-list": CodeEntry(
+        "warning",
+        "While one host hangs, the driver does not try the next one in time. During such a failover calls raise"
+        " UnreachableError, and leases are lost although there is a new primary.",
+    ),
+    "target-session-attrs": CodeEntry(
+        "warning",
+        "The driver may connect to a standby of the list, where every call raises StandbyError.",
+    ),
+    "tcp-user-timeout": CodeEntry(
+        "warning",
+        "If the primary's machine dies or is cut off, the application's own statements to it wait for many minutes before the"
+        " driver raises an error. pgfence limits this only on the connections that it opens itself.",
     ),
     "keepalives": CodeEntry(
         "warning",
@@ -145,6 +162,16 @@ CATALOGUE: Mapping[str, CodeEntry] = {
         "warning",
         "After a failover the last commits may be missing: a lease can be granted to a second process while the first still"
         " relies on it. The fence rejects the first one's writes on the new primary.",
+    ),
+    "wal-sender-timeout": CodeEntry(
+        "warning",
+        "If a synchronous standby hangs, every COMMIT waits until the server ends that standby's connection, and so does every"
+        " renewal. A lease whose TTL is less than 1.8 times that long is lost.",
+    ),
+    "standby-clock": CodeEntry(
+        "warning",
+        "After a failover to this standby, leases expire early: another process can acquire a lease while the first still"
+        " relies on it. The fence rejects the first one's writes.",
     ),
     "hidden-sessions": CodeEntry(
         "info",

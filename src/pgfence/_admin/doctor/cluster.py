@@ -1,0 +1,161 @@
+"""Checks of what matters for a failover: the standbys, and the hosts that the engine tries."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from pgfence._admin.doctor.activity import count_items, join_items
+from pgfence._admin.doctor.finding import build_finding
+from pgfence._sql.storage import quote, quote_literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pgfence._admin.doctor.finding import Examined, Finding
+
+OUTAGE_FACTOR = 1.8
+"""A lease outlasts an outage if its TTL is at least so many times as long: it is renewed after a third, and lost after nine tenths."""
+NOTABLE_CLOCK_DIFFERENCE = 1.0
+LONGEST_CONNECT_TIMEOUT = 10
+_PRIMARY = ("read-write", "primary")
+_QUORUM = re.compile(r"\s*ANY\s+(\d+)\s*\(", re.IGNORECASE)
+
+
+def check_standbys(examined: Examined) -> Iterator[Finding]:
+    seen = examined.snapshot
+    if seen.standby or (seen.standbys and not seen.sees_all):  # their columns are hidden
+        return
+    names = seen.settings.get("synchronous_standby_names", "")
+    if names and not any(one["sync"] in ("sync", "quorum") for one in seen.standbys):
+        yield build_finding(
+            "synchronous-standby",
+            f"synchronous_standby_names is {names!r}, but no such standby is connected.",
+            "Start the standby. To accept commits without it: ALTER SYSTEM SET synchronous_standby_names = ''; SELECT"
+            " pg_reload_conf();",
+        )
+    elif not names and seen.standbys:
+        listed = [one["application"] or "no name" for one in seen.standbys]
+        named = sorted({one["application"] for one in seen.standbys if one["application"]})
+        setting = quote_literal(f"ANY 1 ({', '.join(map(quote, named))})")
+        fix = f"ALTER SYSTEM SET synchronous_standby_names = {setting}; SELECT pg_reload_conf();"
+        yield build_finding(
+            "asynchronous-standbys",
+            f"{count_items(len(listed), 'standby follows', 'standbys follow')} asynchronously: {join_items(listed)}.",
+            f"{fix if named else 'Set application_name in primary_conninfo on each standby, then synchronous_standby_names here;'}"
+            " with Patroni: synchronous_mode: true.",
+        )
+
+
+def check_wal_sender_timeout(examined: Examined) -> Iterator[Finding]:
+    seen = examined.snapshot
+    names = seen.settings.get("synchronous_standby_names", "")
+    if not names or seen.standby or _has_spare_standby(examined):
+        return
+    limit = seen.read_milliseconds("wal_sender_timeout") / 1000
+    if not limit:
+        found = "wal_sender_timeout is 0: the server never ends the connection of a standby that hangs."
+        limit_for = seen.shortest_ttl or 30.0
+    elif seen.shortest_ttl is not None and OUTAGE_FACTOR * limit > seen.shortest_ttl:
+        found = f"wal_sender_timeout is {limit:g} s, and the shortest lease that is held has a TTL of {seen.shortest_ttl:g} s."
+        limit_for = seen.shortest_ttl
+    else:
+        return
+    advised = max(100, int(1000 * limit_for / OUTAGE_FACTOR / 2))
+    yield build_finding(
+        "wal-sender-timeout",
+        found,
+        f"ALTER SYSTEM SET wal_sender_timeout = '{advised}ms'; SELECT pg_reload_conf(); with Patroni: under parameters. Or hold"
+        " leases with a longer TTL.",
+    )
+
+
+def _has_spare_standby(examined: Examined) -> bool:
+    """Return whether one standby can hang without delaying a COMMIT, because a quorum of the others is enough."""
+    quorum = _QUORUM.match(examined.snapshot.settings.get("synchronous_standby_names", ""))
+    connected = sum(one["sync"] == "quorum" for one in examined.snapshot.standbys)
+    return quorum is not None and connected > int(quorum[1])
+
+
+def check_standby_clock(examined: Examined) -> Iterator[Finding]:
+    ahead = [
+        f"that of {one['application'] or 'a standby without a name'} by at least {one['ahead']:.1f} s"
+        for one in examined.snapshot.standbys
+        if (one["ahead"] or 0) > NOTABLE_CLOCK_DIFFERENCE
+    ]
+    if ahead:
+        yield build_finding(
+            "standby-clock",
+            f"The clock of {count_items(len(ahead), 'standby is', 'standbys are')} ahead of the server's: {join_items(ahead)}.",
+            "Run a time service (chrony, systemd-timesyncd) on all hosts of the cluster: `timedatectl` shows whether it is"
+            " synchronized.",
+        )
+
+
+def check_host_list(examined: Examined) -> Iterator[Finding]:
+    for one in examined.hosts:
+        if len(one.hosts) < 2:
+            continue
+        if one.driver == "asyncpg":
+            yield build_finding(
+                "host-list",
+                f"The engine has several hosts ({','.join(one.hosts)}), and asyncpg applies one time limit to all of them"
+                " together.",
+                "Connect through a proxy such as HAProxy, or with an async_creator that tries one host after another.",
+            )
+        elif not 0 < _read_number(one.connect_timeout) <= LONGEST_CONNECT_TIMEOUT:
+            yield build_finding(
+                "host-list",
+                f"The engine has several hosts ({','.join(one.hosts)}) and"
+                f" {f'a connect_timeout of {one.connect_timeout} s' if one.connect_timeout else 'no connect_timeout'}.",
+                "Add connect_timeout=2 to the URL, or set PGCONNECT_TIMEOUT=2.",
+            )
+        else:
+            continue
+        return
+
+
+def check_target_session_attrs(examined: Examined) -> Iterator[Finding]:
+    for one in examined.hosts:
+        if len(one.hosts) > 1 and one.target_session_attrs not in _PRIMARY:
+            given = (
+                f"target_session_attrs={one.target_session_attrs}"
+                if one.target_session_attrs
+                else "no target_session_attrs"
+            )
+            yield build_finding(
+                "target-session-attrs",
+                f"The engine has several hosts ({','.join(one.hosts)}) and {given}.",
+                "Add target_session_attrs=read-write to the URL, or set PGTARGETSESSIONATTRS=read-write.",
+            )
+            return
+
+
+def check_tcp_user_timeout(examined: Examined) -> Iterator[Finding]:
+    for one in examined.hosts:
+        # asyncpg has no such parameter.
+        if len(one.hosts) > 1 and one.driver != "asyncpg" and _read_number(one.tcp_user_timeout) <= 0:
+            yield build_finding(
+                "tcp-user-timeout",
+                f"The engine has several hosts ({','.join(one.hosts)}) and no tcp_user_timeout.",
+                "Add tcp_user_timeout=5000&keepalives_idle=5 to the URL.",
+            )
+            return
+
+
+def _read_number(value: str) -> float:
+    """Return a parameter of the driver as a number; 0 if it is missing or not a number."""
+    try:
+        return float(value or 0)
+    except ValueError:
+        return 0.0
+
+
+CHECKS = (
+    check_host_list,
+    check_target_session_attrs,
+    check_tcp_user_timeout,
+    check_standbys,
+    check_wal_sender_timeout,
+    check_standby_clock,
+)
