@@ -206,3 +206,13 @@ def real_projects(session: nox.Session) -> None:
     """Upgrade projects from PyPI with eight processes at once, without the migration lock and with it."""
     session.install("-e", ".[embedded]", "alembic", "fractal-server", "mlflow", "psycopg[binary]", "psycopg2-binary")
     session.run("python", "tests/real_projects/run.py", *session.posargs)
+
+
+@nox.session
+def cluster(session: nox.Session) -> None:
+    """Test failovers on a cluster of three servers with Patroni, etcd, HAProxy and PgBouncer. Takes about ten minutes."""
+    # Without any package, so that a missing program is reported before anything is installed.
+    session.run("python", "tests/cluster/programs.py")
+    session.install("-e", ".[asyncio,embedded]", *group("cluster"))
+    env = {"PGFENCE_TEST_CLUSTER": "1", "PGFENCE_TEST_SERVER": "embedded"}
+    session.run("pytest", "-n", "0", "-s", "-p", "no:randomly", "tests/cluster", *session.posargs, env=env)

@@ -1,0 +1,122 @@
+"""The cluster itself: it becomes ready, each kind of fault leads to a new leader and back to calm, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from cluster.cleanup import find_processes, find_routes
+from cluster.cluster import WAYS
+from cluster.strikes import FAILOVERS, Strike, StrikeRecord, find_obstacle, strike
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cluster.cluster import Cluster
+
+PRIMARY = text("SELECT NOT pg_is_in_recovery()")
+PROGRAM = """
+import sys
+from cluster.cluster import Cluster, make_folder
+from cluster.strikes import Strike
+
+cluster = Cluster(make_folder(), synchronous=True)
+print(cluster.folder, flush=True)
+with cluster:
+    node = cluster.find_leader()
+    # What is hardest to clean up: a node without its postmaster, and a node that is stopped.
+    node.kill()
+    next(other for other in cluster.nodes.values() if other is not node).pause()
+    if sys.argv[1] == "cut off":
+        next(other for other in reversed(cluster.nodes.values()) if other is not node).cut_off()
+    print("struck", flush=True)
+    sys.stdin.read()
+"""
+
+
+async def ask_each_way(cluster: Cluster) -> None:
+    for way in WAYS:
+        if way == "asyncpg":
+            async_engine = create_async_engine(cluster.url(way))
+            async with async_engine.connect() as async_connection:
+                assert (await async_connection.execute(PRIMARY)).scalar_one()
+            await async_engine.dispose()
+        else:
+            engine = create_engine(cluster.url(way))
+            with engine.connect() as connection:
+                assert connection.execute(PRIMARY).scalar_one()
+            engine.dispose()
+
+
+@pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "asynchronous"])
+async def test_each_fault_leads_to_a_new_leader_and_back_to_calm(
+    make_cluster: Callable[..., Cluster], synchronous: bool
+) -> None:
+    """After each fault every client finds the new primary, and the next fault finds a cluster that is ready."""
+    cluster = make_cluster(synchronous=synchronous)
+    await ask_each_way(cluster)
+    for kind in FAILOVERS if synchronous else (Strike.SWITCHOVER, Strike.KILL_POSTMASTER):
+        if reason := find_obstacle(cluster, kind):
+            print(f"left out {kind.name}: {reason}")
+            continue
+        record = strike(cluster, kind, heal_after=3)
+        print(record.to_json())
+        assert record.new not in {None, record.old}
+        assert StrikeRecord.from_json(record.to_json()) == record
+        await ask_each_way(cluster)
+
+
+def test_a_standby_that_hangs_stalls_commits_without_a_failover(make_cluster: Callable[..., Cluster]) -> None:
+    """Commits wait until Patroni has replaced the synchronous standby, and the leader stays."""
+    cluster = make_cluster(synchronous=True)
+    record = strike(cluster, Strike.HANG_STANDBY, heal_after=12)
+    print(record.to_json())
+    assert record.new is None
+    assert record.target != record.old
+
+
+def test_a_lost_etcd_node_of_three_leaves_the_cluster_in_service(make_cluster: Callable[..., Cluster]) -> None:
+    """The two other etcd nodes go on, and the lost one comes back."""
+    cluster = make_cluster(synchronous=True, etcd_nodes=3)
+    record = strike(cluster, Strike.ETCD_NODE_LOST)
+    print(record.to_json())
+    assert record.target in cluster.etcd
+
+
+@pytest.mark.usefixtures("make_cluster")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_an_interrupted_run_leaves_nothing_behind(number: signal.Signals) -> None:
+    """Processes, routes, shared memory and the folder are removed, however the process that started the cluster ends."""
+    cut_off = "cut off" if os.geteuid() == 0 else ""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, cut_off],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+    with process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert process.stdout.readline() == "struck\n"
+        assert len(find_processes(folder)) > 10
+        segments = {file.read_text().split("\n")[6].split()[1] for file in folder.glob("*/postmaster.pid")}
+        assert len(segments) == 3
+        process.send_signal(number)
+        process.wait()
+    eventually(lambda: not folder.exists(), 30)
+    assert not find_processes(folder)
+    assert not find_routes([f"127.0.1.1{place}" for place in (1, 2, 3)])
+    present = {line.split()[1] for line in Path("/proc/sysvipc/shm").read_text().splitlines()}
+    assert not present & segments
