@@ -57,7 +57,7 @@ def pgfence_holds(request: pytest.FixtureRequest, _pgfence_engines: Engines) -> 
     """A function that holds a lock from another, real session; see `pgfence.testing.PgfenceHolds`."""
     from pgfence.testing._elsewhere import Holds
 
-    # The server starts with the first name. A lock that is passed has an engine of its own.
+    # The server starts with the first name. A lock that is passed has its own engine.
     return Holds(lambda: _pgfence_engines.get(request.getfixturevalue("pgfence_server")), _find_namespace(request))
 
 

@@ -178,7 +178,7 @@ class TransactionStateError(PgfenceError):
 
 
 class CapacityError(PgfenceError):
-    """The server's lock table is nearly full. If it were full, no client could log in any more."""
+    """The server's lock table is nearly full. If it were full, no client could log in."""
 
     http_status = 503
     retryable = True

@@ -69,7 +69,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """
     app.add_exception_handler(PgfenceError, _answer)  # type: ignore[arg-type]
     app.add_exception_handler(_Refused, _refuse)  # type: ignore[arg-type]
-    # Newer versions of FastAPI store the additions of an included router beside the route.
+    # Newer versions of FastAPI store the additions of an included router separately from the route.
     openapi.describe(app, getattr(routing, "iter_route_contexts", iter), _problems_of)
 
 

@@ -66,11 +66,11 @@ def evict(
     The token in the name's row and in its gate is incremented, the lease ends, and a row with reason and actor is written to
     the audit table. The call waits at most 2 s for writers with the old token that are inside the gate. After that, no write
     with the old token can commit. The handle of a lease is lost with the reason "evicted". For handles of the same engine in
-    this process, this has happened when the function returns. Other processes are notified by the server within moments, or at
-    the next renewal if the notification does not arrive (through a pooler, or for a lease acquired within the last two
-    seconds). Sessions that hold an advisory lock with that name are terminated, and their holders are notified immediately,
-    with the reason "killed". A name whose lease was already released still gets a higher token, so that a late writer is
-    rejected.
+    this process, this has happened when the function returns. Other processes are notified by the server within moments,
+    or, if no notification arrives (behind a pooler), at the next renewal. A holder that has held its lease for less than a
+    second is notified when that second has passed. Sessions that hold an advisory lock with that name are terminated, and
+    their holders are notified immediately, with the reason "killed". A name whose lease was already released still gets a
+    higher token, so that a late writer is rejected.
 
     Limitations: the holder may still be running. Only transactions that enter the gate of this name are fenced.
 

@@ -254,8 +254,8 @@ def _list_hidden(query: HoldQuery, access: Access) -> Iterable[str]:
         yield f"This role may not read {', '.join(lacking)}: GRANT SELECT ON {', '.join(lacking)} TO <role>"
     if access.is_readable("idempotency_key") and not statements.should_list_attempts(query, access):
         yield (
-            f"{query.place.name('idempotency_key')} has about {access.tables['idempotency_key']:,.0f} rows, and was not read: ask"
-            " for the kind idempotency to read it"
+            f"{query.place.name('idempotency_key')} has about {access.tables['idempotency_key']:,.0f} rows, and was not read: request"
+            " the kind idempotency to read it"
         )
 
 
@@ -285,7 +285,7 @@ class _Waiters:
                 self._holders[place].append(row.backend_pid or 0)
                 if waits:
                     self._queues.setdefault(find_queue((_to_key(*place),)), place)
-        # The first of a queue waits for the key itself. A lock with several names has a queue of its own, which only this shows.
+        # The first of a queue waits for the key itself. A lock with several names has its own queue, which only this shows.
         for wait in waits:
             if wait.ticket is not None and wait.value is not None and wait.value not in self._owners:
                 self._queues.setdefault(find_queue_of(wait.ticket), (wait.space or 1, wait.value))

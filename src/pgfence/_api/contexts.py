@@ -57,7 +57,7 @@ class AsyncHold(_NoDecorator, AbstractAsyncContextManager[None, None]):
 
 
 class _SafeSteps(_NoDecorator, Generic[T]):
-    """A block whose end never replaces the caller's exception with an error of its own."""
+    """A block whose end never replaces the caller's exception with its own error."""
 
     def __init__(
         self, inner: AbstractContextManager[T, bool | None] | AbstractAsyncContextManager[T, bool | None]
@@ -85,7 +85,7 @@ class _SafeSteps(_NoDecorator, Generic[T]):
 
 
 class SafeContext(_SafeSteps[T], AbstractContextManager[T, None]):
-    """A context manager whose end never replaces the caller's exception with an error of its own."""
+    """A context manager whose end never replaces the caller's exception with its own error."""
 
     def __enter__(self) -> T:
         return run_sync(self._enter)

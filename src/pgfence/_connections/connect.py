@@ -193,7 +193,7 @@ def open_sqlalchemy_connection(engine: Engine, dbapi_connection: DBAPIConnection
 
 
 def run_without_loop(call: Callable[[], object]) -> None:
-    """Run SQLAlchemy code that awaits an async driver only in form, at once and without the event loop."""
+    """Run SQLAlchemy code that awaits an async driver but never suspends, immediately and without the event loop."""
     running = run_in_greenlet(call)
     try:
         running.send(None)

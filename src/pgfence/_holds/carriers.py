@@ -161,7 +161,7 @@ class Carrier(Protocol):
         ...
 
     def run_cleanup(self, clean: Callable[[], None]) -> None:
-        """Run a clean-up to its end. The clean-up may run twice."""
+        """Run a clean-up to completion. The clean-up may run twice."""
         ...
 
     def run_at_home(self, work: Callable[[], object]) -> None:

@@ -60,7 +60,8 @@ class ServerWait:
         """Wait for one slice in the order of the tickets, or together with a writer whose turn it is.
 
         The writer with the turnstile is the first one. When it has its turn, it waits for the readers that hold the lock now,
-        and all other writers wait for the key beside it. They are served one after the other, before the next readers.
+        and all other writers wait for the key at the same time. They are served one after the other, before the next
+        readers.
         """
         if not self.has_turnstile:
             self.has_turnstile = await self._lock_or_unlock(build_turnstile(sql.keys, sql.style, on=True))

@@ -167,5 +167,5 @@ def on_disposed(engine: Engine, method: Callable[[Engine], object]) -> None:
     # listeners.
     dispatch = engine.dispatch
     collection: Any = dispatch.engine_disposed.for_modify(dispatch)
-    # An engine created by execution_options() has its own collection beside that of its parent engine.
+    # An engine created by execution_options() has its own collection in addition to that of its parent engine.
     getattr(collection, "local", collection).listeners.append(make_weak_method(method))

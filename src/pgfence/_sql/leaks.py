@@ -113,7 +113,7 @@ class LeakedSession:
     query: str
 
     def is_same(self, other: LeakedSession) -> bool:
-        """Return whether it is the same session, and was not used in between."""
+        """Return whether it is the same session, and was not used in the meantime."""
         return (self.backend_pid, self.started, self.since) == (other.backend_pid, other.started, other.since)
 
 

@@ -42,7 +42,8 @@ _PROBE = (
     " WHERE t.relname = w.relation AND a.attname = w.field AND {schema} ORDER BY t.oid LIMIT 1)"
 )
 
-# Everything about advisory locks comes from one reading of pg_locks. Waits for other kinds of locks tell which holders wait.
+# Everything about advisory locks comes from one reading of pg_locks. Waits for other kinds of locks show which holders
+# wait.
 _LOCKS = (
     "locks AS MATERIALIZED (SELECT ((l.classid::bigint << 32) | l.objid::bigint) AS value, l.objsubid AS space, l.classid,"
     " l.pid, l.mode, l.granted, l.locktype = 'advisory' AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d"

@@ -26,7 +26,7 @@ def build_grants(
         role: the role that needs them, as an identifier.
         key_rights: privileges on the table of idempotency keys; if empty, the grants are for leases, tokens and fences.
         audit: whether to include the audit table, in which evictions and freed keys are recorded.
-        limits: whether to include the tables of semaphores, rate limits, elections and partitions.
+        limits: whether to include the tables of semaphores, rate limits, partitions and requests to resign.
     """
     tables = ("idempotency_key",) if key_rights else ("lease", "gate", "checkpoint", "slot")
     on_tables = key_rights or "SELECT, INSERT, UPDATE"

@@ -24,7 +24,7 @@ LEASES = 3
 GATE_TRIGGER = 4
 """The first version with a trigger on the gate table."""
 LIMITS = 5
-"""The version that semaphores, rate limits, elections and partitions need."""
+"""The version that semaphores, rate limits, partitions and requests to resign need."""
 NAMES = 6
 """The first version with the names of advisory locks. They are for operators; no feature needs them."""
 

@@ -1,7 +1,7 @@
 """The guard of one command, which ends the command when the `pgfence run` that started it has been killed.
 
-If `pgfence run` is killed with SIGKILL, the server frees the lock immediately, and nothing in that process can stop the command
-any more. So this second, small process ends the command and what it started with SIGTERM, and with SIGKILL after the grace
+If `pgfence run` is killed with SIGKILL, the server frees the lock immediately, and that process can no longer stop the
+command. So this second, small process ends the command and what it started with SIGTERM, and with SIGKILL after the grace
 period.
 
 It is run as a program (`python -I -S guard.py GRACE`) and imports nothing of pgfence, so that it starts quickly and `pkill -f

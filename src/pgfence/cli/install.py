@@ -20,7 +20,7 @@ from pgfence.errors import PgfenceError
     cls=Command,
     examples={
         "pgfence install": "Create what is missing, in the schema that the search path finds first",
-        "pgfence install --schema locks": "In a schema of their own",
+        "pgfence install --schema locks": "In a separate schema",
         "pgfence install --sql | psql shop": "Through psql, for a role that may not log in from here",
     },
     codes=[

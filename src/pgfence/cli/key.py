@@ -33,7 +33,7 @@ _PAIR = re.compile(r"(-?\d+)\s*,\s*(-?\d+)")
     short_help="Print the 64-bit key of a lock name, or what a key is for.",
     cls=Command,
     usage="[OPTIONS] NAME...",
-    arguments={"NAME": "Name of a lock; with --who, names to try, which may be left out."},
+    arguments={"NAME": "Name of a lock; with --who, names to try, which may be omitted."},
     examples={
         "pgfence key nightly-billing --namespace shop": "The key of a name in a namespace",
         "pgfence key --who 72707369": "What a number in pg_locks or in the server's log is for",

@@ -105,7 +105,7 @@ def list_inherited() -> tuple[int, ...]:
 
 
 def _adopt_orphans(*, wanted: bool) -> None:
-    """Become the reaper of orphaned descendants, or stop being it. Linux only."""
+    """Become the reaper of orphaned descendants, or stop being the reaper. Linux only."""
     # Processes that left the group or session of the command are then still found among the children.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
@@ -223,7 +223,7 @@ class Supervisor:
         self.wake()
 
     def forget_loss(self) -> None:
-        """Prepare for another command, under another lock. No thread may call `lose` for the previous one any more."""
+        """Prepare for another command, under another lock. No thread may call `lose` for the previous one after this."""
         self._lost = False
 
     def wake(self) -> None:
@@ -261,7 +261,7 @@ class Supervisor:
         on_loss: Callable[[], bool],
         on_continue: Callable[[], object] = lambda: None,
     ) -> Ended:
-        """Run a command to its end.
+        """Run a command to completion.
 
         Args:
             command: program and arguments.

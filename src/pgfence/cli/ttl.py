@@ -46,7 +46,7 @@ class Sample:
     values: Sequence[float]
 
     def get_percentile(self, percent: int) -> float:
-        """Return the duration that so many percent of the values do not exceed."""
+        """Return the duration that a given percentage of the values does not exceed."""
         return sorted(self.values)[min(len(self.values) - 1, len(self.values) * percent // 100)]
 
     @property

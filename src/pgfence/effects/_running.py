@@ -110,7 +110,7 @@ class RunningAttempt:
 
     @property
     def wanted(self) -> EffectKey:
-        """What the key was claimed with."""
+        """The values with which the key was claimed."""
         return self._wanted
 
     @property

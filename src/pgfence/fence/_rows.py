@@ -241,7 +241,7 @@ def reject_stale(connection: Connection, resource: str, token: int, newest: int)
         newest=newest,
         sqlstate=None,
     )
-    # The caller may swallow the error, and the server has no reason of its own to reject the COMMIT.
+    # The caller may swallow the error, and the server itself has no reason to reject the COMMIT.
     block_commit(connection, error)
     raise error
 

@@ -109,7 +109,7 @@ def _iterate_conjuncts(criteria: Iterable[object]) -> Iterator[object]:
 
 
 def _class_of(row: AnyRow, mapper: Mapper[Guarded]) -> type[Guarded]:
-    """Return the class of a row. With inheritance its discriminator determines it."""
+    """Return the class of a row. With inheritance, the discriminator of the row determines the class."""
     if len(list(mapper.self_and_descendants)) == 1:
         return mapper.class_
     discriminator = mapper.polymorphic_on

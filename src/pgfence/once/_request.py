@@ -122,7 +122,7 @@ class OnceOptions(LeaseOptions[EngineSourceT, HandleT]):
     def _get_row_name(self) -> str:
         """Return the name of the row.
 
-        Slots given by `at=` may run in any order and at the same time, so each has a row of its own.
+        Slots given by `at=` may run in any order and at the same time, so each has a separate row.
         """
         return f"{self._name}@{self._schedule.isoformat()}" if isinstance(self._schedule, datetime) else self._name
 

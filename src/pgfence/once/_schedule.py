@@ -93,7 +93,7 @@ def _parse_fields(line: str) -> str:
                 f"cron={line!r} is not a time: a reboot concerns one host, and a slot concerns all of them"
             )
         if len(words) > 1 or word not in _NICKNAMES:
-            raise ValueError(f"cron={line!r} is not a known nickname, which are: {', '.join(_NICKNAMES)}")
+            raise ValueError(f"cron={line!r} is not a known nickname; the known ones are {', '.join(_NICKNAMES)}")
         return _NICKNAMES[word]
     # cronsim also accepts six fields, with the seconds first. A crontab would read the minute of such a line as its hour.
     if len(words) != 5:

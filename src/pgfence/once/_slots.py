@@ -66,7 +66,7 @@ class Every:
         if self.step % _DAY:
             return current + self.step
         days = (current.astimezone(self.zone).date() - _ORIGIN).days
-        while True:  # The loop runs once, and again only if a calendar has left out a whole day.
+        while True:  # The loop runs once, and again only if a calendar has skipped a whole day.
             days += self.step.days
             if (later := self._find_midnight(days)) > slot:
                 return later
@@ -146,7 +146,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A finished slot that has not begun at this moment. The clock was set back since, and an operator must decide.
+    """A slot that is recorded as finished, but has not begun by the server's clock. An operator must decide.
 
     Attributes:
         slot: its beginning.

@@ -60,7 +60,7 @@ class Partitions:
     Limitations: a function that does not return is not stopped. After a TTL another worker takes its partition, and only writes
     inside `lease.begin()` are rejected. Calls to services that do not check the token may overlap. The numbers of
     partitions that two workers own may differ by more than one while partitions move. A worker that crashes and joins again
-    at once counts as a new one, so some partitions move twice. A `Lease` with the name `NAME/i` blocks that partition.
+    immediately counts as a new one, so some partitions move twice. A `Lease` with the name `NAME/i` blocks that partition.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.

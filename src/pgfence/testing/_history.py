@@ -93,8 +93,8 @@ class PgfenceHistory:
     def check(self) -> set[str]:
         """Raise an error unless each holder was alone, and return the holders that had not left when another one entered.
 
-        Only a holder that was killed, or whose lock was lost, may have failed to leave. Assert that the test has done this to
-        each holder in the returned set.
+        Only a holder that was killed, or whose lock was lost, may have failed to leave. Assert that each holder in the
+        returned set was one of these.
 
         Raises:
             AssertionError: a holder was still inside after another one had entered, a token was smaller than an earlier

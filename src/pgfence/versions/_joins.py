@@ -97,8 +97,8 @@ class Join:
         """Return the condition for the owners of rows with these values."""
         named = dict(zip(self.names, values, strict=True))
         if _UNKNOWN in values:
-            # The rest of the condition is left out, because counting one owner too many is safe, and counting one too few loses a
-            # conflict.
+            # The rest of the condition is omitted, because counting one owner too many is safe, and counting one too few
+            # loses a conflict.
             return and_(*[ours == named[name] for name, ours in self._pairs.items()])
 
         def replace(element: ExternallyTraversible, **_: object) -> ExternallyTraversible | None:

@@ -43,7 +43,7 @@ def check_leaked_locks(examined: Examined) -> Iterator[Finding]:
             "leaked-locks",
             f"{count_items(len(leaked), 'idle session holds', 'idle sessions hold')} {count_items(locks, 'advisory lock', 'advisory locks')}"
             f" that pgfence did not take: {join_items(listed)}.",
-            'Look, then end them: pgfence release-leaked --dry-run --reason "..."',
+            'List them, then end them without --dry-run: pgfence release-leaked --dry-run --reason "..."',
         )
 
 
@@ -70,7 +70,7 @@ def check_invalid_indexes(examined: Examined) -> Iterator[Finding]:
         yield build_finding(
             "invalid-index",
             f"{count_items(len(found), 'index is', 'indexes are')} invalid: {join_items(listed)}.",
-            f"As the owner of the table: {' '.join(fixes)}{' And likewise for the others.' if len(found) > _LISTED else ''}",
+            f"As the owner of the table: {' '.join(fixes)}{' Do the same for the others.' if len(found) > _LISTED else ''}",
         )
 
 

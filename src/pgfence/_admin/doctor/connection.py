@@ -17,7 +17,7 @@ NOTABLE_CLOCK_DIFFERENCE = 1.0
 SLOWEST_DETECTION = 120
 """Seconds within which the server should notice that a client has vanished."""
 _ADVISED = {"tcp_keepalives_idle": "10", "tcp_keepalives_interval": "5", "tcp_keepalives_count": "4"}
-# The values that the kernel uses if the server has none of its own.
+# The values that the kernel uses if the server sets none.
 _KERNEL = {"tcp_keepalives_idle": 7200, "tcp_keepalives_interval": 75, "tcp_keepalives_count": 9}
 
 

@@ -45,7 +45,7 @@ TTL = 1.0
 _BETWEEN_WRITES = 0.01
 _LOOK = 0.02
 _PATIENCE = 20.0
-# A holder of less than a second is notified only when that second has passed.
+# How long the second leader writes before it is asked to resign.
 _FIRST_SECOND = 1.1
 _TITLE = f"an election among {CANDIDATES} processes, whose leader is killed"
 _TABLE = f"CREATE TABLE {SCHEMA}.led (term bigint, leader text, at timestamptz DEFAULT clock_timestamp())"

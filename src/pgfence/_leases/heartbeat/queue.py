@@ -1,7 +1,8 @@
 """Decide what one heartbeat has to do and when, and record the results, without threads and I/O.
 
-The caller holds the heartbeat's lock and passes the time. A grant is in the schedule until it is dropped, lost or ended.
-While its renewal waits for the connection or has been sent, `renewal_pending` is set and only its deadline is checked.
+The caller holds the heartbeat's lock and passes the current time. A grant is in the schedule until it is dropped, lost or
+ended. While its renewal waits for the connection or has been sent, `renewal_pending` is set and only its deadline is
+checked.
 """
 
 from __future__ import annotations
