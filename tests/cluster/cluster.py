@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -226,13 +228,18 @@ class Cluster:
             for host in self.addresses.nodes.values()
             for place in range(self.addresses.etcd_nodes)
         ]
-        addresses += [(host, settings.ETCD) for host in self.addresses.etcd.values()]
         end = time.monotonic() + _START
-        for address in addresses:
-            while not _answers(*address):
+        for host, port in addresses:
+            while not is_etcd_ready(host, port):
+                self._check_daemons()
                 if time.monotonic() > end:
-                    raise NotReadyError(f"etcd does not answer on {address}; its log is in {self.folder / 'log'}")
+                    raise NotReadyError(f"etcd does not answer on {host}:{port}")
                 time.sleep(0.1)
+
+    def _check_daemons(self) -> None:
+        for each in self._list_daemons():
+            if each.has_failed():
+                raise NotReadyError(f"{each.name} has ended. The end of its log:\n{each.read_log()[-3000:]}")
 
     # ------------------------------------------------------------ questions
 
@@ -266,12 +273,16 @@ class Cluster:
             NotReadyError: the cluster did not become ready within `limit` seconds.
         """
         end = time.monotonic() + limit
-        while fault := find_fault(self.view(), synchronous=self.synchronous) or self._find_fault_of_proxies():
+        while fault := find_fault(self.view(), synchronous=self.synchronous) or self._find_fault_of_helpers():
+            self._check_daemons()
             if time.monotonic() > end:
                 raise NotReadyError(f"the cluster was not ready after {limit:.0f} s: {fault}")
             time.sleep(0.2)
 
-    def _find_fault_of_proxies(self) -> str | None:
+    def _find_fault_of_helpers(self) -> str | None:
+        for name, host in self.addresses.etcd.items():
+            if not is_etcd_ready(host, settings.ETCD):
+                return f"{name} does not answer"
         for name, host, port in (
             ("HAProxy", self.addresses.haproxy, settings.HAPROXY),
             ("PgBouncer", self.addresses.pgbouncer, settings.PGBOUNCER),
@@ -319,7 +330,15 @@ class Cluster:
         return f"postgresql+psycopg://postgres@/postgres?host={','.join(hosts)}&{options}"
 
 
-def _answers(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(1)
-        return probe.connect_ex((host, port)) == 0
+def is_etcd_ready(host: str, port: int) -> bool:
+    """Return whether an etcd node has a leader, and knows the version of its cluster, without which Patroni does not start."""
+    with closing(http.client.HTTPConnection(host, port, timeout=2)) as connection:
+        try:
+            answers = []
+            for path in ("/health", "/version"):
+                connection.request("GET", path)
+                answers.append(json.loads(connection.getresponse().read()))
+        except (OSError, http.client.HTTPException, ValueError):
+            return False
+    health, version = answers
+    return bool(health["health"] == "true" and version["etcdcluster"] != "not_decided")

@@ -53,6 +53,7 @@ class Daemon:
         self._environment = environment or {}
         self._file = folder / "run" / f"{name}.pid"
         self._popen: subprocess.Popen[bytes] | None = None
+        self._killed = False
         self.name = name
 
     @property
@@ -73,10 +74,20 @@ class Daemon:
         options |= {"cwd": str(self._folder), "env": {**options["env"], **self._environment, **marker}}
         with (self._folder / "log" / self.name).open("ab") as output:
             self._popen = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True, **options)
+        self._killed = False
         self._file.write_text(str(self._popen.pid))
+
+    def has_failed(self) -> bool:
+        """Return whether the process has ended although `kill` was not called."""
+        return self._popen is not None and self._popen.poll() is not None and not self._killed
+
+    def read_log(self) -> str:
+        """Return what the process has printed."""
+        return (self._folder / "log" / self.name).read_text(errors="replace")
 
     def kill(self) -> None:
         """End the process with SIGKILL, and wait for the end."""
+        self._killed = True
         _send(self.pid, signal.SIGKILL)
         if self._popen is not None:
             self._popen.wait()
@@ -187,8 +198,8 @@ class Node:
     def kill(self) -> None:
         """End Patroni and PostgreSQL with SIGKILL, like the death of the machine. `start_patroni` brings both back."""
         pids = [*self.list_patroni(), *self.list_postgres()]
-        send_signals(pids, signal.SIGKILL)
         self.patroni.kill()
+        send_signals(pids, signal.SIGKILL)
 
     def start_patroni(self) -> None:
         """Start Patroni, which starts PostgreSQL."""
