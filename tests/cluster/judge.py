@@ -39,7 +39,8 @@ TWO_ANSWERS = "keys with two answers"
 KEY_ROWS = "keys whose rows do not match the answer"
 VERSION_TWICE = "versions written twice"
 COUNTERS = "counters that do not match"
-FATAL_IF_ASYNCHRONOUS = frozenset({STALE, GAPS, VERSION_TWICE, COUNTERS})
+JOB_TWICE = "jobs done twice"
+FATAL_IF_ASYNCHRONOUS = frozenset({STALE, GAPS, VERSION_TWICE, COUNTERS, JOB_TWICE})
 """With asynchronous replication an acknowledged commit can be lost. These rules hold on the surviving timeline all the same."""
 
 
@@ -211,7 +212,7 @@ def check_fenced_rows(rows: Rows, counts: Counter[str]) -> list[Finding]:
 def check_writes(writes: Sequence[Write], rows: Rows, outages: Sequence[Outage], counts: Counter[str]) -> list[Finding]:
     """Find acknowledged rows that are missing, and rows whose transaction has raised an error."""
     found = []
-    for table in ("fenced", "transaction", "key", "version"):
+    for table in ("fenced", "transaction", "key", "version", "claim"):
         present = rows.list_ids(table)
         for write in writes:
             if write.table != table or not write.ran:
@@ -281,9 +282,10 @@ def check_answers(answers: Sequence[Answer], rows: Rows, counts: Counter[str]) -
 
 
 def check_versions(rows: Rows, counts: Counter[str]) -> list[Finding]:
-    """Find versions of a row that were written twice or never, and counters that do not match their transactions."""
-    found = []
+    """Find versions that were written twice or never, counters that do not match, and jobs that were claimed twice."""
     counts["versions"] = len(rows.versions)
+    counts["jobs"] = len(rows.done)
+    found = [Finding(JOB_TWICE, f"job {job} by {ids}") for job, ids in rows.done.items() if len(ids) > 1]
     written: dict[str, list[int]] = defaultdict(list)
     for row in rows.versions:
         written[row.name].append(row.version)

@@ -102,7 +102,7 @@ class Write(Record):
     """A transaction that inserts one row with a unique id.
 
     Attributes:
-        table: "fenced", "transaction", "key" or "version".
+        table: "fenced", "transaction", "key", "version" or "claim".
         id: of the row.
         name: the resource, the idempotency key, or the versioned row.
         started: when it was begun.

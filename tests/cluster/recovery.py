@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 BARS = {"psycopg": 2.0, "haproxy": 2.0, "pgbouncer": math.inf, "asyncpg": 5.0}
 """Seconds from the new leader to the first success, at most."""
+TWO_PRIMARIES = frozenset({"STOP_PATRONI"})
+"""Outages in which the old primary goes on, without a watchdog. A client that reaches it first waits there until it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,9 @@ def measure_recovery(probes: Iterable[Probe], outages: Sequence[Outage]) -> list
         if outage.leader_at is None:
             continue
         end = outages[number + 1].struck_at if number + 1 < len(outages) else math.inf
+        # A probe that runs when the next strike comes belongs to that one.
         for (way, primitive), all_probes in sorted(series.items()):
-            during = [probe for probe in all_probes if outage.struck_at < probe.at and probe.started < end]
+            during = [probe for probe in all_probes if outage.struck_at < probe.at < end]
             found.append(_measure(outage, outage.leader_at, way, primitive, during))
     return found
 

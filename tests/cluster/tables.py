@@ -26,6 +26,10 @@ _CREATE = f"""
     CREATE TABLE cluster_page (name text PRIMARY KEY, body text NOT NULL, version bigint NOT NULL);
     CREATE TABLE cluster_version (id uuid PRIMARY KEY, name text NOT NULL, version bigint NOT NULL);
     CREATE TABLE cluster_probe (name text PRIMARY KEY, number bigint NOT NULL);
+    CREATE TABLE cluster_job (id bigint PRIMARY KEY, state text NOT NULL);
+    CREATE INDEX ON cluster_job (id) WHERE state = 'new';
+    CREATE TABLE cluster_done (id uuid NOT NULL, job bigint NOT NULL);
+    INSERT INTO cluster_job SELECT n, 'new' FROM generate_series(1, 50000) n;
     INSERT INTO cluster_page SELECT 'page-' || n, '', 1 FROM generate_series(0, 3) n;
 """
 NUMBER = text(
@@ -40,6 +44,7 @@ TRANSACTION = text("INSERT INTO cluster_transaction (id, who) VALUES (:id, :who)
 KEY = text("INSERT INTO cluster_key VALUES (:key, :id, :value)")
 SLOT = text("INSERT INTO cluster_slot VALUES (:slot, :id)")
 VERSION = text("INSERT INTO cluster_version VALUES (:id, :name, :version)")
+DONE = text("INSERT INTO cluster_done SELECT :id, unnest(CAST(:jobs AS bigint[]))")
 PROBE = text(
     "INSERT INTO cluster_probe VALUES (:name, 1) ON CONFLICT (name) DO UPDATE SET number = cluster_probe.number + 1"
 )
@@ -55,6 +60,14 @@ class Page(Versioned, Base):
     __tablename__ = "cluster_page"
     name: Mapped[str] = mapped_column(primary_key=True)
     body: Mapped[str]
+
+
+class Job(Base):
+    """A row that one client claims."""
+
+    __tablename__ = "cluster_job"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    state: Mapped[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +105,7 @@ class Rows:
     """What the database contains after a run.
 
     Attributes:
+        done: for each job that was claimed the ids of the transactions that did it.
         counters: for each client the counter, and how many of its transactions are there.
         pages: the version of each page.
     """
@@ -102,6 +116,7 @@ class Rows:
     versions: list[VersionRow]
     counters: dict[str, tuple[int, int]]
     pages: dict[str, int]
+    done: dict[int, list[str]]
 
     def list_ids(self, table: str) -> set[str]:
         """Return the ids in a table of `Write`."""
@@ -109,6 +124,8 @@ class Rows:
             return {row.id for row in self.fenced}
         if table == "key":
             return {row.id for row in self.keys}
+        if table == "claim":
+            return {row for rows in self.done.values() for row in rows}
         return {row.id for row in self.versions} if table == "version" else self.transactions
 
 
@@ -145,6 +162,7 @@ def read_rows(url: str | URL) -> Rows:
                     "SELECT name, number, (SELECT count(*) FROM cluster_transaction t WHERE t.who = c.name) FROM cluster_counter c"
                 )
             },
+            done=dict(query("SELECT job, array_agg(id::text) FROM cluster_done GROUP BY job")),
             pages=dict(query("SELECT name, version FROM cluster_page")),
         )
     engine.dispose()

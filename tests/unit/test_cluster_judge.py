@@ -53,10 +53,6 @@ def write(table: str, row: str, failure: Failure | None = None, *, after_loss: b
     )
 
 
-def rows_of(*fenced: FencedRow) -> Rows:
-    return Rows(fenced=[*fenced], transactions=set(), keys=[], versions=[], counters={}, pages={})
-
-
 def fenced(number: int, token: int, who: str = "a", name: str = "x") -> FencedRow:
     return FencedRow(f"{name}-{number}", name, number, token, who, "00000001")
 
@@ -80,6 +76,7 @@ CORRECT: tuple[list[Record], Rows] = (
         write("fenced", "x-3", Failure("sqlalchemy.OperationalError"), after_loss=True),
         write("transaction", "t"),
         write("version", "v2"),
+        write("claim", "c1"),
         write("key", "k1"),
         Answer(way="w", at=11, table="key", key="k", value=5),
         Answer(way="w", at=12, table="key", key="k", value=5),
@@ -95,6 +92,7 @@ CORRECT: tuple[list[Record], Rows] = (
         versions=[VersionRow("v2", "p", 2)],
         counters={"a": (1, 1)},
         pages={"p": 2, "q": 1},
+        done={7: ["c1"], 8: ["c1"]},
     ),
 )
 
@@ -142,6 +140,8 @@ PLANTED: dict[str, tuple[str, list[Record], Rows]] = {
         [],
         replace(BASE_ROWS, versions=[*BASE_ROWS.versions, VersionRow("v3", "p", 2)]),
     ),
+    "lost claim": ("acknowledged and lost: claim", [write("claim", "gone")], BASE_ROWS),
+    "job twice": (judge.JOB_TWICE, [], replace(BASE_ROWS, done={7: ["c1"], 8: ["c1", "c2"]})),
     "counter": (judge.COUNTERS, [], replace(BASE_ROWS, counters={"a": (2, 1)})),
 }
 
@@ -191,6 +191,7 @@ def test_recovery_is_measured_from_the_new_leader() -> None:
         probe(103, 104),
         probe(210, 220, LOST),
         probe(221, 221.9),
+        probe(190, 223, LOST),
     ]
     first, second = recovery.measure_recovery(probes, OUTAGES)
     assert (first.first, first.settled, first.failures, first.longest) == (0.5, 2, 2, 1)

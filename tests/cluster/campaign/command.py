@@ -69,6 +69,9 @@ def describe_result(result: Result) -> str:
     for way, primitives in summary["recovery"].items():
         times = ", ".join(f"{name} {each['median']}/{each['longest']}" for name, each in primitives.items())
         lines.append(f"  {way} ({summary['above the bar'][way]} above the bar): {times}")
+    for kind, ways in summary["recovery by kind"].items():
+        times = ", ".join(f"{way} {each['median']}/{each['longest']}" for way, each in ways.items())
+        lines.append(f"  {kind}: {times}")
     lines.append(f"long leases kept and lost: {result.kept}")
     lines.append(f"overlaps of advisory locks: {result.overlaps}")
     lines.append(f"findings: {result.findings}")

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from cluster.judge import LOCKS, name_overlaps
-from cluster.recovery import BARS, summarize
+from cluster.recovery import BARS, TWO_PRIMARIES, summarize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -109,18 +109,28 @@ class Result:
         return sum(len(times) for times in self.leaders.values())
 
     def summarize(self) -> dict[str, Any]:
-        """Return medians and longest times: until the new leader for each kind, and from there for each way and primitive."""
+        """Return medians and longest times: until the new leader, and from there to the first success.
+
+        The times for each way and primitive, and those above the bar, are without outages in which the old primary goes on.
+        """
         firsts: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for ways in self.recovery.values():
+        kinds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for kind, ways in self.recovery.items():
             for way, primitives in ways.items():
                 for primitive, times in primitives.items():
-                    firsts[way][primitive] += [math.inf if each is None else each for each in times["first"]]
+                    seconds = [math.inf if each is None else each for each in times["first"]]
+                    kinds[kind][way] += seconds
+                    if kind not in TWO_PRIMARIES:
+                        firsts[way][primitive] += seconds
         return {
             "failovers": self.failovers,
             "leader": {kind: summarize(times) for kind, times in self.leaders.items()},
             "recovery": {
                 way: {primitive: summarize(times) for primitive, times in primitives.items()}
                 for way, primitives in firsts.items()
+            },
+            "recovery by kind": {
+                kind: {way: summarize(times) for way, times in ways.items()} for kind, ways in kinds.items()
             },
             "above the bar": {
                 way: sum(each > BARS[way] for times in primitives.values() for each in times)

@@ -59,6 +59,7 @@ def main() -> None:
             writers.count,
             writers.change_pages,
             writers.send_keys,
+            writers.claim_jobs,
             writers.run_effects,
             *(partial(probes.run, primitive) for primitive in probes.primitives),
         ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster import tables
 from cluster.records import Answer, Refusal, Step, Write, describe_error
-from pgfence import idempotent, run_transaction
+from pgfence import claim, idempotent, run_transaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +54,25 @@ class Writers:
 
             await self._commit("version", name, work, row, who)
             await self._half.sleep(random.uniform(0.1, 0.5))
+
+    async def claim_jobs(self) -> None:
+        """Claim rows and do them in one transaction, again and again."""
+        who = f"{self._client}/claim"
+        while not self._half.is_stopping:
+            row = str(uuid.uuid4())
+            ran: list[bool] = []
+
+            async def work(session: Any, row: str = row, ran: list[bool] = ran) -> None:
+                new = tables.Job.state == "new"
+                jobs = await self._half.call(claim, session, tables.Job, new, order_by=tables.Job.id, limit=2)
+                for job in jobs:
+                    job.state = "done"
+                    ran.append(True)
+                values = {"id": row, "jobs": [job.id for job in jobs]}
+                await self._half.call(session.execute, tables.DONE, values)
+
+            await self._commit("claim", "", work, row, who, ran)
+            await self._half.sleep(random.uniform(0.2, 0.6))
 
     async def send_keys(self) -> None:
         """Send requests with idempotency keys, each until it has an answer, and half of them once more."""
