@@ -45,9 +45,24 @@ class Daemon:
     """One process of the cluster that runs until it is killed."""
 
     def __init__(
-        self, folder: Path, name: str, words: Sequence[str | Path], environment: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        name: str,
+        words: Sequence[str | Path],
+        environment: Mapping[str, str] | None = None,
+        *,
+        as_server: bool = True,
     ) -> None:
-        """Prepare a process of the cluster in `folder`. Its output goes to `log/<name>`."""
+        """Prepare a process of the cluster in `folder`. Its output goes to `log/<name>`.
+
+        Args:
+            folder: the folder of the cluster.
+            name: the name of the process.
+            words: the command.
+            environment: variables in addition to those of this process.
+            as_server: whether root must run the process as another user.
+        """
+        self._as_server = as_server
         self._folder = folder
         self._words = words
         self._environment = environment or {}
@@ -70,6 +85,8 @@ class Daemon:
     def start(self) -> None:
         """Start the process, in a separate session because Ctrl-C in a terminal is for the tests, which clean up."""
         words, options = _process.build_command(self._words)
+        if not self._as_server:
+            words, options = list(self._words), {"env": dict(os.environ), "stdin": subprocess.DEVNULL}
         marker = {MARKER: str(self._folder)}
         options |= {"cwd": str(self._folder), "env": {**options["env"], **self._environment, **marker}}
         with (self._folder / "log" / self.name).open("ab") as output:
@@ -120,7 +137,7 @@ class Node:
         targets = [f"{host}:{settings.ETCD}" for host in addresses.etcd.values()]
         script = Path(__file__).with_name("forwarder.py")
         words = [sys.executable, str(script), self.host, str(settings.ETCD_FORWARDED), *targets]
-        self.forwarder = Daemon(folder, f"forwarder-{name}", words)
+        self.forwarder = Daemon(folder, f"forwarder-{name}", words, as_server=False)
 
     def __repr__(self) -> str:
         return f"<Node {self.name} {self.host}>"

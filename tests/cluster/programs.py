@@ -85,16 +85,19 @@ def _read_versions(programs: dict[str, Path]) -> dict[str, str]:
     from pgfence.embedded import _process
 
     faults, versions = [], {}
+    user = other.pw_name if (other := _process.find_other_user()) else "this user"
     for name, path in programs.items():
         option = "-v" if name == "haproxy" else "--version"
         words, options = _process.build_command([path, option])
         try:
             answer = subprocess.run(words, capture_output=True, text=True, check=False, **options)
         except OSError as error:
-            faults.append(f"{name}: {path} does not run: {error}")
+            faults.append(
+                f"{name}: {path} does not run as {user}: {error}. That user must be able to read it and its interpreter"
+            )
             continue
         if answer.returncode:
-            faults.append(f"{name}: {path} does not run as the user of the servers: {answer.stderr.strip()[-300:]}")
+            faults.append(f"{name}: {path} does not run as {user}: {answer.stderr.strip()[-300:]}")
         versions[name] = answer.stdout.splitlines()[0] if answer.stdout else ""
     if not faults and _parse_version(versions["patroni"]) < _MINIMUM:
         # Before 3.0.3 a leader that is continued after a pause takes the leadership back, and commits are lost.
