@@ -114,7 +114,7 @@ def _list_found(context: AutogenContext, connection: Connection, home: TableName
     for fence in migration_scripts.list_fences(connection, home.prefix):
         namespace, separator, rest = fence.parts[0].rpartition(SEPARATOR)
         resource = join_resource((rest, *fence.parts[1:]) if separator else fence.parts)
-        # A fence of another installation counts as different, and its reversal restores that one.
+        # A fence of another installation counts as different, and reversing the change restores that fence.
         functions = home.schema if fence.functions == settled else _key_of(context, fence.functions, "")[0]
         where: TableOptions = {"schema": fence.schema, "pgfence_schema": functions, "prefix": home.prefix}
         added = AddFence(fence.table, resource=resource, namespace=namespace, **where)

@@ -321,5 +321,5 @@ def find_lock_engine(engine: Any, config: Config) -> tuple[Any, Config]:
         raise TypeError(
             f"the lock_engine of this {type(engine).__name__} must be of the same kind (sync or async), not {type(other).__name__}"
         )
-    # A pooler in transaction mode is what the lock engine bypasses.
+    # The lock engine bypasses the pooler in transaction mode.
     return other, replace(config, pooler=config_of(other).pooler) if config.pooler == "transaction" else config

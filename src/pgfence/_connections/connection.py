@@ -245,7 +245,7 @@ class LockConnection(ABC):
         if isinstance(sql, TokenSql):
             return bool(await self.lock_with_token(engine, sql, 0))
         args = (self.pid, *sql.try_args)
-        if self.direct and not has_listeners(engine):  # a short cut for the common case, because every layer costs time
+        if self.direct and not has_listeners(engine):  # a shortcut for the common case, because every layer costs time
             self.limit, self.statement_started = limit, time.monotonic()
             try:
                 granted = (await self.driver.fetch(sql.try_text, args, prepare=True))[0]

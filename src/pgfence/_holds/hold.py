@@ -274,7 +274,7 @@ _LOSS: dict[LossReason, str] = {
 
 
 def _find_nothing() -> None:
-    """Return None: there is no handle yet."""
+    """Return None, because there is no handle yet."""
 
 
 def describe_local_holder(key: LockKey, hold: Hold[Any]) -> Holder:

@@ -139,7 +139,8 @@ class Process:
 
 PROCESS = Process()
 if hasattr(os, "register_at_fork"):
-    # The hooks only make the renewal earlier. None holds a lock across the fork, because other hooks run in between.
+    # The hooks only make the renewal earlier. None of them holds a lock across the fork, because other hooks run in
+    # between.
     os.register_at_fork(
         before=PROCESS.count_fork, after_in_parent=PROCESS.count_fork, after_in_child=PROCESS.notice_fork
     )

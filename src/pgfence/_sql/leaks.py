@@ -131,7 +131,7 @@ class Released:
 
 
 def is_leaked(state: str | None, idle: float | None, query: str, idle_for: float) -> bool:
-    """Return whether a session that holds advisory locks is idle, and its last statement is none of pgfence's."""
+    """Return whether a session that holds advisory locks is idle, and its last statement is not one of pgfence's."""
     return state == "idle" and (idle or 0) >= idle_for and not any(part in query for part in _OURS)
 
 

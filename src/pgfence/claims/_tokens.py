@@ -96,8 +96,9 @@ def _check_ttl(ttl: Seconds) -> float:
 def claim_until(session: Session, query: AnySelect, mapper: Mapper[Any], limit: int, ttl: float) -> Sequence[Any]:
     """Lock rows without a live claim, and write a new claim into each."""
     columns = _Columns.of(mapper)
-    # statement_timestamp() is not later than the present time, so a claim that has expired by it has expired. Unlike
-    # clock_timestamp() it can be used with an index. A row that another transaction extends in the meantime is checked again.
+    # statement_timestamp() is not later than the present time, so a claim that has expired by that time has certainly
+    # expired. Unlike clock_timestamp() it can be used with an index. A row that another transaction extends in the meantime
+    # is checked again.
     expired = columns.until <= func.pg_catalog.statement_timestamp()
     rows = claim_rows(session, query.where(or_(columns.until.is_(None), expired)), mapper, limit)
     if not rows:

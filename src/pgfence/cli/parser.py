@@ -71,7 +71,7 @@ class Command(click.Command):
         return super().collect_usage_pieces(ctx) if self._usage is None else [self._usage]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write arguments and options, the latter under their headings."""
+        """Write the arguments, and the options under their headings."""
         sections: dict[str, list[tuple[str, str]]] = {}
         heading = "Options"
         if self._arguments:

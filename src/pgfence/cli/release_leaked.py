@@ -109,7 +109,7 @@ class _Release:
     def _run(self, *, dry_run: bool, yes: bool) -> AdminReport[Sequence[LeakedSession]]:
         seen = perform(self._engine, leaks.look, self._order)
         if not seen:
-            nothing = f"No session holds a leaked lock and has been idle for {self._order.idle_for:g} s."
+            nothing = f"No session that holds a leaked lock has been idle for {self._order.idle_for:g} s."
             return AdminReport("nobody", Code.NOBODY, [nothing], seen)
         lines = [_format_line(session) for session in seen]
         if dry_run:

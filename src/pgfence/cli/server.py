@@ -71,7 +71,7 @@ def settle(engine: Engine, **given: str | None) -> None:
     if said.get("schema") == "":
         raise MisuseError("--schema is empty: give a name, or leave the option out to use the search path")
     known = config_of(engine)
-    # `events` is not compared, because it is no argument of configure().
+    # `events` is not compared, because it is not an argument of configure().
     try:
         configure(engine, **{each.name: getattr(known, each.name) for each in fields(known) if each.compare} | said)
     except ValueError as error:

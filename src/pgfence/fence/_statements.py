@@ -145,7 +145,7 @@ def _bind_to_rows(work: Work) -> None:
         )
     inside = token.table is work.mapper.local_table
     if work.cls.__fence__ == "row" and not inside:
-        raise undetermined_error(work.cls, "its fencing column is in another table than this statement")
+        raise undetermined_error(work.cls, "its fencing column is in a table that this statement does not write")
     query = _build_query(work, _collect_changes(work)).where(*statement._where_criteria)
     rows = _read(work, query, parameters)
     tokens = [_choose_token(work, row) for row in rows]

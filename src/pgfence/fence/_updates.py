@@ -128,7 +128,7 @@ def _find_column(cls: type[Guarded], name: str) -> Column[object]:
         if isinstance(column, Column) and column.table is table:
             return column
     raise undetermined_error(
-        cls, f"the resource of a row depends on {name}, which is in another table than the fencing column"
+        cls, f"the resource of a row depends on {name}, which is not in the table of the fencing column"
     )
 
 

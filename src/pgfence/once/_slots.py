@@ -91,7 +91,7 @@ class Cron:
 
         now = now.astimezone(UTC)
         # Backwards, cronsim misses times that the clocks show twice, so the search goes forward again from there. It starts a
-        # microsecond later, because backwards cronsim excludes the given instant, and forward it may step over it.
+        # microsecond later, because backwards cronsim excludes the given instant, and forward it may skip that instant.
         start = next(CronSim(self.line, (now + _MOMENT).astimezone(self.zone), reverse=True))
         current = start.astimezone(UTC)
         for slot in self._from(start):
@@ -102,7 +102,7 @@ class Cron:
 
     def after(self, slot: datetime) -> datetime:
         later = next(later for later in self._from(slot.astimezone(self.zone)) if later > slot)
-        # Forward, cronsim may step over a slot if the clocks change by half an hour.
+        # Forward, cronsim may skip a slot if the clocks change by half an hour.
         while (between := self.current(later - _MOMENT)) > slot:
             later = between
         return later

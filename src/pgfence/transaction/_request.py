@@ -260,7 +260,7 @@ class TransactionLockBase(Guided):
     def _ask(self, call: PreparedCall, deadline: Deadline, owner: Contender | None) -> Literal["free", "waited", False]:
         """Request the locks, and wait if there is time left. A rejected request leaves nothing locked."""
         connection, keys = call.connection, call.keys
-        # Several keys may be granted partially, and only a savepoint can release some of them.
+        # Only some of several keys may be granted, and only a savepoint can release these.
         guarded = len(keys) > 1 and not call.first
         if guarded:
             sql.set_savepoint(connection)
