@@ -87,7 +87,7 @@ def evict(
 
     Raises:
         ValueError: the name, the reason or the actor cannot be used; or it is the name of a semaphore or of partitions.
-        TypeError: one of these arguments is not a str, or the engine is not an engine.
+        TypeError: one of these arguments is not a str, or `engine` is not an engine.
         LockTimeoutError: a transaction that writes with the old token is still open, and `holders` lists the candidates. Nothing
             was done.
         SchemaError: the tables are missing, or this role lacks privileges. Nothing was done.
@@ -128,7 +128,7 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
 
     Raises:
         ValueError: the holder of the name is not the leader of an election; or the name, the reason or the actor cannot be used.
-        TypeError: one of these arguments is not a str, or the engine is not an engine.
+        TypeError: one of these arguments is not a str, or `engine` is not an engine.
         SchemaError: the tables are missing or older than version 5, or this role lacks privileges.
         StandbyError: the server accepts no writes.
         UnreachableError: the server did not respond.
@@ -238,7 +238,7 @@ def purge(engine: Engine | AsyncEngine, *, batch: int = 1000) -> object:
 
     Raises:
         ValueError: batch is out of range.
-        TypeError: batch is not an int, or the engine is not an engine.
+        TypeError: batch is not an int, or `engine` is not an engine.
         SchemaError: the tables are missing or older than version 2, or this role lacks SELECT, UPDATE or DELETE.
         StandbyError: the server accepts no writes.
         UnreachableError: the server did not respond, or the connection was lost. Keys that were already purged stay deleted.

@@ -127,7 +127,7 @@ def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
     Calling it again changes nothing. Calling it with another resource replaces the fence.
 
     Limitations: the fence does not stop a superuser who disables triggers, or the apply process of logical replication. Tables
-    that inherit from this one by INHERITS need separate fences. Partitions are covered, but a new partition can be truncated
+    that inherit from this one with INHERITS need separate fences. Partitions are covered, but a new partition can be truncated
     until this is called again.
 
     The table and its partitions (in a repeated call, only those whose fence is incomplete) are locked in SHARE ROW EXCLUSIVE
@@ -195,7 +195,7 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
     schema.
 
     Limitations: the trigger does not count changes by a superuser who disables triggers, or by the apply process of logical
-    replication. Tables that inherit from this one by INHERITS need separate triggers. Partitions are covered.
+    replication. Tables that inherit from this one with INHERITS need separate triggers. Partitions are covered.
 
     Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode. The call waits for
     transactions that have written to them, and new writers wait for the call, up to the session's `lock_timeout`. By default

@@ -160,7 +160,7 @@ class _WsgiExchange(Exchange):
     ) -> Callable[[bytes], object]:
         """Handle the status and headers of the application's response."""
         if exc_info is None and self._started is not None:
-            raise AssertionError("start_response was called twice, without an error")
+            raise AssertionError("start_response was called a second time without exc_info")
         if self._write is not None:
             self._write = self._server(status, headers, exc_info)
         # Nothing has been sent yet, so an error may still replace the response.

@@ -60,7 +60,7 @@ def test_it_shows_asks_ends_and_records(
     assert "Ended 1 of 1 sessions, recorded in the audit table." in capfd.readouterr().out
     assert is_free(admin, name)
     assert main(NOW) == 67
-    assert "No session holds a leaked lock" in capfd.readouterr().out
+    assert "No session that holds a leaked lock has been idle" in capfd.readouterr().out
     assert main(["audit", "--since", "1m", "--action", "release leaked"]) == 0
     assert f"release leaked  backend {leak.info.backend_pid}\n" in capfd.readouterr().out
 

@@ -165,7 +165,7 @@ async def test_an_application_that_starts_no_response_is_an_error(site: Site) ->
         start_response("200 OK", [])
         return [b"a"]
 
-    for app, match in ((none, "did not call start_response"), (two, "called twice")):
+    for app, match in ((none, "did not call start_response"), (two, "called a second time")):
         with pytest.raises(AssertionError, match=match):
             list(begun(IdempotencyMiddleware(app, site.engine), site, []))
         assert site.row.status == "free"

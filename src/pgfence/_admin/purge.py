@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from pgfence._process.coroutines import Coro
 
 LARGEST_BATCH = 100_000
-# Prefixes of the SQLSTATEs for connections that were lost, rejected or too many. Other errors are raised unchanged.
+# Prefixes of the SQLSTATEs for connections that were lost or rejected, and for too many connections. Other errors are
+# raised unchanged.
 _NO_SESSION = ("08", "28", "3D", "533", "57P")
 
 

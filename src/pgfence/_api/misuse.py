@@ -70,7 +70,7 @@ class Guided:
         return [name for name in super().__dir__() if not isinstance(inspect.getattr_static(self, name, None), Absent)]
 
     def _note_misuse(self) -> None:
-        """Record incorrect use before it raises."""
+        """Record incorrect use before the error is raised."""
 
     if not TYPE_CHECKING:
 

@@ -299,7 +299,7 @@ def _indexes_sql(table: Target, find_index: str) -> str:
 
 
 class Index(NamedTuple):
-    """An object in the schema of a table that has a given name."""
+    """An object that has a given name, in the schema of a table."""
 
     called: str
     is_index: bool

@@ -33,8 +33,8 @@ async def note_names(engine: Engine, session: LockConnection, sql: LockSql, limi
     place = table_names_of(engine)
     if not (new := list_new_names(engine.dialect, place, sql.keys)):
         return
-    # Before the statement: if it is cancelled, it is not sent again. Otherwise a caller with a short time limit, whose connection is
-    # closed by each cancel, might never get the lock.
+    # The keys are noted before the statement is sent, so that a cancelled statement is not sent again. Otherwise a caller
+    # with a short time limit, whose connection is closed by each cancel, might never get the lock.
     known = record_names(engine.dialect, place, new)
     args = (list(new), list(new.values()))
     try:

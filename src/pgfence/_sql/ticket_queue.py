@@ -136,7 +136,7 @@ _MOVE_UP = f"""PERFORM pg_catalog.set_config('{AHEAD}', COALESCE((
     AND EXISTS (SELECT FROM pg_catalog.pg_locks AS w WHERE w.pid = l.pid AND NOT w.granted)) AS t
   WHERE t.d BETWEEN 1 AND {_HALF - 1} GROUP BY t.base, t.ticket), ''), false);"""
 
-# This runs twice a second for each waiter, so it is short. It checks only now and then whether the owner ahead has stopped.
+# This runs twice a second for each waiter, so it is short. It checks only occasionally whether the owner ahead has stopped.
 _WAIT_FOR_TURN = f"""DO $$BEGIN
  PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock_shared({_AHEAD});
  {_MOVE_UP}

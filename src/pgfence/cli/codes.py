@@ -41,7 +41,7 @@ class Code(IntEnum):
 
 
 class MisuseError(Exception):
-    """The user has to change something on the command line or in the environment; the message says what."""
+    """The user has to change something on the command line or in the environment; the message says what to change."""
 
 
 class CommandExit(Exception):

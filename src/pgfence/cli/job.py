@@ -82,7 +82,7 @@ class Job:
                 if known:
                     known[0].poll()
                 elif child.si_pid in self._strangers:
-                    break  # started by other code, which waits for this process
+                    break  # started by other code, which collects the process itself
                 else:
                     os.waitpid(child.si_pid, 0)
         self.process.poll()

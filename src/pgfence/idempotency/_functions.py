@@ -204,7 +204,7 @@ def insert_once(
 
     Raises:
         ValueError: no such unique key is declared, an attribute belongs to another class, or an attribute is None.
-        TypeError: the instance is not of a mapped class, the session is not a session, or the key is not a list.
+        TypeError: `instance` is not of a mapped class, `session` is not a session, or `key` is not a list.
         IntegrityError: another constraint is violated. Or the constraint of `key` is violated, but a query of the class does
             not find the row that has the key, because the row belongs to another class of the same table, a filter or a policy
             hides it, or the server rounds the value. Under row-level security the server does not say which constraint it was.

@@ -84,8 +84,8 @@ class RateLimit(RateLimitOptions[EngineSource]):
     def change(self, *, limit: int | None = None, per: Seconds | None = None) -> None:
         """Change the limit or the period, for all processes.
 
-        Processes that still use the old values get a ValueError. Earlier units count for the new limit as far as they are
-        stored. These are the last ones, up to the smaller of both limits.
+        Processes that still use the old values get a ValueError. Earlier units count towards the new limit as far as they
+        are stored. These are the last ones, up to the smaller of both limits.
 
         Args:
             limit: how many units may be taken in a window from now on; None does not change it.

@@ -82,7 +82,7 @@ def check_visibility(examined: Examined) -> Iterator[Finding]:
             "hidden-sessions",
             f"The role {seen.role!r} is not a member of pg_read_all_stats."
             + (
-                f" {count_items(hidden, 'session holds', 'sessions hold')} advisory locks in a hidden state."
+                f" The state of {count_items(hidden, 'session that holds', 'sessions that hold')} advisory locks is hidden."
                 if hidden
                 else ""
             ),

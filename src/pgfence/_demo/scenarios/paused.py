@@ -39,7 +39,7 @@ _LATE = f"""
 
 
 def play(engine: Engine) -> ScenarioResult:
-    """Stop the first worker, wait until the second has taken over, and continue the first."""
+    """Stop the first worker, wait until the second has taken over, and resume the first."""
     with engine.begin() as connection:
         connection.exec_driver_sql(_TABLES)
     schema.add_fence(engine, f"{SCHEMA}.fenced_steps", resource="steps")
