@@ -292,6 +292,42 @@ def lease() -> str:
     )
 
 
+def failover() -> str:
+    """Draw a lease whose primary dies and whose heartbeat reaches the new primary in time."""
+    return sequence(
+        "A lease with a TTL of 30 s during a failover",
+        ["holder", "db1, primary", "db2, standby"],
+        [
+            ("0>1", "", [("0 s: renew", "code")]),
+            ("1>0", "dashed", [("token 7, for 30 s", "note")]),
+            ("1", "", [("9 s: db1 dies", "bad")]),
+            ("0>1", "dashed", [("10 s: renew", "code")]),
+            (
+                "0",
+                "",
+                [("no response:", ""), ("unknown", "code"), ("still held", "note")],
+            ),
+            (
+                "2",
+                "ours",
+                [
+                    ("25 s: promoted", "name"),
+                    ("has the row", "note"),
+                    ("of token 7", "note"),
+                ],
+            ),
+            ("0>2", "", [("renew", "code")]),
+            ("2>0", "dashed", [("token 7, for 30 s", "note")]),
+            ("0", "ours", [("stays held", "name")]),
+            (
+                "0",
+                "",
+                [("otherwise", "note"), ("27 s: lost", "bad"), ("30 s: free", "note")],
+            ),
+        ],
+    )
+
+
 def idempotency_key() -> str:
     """Draw a request that is repeated with its key."""
     return sequence(
@@ -368,6 +404,7 @@ def attempt() -> str:
 DIAGRAMS = {
     "how-connections.svg": connections,
     "how-lease.svg": lease,
+    "failover.svg": failover,
     "how-idempotency-key.svg": idempotency_key,
     "how-attempt.svg": attempt,
     "race.svg": partial(tree, "race.txt"),

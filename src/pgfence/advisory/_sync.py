@@ -51,8 +51,8 @@ class AdvisoryLock(LockNames, LockBase[H]):
     slices of at most 0.5 s, so that it holds back neither VACUUM nor CREATE INDEX CONCURRENTLY. Threads that wait for the same
     names queue inside the process, and one connection serves them.
 
-    Guarantees: at most one holder per key and database, among all clients that use PostgreSQL's advisory locks on that key. The
-    lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or
+    Guarantees: at most one holder per key, database and server, among all clients that use PostgreSQL's advisory locks on that
+    key. The lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or
     SIGKILL, this takes milliseconds. The holder is notified of a loss within milliseconds if the socket is closed, and
     after about 20 s if the network is cut, which is before the server gives up the session. An interrupt or
     cancellation at any point closes the connection, and thereby releases the lock. `engine.dispose()` does not release
@@ -63,7 +63,10 @@ class AdvisoryLock(LockNames, LockBase[H]):
     which is closed when the lock is lost, or use a fence. Within one process, waiters are served in the order of their arrival.
     Between processes, only waits of more than 0.5 s are ordered. A deadlock between separate locks of two processes is not
     detected, so acquire both names with one lock. The lock exists in one database on one server. Other databases and standbys
-    have no record of it, and it does not survive a failover. The lock is not re-entrant. A second `acquire` by the thread that
+    have no record of it, and it does not survive a failover. On a cluster it is therefore one lock per primary: while a former
+    primary is paused, hangs or is cut off, another process can hold the lock on the new primary. A watchdog, or a proxy that
+    closes the sessions of a former primary, limits that time. `token=True` with a fence rejects the former holder's writes, and a
+    lease does not have this limitation. The lock is not re-entrant. A second `acquire` by the thread that
     holds it raises SelfDeadlockError, and a second `try_acquire` returns None.
 
     Args:
