@@ -27,7 +27,7 @@ NONE = "The figures of this version have not been measured yet."
 KINDS = {
     "SWITCHOVER": "switchover",
     "KILL_POSTMASTER": "the server process is killed",
-    "KILL_MACHINE": "the machine dies",
+    "KILL_MACHINE": "all processes of the machine are killed",
     "PAUSE": "Patroni and the server are paused",
     "CUT_FROM_ETCD": "cut off from etcd only",
     "CUT_OFF": "cut off from etcd, standbys and clients",
@@ -188,7 +188,7 @@ def _tabulate_counts(results: Sequence[Result]) -> str:
     count("keys with two answers", find("keys with two answers"), seen("answered: key", "answered: effect"))
     count("versions written twice", find("versions written twice"), seen("versions"))
     count("steps of effects called twice", seen("steps called twice"), seen("steps"))
-    return _tabulate(["", *(f"{result['mode']}" for result in results)], rows)
+    return _tabulate(["", *(f"{result['mode']} replication" for result in results)], rows)
 
 
 def _list_doubts(results: Sequence[Result]) -> list[str]:
@@ -199,8 +199,8 @@ def _list_doubts(results: Sequence[Result]) -> list[str]:
         doubts = sum(counts.get(f"in doubt: {table}", 0) for table in TABLES)
         committed = sum(counts.get(f"in doubt and committed: {table}", 0) for table in TABLES)
         lines.append(
-            f"With {result['mode']} replication, {doubts:,} transactions had an unknown outcome; {committed:,} of them were"
-            " committed."
+            f"With {result['mode']} replication, the outcome of {doubts:,} transactions was unknown. Of these, {committed:,} had"
+            " been committed."
         )
     return lines
 

@@ -61,6 +61,6 @@ def test_a_report_has_medians_and_the_longest_times_and_counts_of_all(tmp_path: 
         "| overlaps of leases | 0 of 7 | 0 of 7 |",
         "| overlaps of `AdvisoryLock` | 3 of 9 | 3 of 9 |",
         "| acknowledged and lost: fenced writes | 0 of 500 | 0 of 500 |",
-        "- With synchronous replication, 4 transactions had an unknown outcome; 1 of them were committed.",
+        "- With synchronous replication, the outcome of 4 transactions was unknown. Of these, 1 had been committed.",
     ):
         assert line in lines, line
