@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
@@ -87,12 +87,14 @@ class Finding:
     Attributes:
         rule: which one.
         text: what happened.
-        outage: the kind of the last strike before it, if the moment is known.
+        at: when, if that is known.
+        outage: the kind of the last strike before it.
         seconds: how long it lasted, for an overlap.
     """
 
     rule: str
     text: str
+    at: float | None = None
     outage: str | None = None
     seconds: float | None = None
 
@@ -114,19 +116,20 @@ class Verdict:
         ]
 
 
-def judge(records: Sequence[Record], rows: Rows, outages: Sequence[Outage]) -> Verdict:
-    """Return what was broken."""
+def judge(records: Sequence[Record], rows: Rows | None, outages: Sequence[Outage]) -> Verdict:
+    """Return what was broken. Without rows only what the clients believed is judged."""
     verdict = Verdict()
-    for found in (
-        check_tokens(pick(records, Grant), verdict.counts),
-        check_beliefs(pick(records, Belief), outages, verdict.counts),
-        check_fenced_rows(rows, verdict.counts),
-        check_writes(pick(records, Write), rows, outages, verdict.counts),
-        check_slots(pick(records, Grant), pick(records, Belief), verdict.counts),
-        check_answers(pick(records, Answer), rows, verdict.counts),
-        check_versions(rows, verdict.counts),
-    ):
-        verdict.findings.extend(found)
+    found = check_tokens(pick(records, Grant), verdict.counts)
+    found += check_beliefs(pick(records, Belief), outages, verdict.counts)
+    found += check_slots(pick(records, Grant), pick(records, Belief), verdict.counts)
+    if rows is not None:
+        found += check_fenced_rows(rows, verdict.counts)
+        found += check_writes(pick(records, Write), rows, verdict.counts)
+        found += check_answers(pick(records, Answer), rows, verdict.counts)
+        found += check_versions(rows, verdict.counts)
+    verdict.findings = [
+        each if each.at is None else replace(each, outage=find_outage(outages, each.at)) for each in found
+    ]
     steps = Counter(step.key for step in pick(records, Step))
     verdict.counts["steps"] = len(steps)
     verdict.counts["steps called twice"] = sum(number > 1 for number in steps.values())
@@ -160,12 +163,12 @@ def check_tokens(grants: Sequence[Grant], counts: Counter[str]) -> list[Finding]
         for token, same in group((grant.token, grant) for grant in series).items():
             if len(same) > 1:
                 owners = ", ".join(grant.who for grant in same)
-                found.append(Finding(TOKEN_TWICE, f"token {token} of {resource!r} was given to {owners}"))
+                found.append(Finding(TOKEN_TWICE, f"token {token} of {resource!r} was given to {owners}", same[-1].at))
         highest: Grant | None = None
         for grant in series:
             if highest is not None and (grant.token or 0) < (highest.token or 0):
                 text = f"{grant.who} got token {grant.token} of {resource!r} after {highest.who} had {highest.token}"
-                found.append(Finding(TOKEN_FELL, text))
+                found.append(Finding(TOKEN_FELL, text, grant.at))
             else:
                 highest = grant
     return found
@@ -187,7 +190,7 @@ def check_beliefs(beliefs: Sequence[Belief], outages: Sequence[Outage], counts: 
                 seconds = min(each.end, *sorted(other.end for other in present)[-each.limit :]) - each.start
                 others = ", ".join(f"{other.who} ({other.token})" for other in present)
                 text = f"{name!r}: {each.who} ({each.token}) beside {others} for {seconds:.3f} s at {each.start:.3f}"
-                found.append(Finding(rule, text, outage, round(seconds, 3)))
+                found.append(Finding(rule, text, each.start, seconds=round(seconds, 3)))
             present.append(each)
     return found
 
@@ -209,7 +212,7 @@ def check_fenced_rows(rows: Rows, counts: Counter[str]) -> list[Finding]:
     return found
 
 
-def check_writes(writes: Sequence[Write], rows: Rows, outages: Sequence[Outage], counts: Counter[str]) -> list[Finding]:
+def check_writes(writes: Sequence[Write], rows: Rows, counts: Counter[str]) -> list[Finding]:
     """Find acknowledged rows that are missing, and rows whose transaction has raised an error."""
     found = []
     for table in ("fenced", "transaction", "key", "version", "claim"):
@@ -218,18 +221,17 @@ def check_writes(writes: Sequence[Write], rows: Rows, outages: Sequence[Outage],
             if write.table != table or not write.ran:
                 continue
             text = f"{write.who}, row {write.id}"
-            outage = find_outage(outages, write.at)
             if write.failure is None:
                 counts[f"acknowledged: {table}"] += 1
                 if write.id not in present:
-                    found.append(Finding(name_lost(table), text, outage))
+                    found.append(Finding(name_lost(table), text, write.at))
             elif is_doubtful(write):
                 counts[f"in doubt: {table}"] += 1
                 counts[f"in doubt and committed: {table}"] += write.id in present
             else:
                 counts[f"failed: {table}"] += 1
                 if write.id in present:
-                    found.append(Finding(name_committed(table), f"{text}: {write.failure}", outage))
+                    found.append(Finding(name_committed(table), f"{text}: {write.failure}", write.at))
     return found
 
 
@@ -251,10 +253,10 @@ def check_slots(grants: Sequence[Grant], beliefs: Sequence[Belief], counts: Coun
     counts["slots with several attempts"] = sum(len(attempts) > 1 for attempts in begun.values())
     for slot, ends in done.items():
         if len(ends) > 1:
-            found.append(Finding(SLOT_TWICE, f"{slot} was done by {', '.join(each.who for each in ends)}"))
+            found.append(Finding(SLOT_TWICE, f"{slot} was done by {', '.join(each.who for each in ends)}", ends[-1].at))
         first = min(each.at for each in ends)
         found += [
-            Finding(SLOT_AGAIN, f"{grant.who} began {slot} {grant.at - first:.3f} s after it was done")
+            Finding(SLOT_AGAIN, f"{grant.who} began {slot} {grant.at - first:.3f} s after it was done", grant.at)
             for grant in begun[slot]
             if grant.at > first
         ]

@@ -166,8 +166,9 @@ def test_the_judge_sees_a_planted_violation(case: str) -> None:
 def test_overlaps_of_advisory_locks_are_counted(at: float, kind: str, rule: str) -> None:
     """They are violations unless the last outage has left the old primary running."""
     beliefs = [belief(at, at + 3, kind=kind), belief(at + 1, at + 5, "b", kind=kind)]
-    (found,) = judge.check_beliefs(beliefs, OUTAGES, Counter())
+    (found,) = judge.judge(beliefs, None, OUTAGES).findings
     assert (found.rule, found.seconds) == (rule, 2)
+    assert found.outage == (None if at < 100 else "SWITCHOVER" if at < 200 else "PAUSE")
     assert len(Verdict([found]).list_violations(synchronous=True)) == ("clean" in rule)
 
 
@@ -208,7 +209,9 @@ def test_long_leases_are_kept_or_lost() -> None:
 
 def test_results_of_campaigns_are_merged(tmp_path: Path) -> None:
     """Lists of times are joined and numbers added; results in different modes are rejected."""
-    verdict = Verdict([Finding("overlaps of lock", "", "PAUSE", 4.0), Finding(judge.STALE, "x")], Counter(tokens=3))
+    verdict = Verdict(
+        [Finding("overlaps of lock", "", outage="PAUSE", seconds=4.0), Finding(judge.STALE, "x")], Counter(tokens=3)
+    )
     times = recovery.measure_recovery([Probe(way="asyncpg", at=103, primitive="sql", started=102)], OUTAGES)
     result = Result.build(
         synchronous=True,
@@ -225,6 +228,7 @@ def test_results_of_campaigns_are_merged(tmp_path: Path) -> None:
     assert (merged.seeds, merged.failovers, merged.counts) == ([1, 2], 4, {"tokens": 6})
     assert merged.strikes == {"SWITCHOVER": 2, "PAUSE": 2}
     assert merged.kept == {"PAUSE": [4, 2]}
+    assert merged.findings == {"overlaps of lock": {"PAUSE": 2}, judge.STALE: {"unknown": 2}}
     assert merged.overlaps == {"lock": {"PAUSE": [4.0, 4.0]}}
     assert merged.recovery["SWITCHOVER"]["asyncpg"]["sql"]["first"] == [1, 1]
     assert merged.recovery["PAUSE"]["asyncpg"]["sql"]["first"] == [None, None]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
+
+from sqlalchemy.exc import SQLAlchemyError
 
 from cluster import recovery, tables
 from cluster.campaign.clients import run_clients
@@ -12,7 +16,7 @@ from cluster.campaign.result import Result, collect_versions
 from cluster.cluster import WAYS, NotReadyError
 from cluster.judge import Outage, judge, pick
 from cluster.records import Belief, Probe, Stop, read_records
-from cluster.strikes import FAILOVERS, Strike, StrikeError, find_obstacle, strike
+from cluster.strikes import FAILOVERS, Strike, find_obstacle, strike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,8 +53,10 @@ def strike_clients(
     campaign = _Campaign(cluster, random.Random(seed), report)
     with run_clients(cluster, folder, WAYS) as clients:
         campaign.run(plan, failovers)
-    rows = tables.read_rows(cluster.admin_url())
+    rows = campaign.read_rows()
     records = read_records(clients.list_records())
+    (folder / "rows.json").write_text(json.dumps(asdict(rows) if rows else None, default=list))
+    (folder / "outages.json").write_text(json.dumps([asdict(outage) for outage in campaign.outages]))
     verdict = judge(records, rows, campaign.outages)
     result = Result.build(
         synchronous=cluster.synchronous,
@@ -62,6 +68,7 @@ def strike_clients(
         kept=recovery.count_kept(pick(records, Belief), campaign.outages),
     )
     result.violations += clients.faults
+    result.violations += ["the rows were not judged"] if rows is None else []
     result.notes += campaign.notes
     result.notes += [f"{each.way}: {each.alive} jobs had not ended" for each in pick(records, Stop) if each.alive]
     return result
@@ -105,7 +112,7 @@ class _Campaign:
         started = time.monotonic()
         try:
             record = strike(self._cluster, kind)
-        except (StrikeError, NotReadyError) as error:
+        except Exception as error:
             self.outages.append(Outage(kind.name, started))
             self._note(f"{kind.name} failed after {time.monotonic() - started:.0f} s: {error}")
             return self._wait_again()
@@ -119,6 +126,18 @@ class _Campaign:
             f" calm after {record.calm_at - record.struck_at:.1f} s"
         )
         return True
+
+    def read_rows(self) -> tables.Rows | None:
+        """Return the rows, or None if the cluster does not return them."""
+        end = time.monotonic() + SECOND_CHANCE
+        while True:
+            try:
+                return tables.read_rows(self._cluster.admin_url())
+            except SQLAlchemyError as error:
+                if time.monotonic() > end:
+                    self._note(f"the rows cannot be read and are not judged: {error}")
+                    return None
+                time.sleep(1)
 
     def _wait_again(self) -> bool:
         try:
