@@ -184,7 +184,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         return ("free" if errors.is_among(error, self._free) else "lapse"), ""
 
     def _log_end(self, error: BaseException, attempt: _Attempt, how: End, describe: Callable[[str], str]) -> None:
-        """Note on the error, and log, what happens to the key of an attempt that ended with it."""
+        """Add a note to an error that says what happens to the key of the attempt, and log the note."""
         if not attempt._running.ours:  # this is a forked child, and the parent still runs the attempt
             return
         unsaved = attempt.unsaved or attempt.in_progress

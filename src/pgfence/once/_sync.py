@@ -51,8 +51,8 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         cron: a crontab line of five fields, or `@hourly`, `@daily`, `@weekly`, `@monthly` or `@yearly`, in `tz`, with cron's own
             rules for daylight saving time.
         at: the slot itself, as a datetime with a time zone or a str in ISO 8601 (UTC if it has no zone), for callers that choose
-            the slot. Such slots run in any order and at the same time, each once. Their rows are named `name@slot`, and are never
-            deleted.
+            the slot. Such slots may run in any order and at the same time, each of them once. Their rows are named
+            `name@slot`, and are never deleted.
         tz: the name of a time zone. The server's time zone database determines the slots, and a host whose rules differ runs
             nothing.
         catch_up: how slots that were not run are handled. With "last", the newest one runs late. With "all", all of them run in

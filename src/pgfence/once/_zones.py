@@ -96,7 +96,7 @@ def build_disagreement_error(
         here,
         there,
         "the server",
-        "Nothing was run, because this host would run other slots than hosts that agree with the server. Update the older"
+        "Nothing was run, because this host would run different slots from the hosts that agree with the server. Update the older"
         " time zone data: this host's tzdata package (`pip install -U tzdata` if the system has none), or that of"
         " PostgreSQL or its system",
     )
