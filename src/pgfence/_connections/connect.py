@@ -164,7 +164,7 @@ def _get_driver_pid(driver: RawConnection) -> int:
 def wrap_dbapi(engine: Engine, dbapi_connection: DBAPIConnection, *, reconnects: bool = True) -> Connection:
     """Return a SQLAlchemy Connection over a DBAPI connection, from a pool that contains only this connection and never closes it.
 
-    With `reconnects=False`, SQLAlchemy does not silently replace a lost connection by a new one, which would not hold the lock.
+    With `reconnects=False`, SQLAlchemy does not silently replace a lost connection with a new one, which would not hold the lock.
     """
     pool = StaticPool(lambda: dbapi_connection, dialect=engine.dialect, reset_on_return=None)
     return Connection(engine, connection=pool.connect(), _allow_revalidate=reconnects)

@@ -178,7 +178,7 @@ def holder_of(claim: AcquireRequest, row: Row) -> Holder:
 
 
 def warn_of_clock(claim: AcquireRequest, set_back: float | None) -> None:
-    """Log a warning if the server's clock was set back while the name was blocked, with the consequence."""
+    """Log a warning, which states the consequence, if the server's clock was set back while the name was blocked."""
     if set_back is not None and set_back >= terms.NOTABLE_STEP:
         log.warning(
             "the database server's clock was set back by %.0f s or more while the %s %s was held. Its times were moved back too,"

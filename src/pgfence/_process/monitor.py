@@ -169,7 +169,7 @@ class ConnectionMonitor:
         call_logged(lambda: session.on_connection_lost(reason))
 
     def _renew(self) -> None:
-        """Replace the epoll object by one that watches only the current connections."""
+        """Replace the epoll object with one that watches only the current connections."""
         # An interrupt inside `unwatch` can close a descriptor whose event stays registered: epoll reports a socket as long as any
         # copy of it is open, and cannot remove one whose number is closed. Every poll would return immediately.
         assert self._epoll is not None

@@ -220,9 +220,9 @@ class SlotSql:
 
 
 def build_repair(place: TableNames, stored: str) -> str:
-    """Return the statement with which an operator lets a job run again after a clock that was ahead finished a future slot.
+    """Return the statement with which an operator lets a job run again after a clock error.
 
-    It can be pasted into psql, and does nothing once the server's clock has passed the slot.
+    The statement is for a slot that was finished while the clock was ahead. It can be pasted into psql, and does nothing once the server's clock has passed the slot.
     """
     return (
         f"UPDATE {place.name('slot')} SET done = NULL, tried = NULL WHERE name = {_quote_pasteable(stored)}"

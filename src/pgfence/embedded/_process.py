@@ -128,7 +128,7 @@ class ServerProcess:
         return popen
 
     def stop(self, mode: Mode = "fast") -> None:
-        """Stop the server and wait until it has ended, by stronger signals if it takes too long.
+        """Stop the server and wait until it has ended, with stronger signals if it takes too long.
 
         Args:
             mode: "fast" disconnects all clients and shuts down cleanly, and "immediate" is like a crash.

@@ -188,9 +188,10 @@ def insert_once(
             session, Payment(order_id=7, amount=100), key=[Payment.order_id]
         )
 
-    Guarantees: if the row was inserted, the instance itself is returned, flushed. Otherwise the instance that has the key is
-    returned, and the instance that was passed is not in the session. There is no IntegrityError for this key, and the transaction
-    remains usable. The server waits for an unfinished insert of another transaction, up to the session's `lock_timeout`.
+    Guarantees: if the row was inserted, the instance itself is flushed and returned. Otherwise the instance that has the
+    key is returned, and the instance that was passed is not in the session. There is no IntegrityError for this key, and
+    the transaction remains usable. The server waits for an unfinished insert of another transaction, up to the session's
+    `lock_timeout`.
 
     Limitations: the existing row may have other values. In REPEATABLE READ and SERIALIZABLE a row that was committed after the
     snapshot cannot be read, and raises IdempotencyInProgressError with SQLSTATE 40001.

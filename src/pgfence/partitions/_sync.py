@@ -142,8 +142,8 @@ class Partitions:
         raises LockLostError, which `serve` may let propagate.
 
         Other exceptions of `serve` are logged to `pgfence.partitions`. The partition is then released, and this worker takes it
-        again after 2 seconds at the earliest; the pause doubles with each further error, up to a minute. If the function
-        returns although its partition was not lost, and after an eviction, the pause is one second.
+        again after 2 seconds at the earliest; the pause doubles with each further error, up to a minute. After an eviction,
+        and if the function returns although its partition was not lost, the pause is one second.
 
         The call does not raise an error if the server is unreachable or the tables are missing. The error is logged, and the
         worker tries again. A worker whose function has not returned one TTL after a loss gives up all its partitions until the
