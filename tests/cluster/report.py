@@ -63,6 +63,7 @@ TABLES = {
     "transaction": "`run_transaction()`",
     "key": "idempotency keys",
     "version": "versioned rows",
+    "claim": "claimed rows",
 }
 PROGRAMS = {
     "pgfence": "pgfence",
@@ -187,6 +188,7 @@ def _tabulate_counts(results: Sequence[Result]) -> str:
     count("slots begun again after they were done", find("slots begun after they were done"), seen("slots"))
     count("keys with two answers", find("keys with two answers"), seen("answered: key", "answered: effect"))
     count("versions written twice", find("versions written twice"), seen("versions"))
+    count("claimed rows done twice", find("jobs done twice"), seen("jobs"))
     count("steps of effects called twice", seen("steps called twice"), seen("steps"))
     return _tabulate(["", *(f"{result['mode']} replication" for result in results)], rows)
 
