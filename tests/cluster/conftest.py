@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests of this folder unless they are wanted, and give them the time that they need."""
     for item in items:
-        if item.path.is_relative_to(HERE) and "make_cluster" in getattr(item, "fixturenames", ()):
+        if item.path.is_relative_to(HERE) and {"make_cluster", "cluster"} & set(getattr(item, "fixturenames", ())):
             if os.environ.get(WANTED) != "1":
                 item.add_marker(pytest.mark.skip(reason=f"needs a cluster: run nox -s cluster, or set {WANTED}=1"))
             if item.get_closest_marker("timeout") is None:
