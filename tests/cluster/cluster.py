@@ -7,11 +7,11 @@ import itertools
 import json
 import os
 import queue
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -48,8 +48,8 @@ class NotReadyError(AssertionError):
 
 
 def make_folder() -> Path:
-    """Return a new folder for a cluster, with a path that is short enough for the sockets in it."""
-    return Path(tempfile.mkdtemp(prefix="pgfence-cluster-", dir="/tmp"))
+    """Make up the path of a folder for a cluster, short enough for the sockets in it. `Cluster.start` creates the folder."""
+    return Path("/tmp") / f"pgfence-cluster-{secrets.token_hex(4)}"
 
 
 class Cluster:
@@ -136,12 +136,12 @@ class Cluster:
         self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         if any(self.folder.iterdir()):
             raise FileExistsError(f"the folder of a new cluster must be empty: {self.folder}")
-        self._check_addresses()
-        if guarded:
-            script = Path(cleanup.__file__)
-            words = [sys.executable, str(script), str(self.folder), str(os.getpid())]
-            self._guard = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, cwd="/")
         try:
+            self._check_addresses()
+            if guarded:
+                script = Path(cleanup.__file__)
+                words = [sys.executable, str(script), str(self.folder), str(os.getpid())]
+                self._guard = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True, cwd="/")
             self._prepare()
             for each in [*self.etcd.values(), *(node.forwarder for node in self.nodes.values())]:
                 each.start()

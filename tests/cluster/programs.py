@@ -99,7 +99,7 @@ def _read_versions(programs: dict[str, Path]) -> dict[str, str]:
         if answer.returncode:
             faults.append(f"{name}: {path} does not run as {user}: {answer.stderr.strip()[-300:]}")
         versions[name] = answer.stdout.splitlines()[0] if answer.stdout else ""
-    if not faults and _parse_version(versions["patroni"]) < _MINIMUM:
+    if not faults and is_too_old(versions["patroni"]):
         # Before 3.0.3 a leader that is continued after a pause takes the leadership back, and commits are lost.
         faults.append(f"patroni: {programs['patroni']} is {versions['patroni']}, and the cluster needs 4.1 or later")
     if faults:
@@ -107,8 +107,9 @@ def _read_versions(programs: dict[str, Path]) -> dict[str, str]:
     return versions
 
 
-def _parse_version(line: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in line.split()[-1].split(".")[:2])
+def is_too_old(version: str) -> bool:
+    """Return whether a version, as `patroni --version` prints it, is not supported."""
+    return tuple(int(part) for part in version.split()[-1].split(".")[:2]) < _MINIMUM
 
 
 def _join(faults: list[str]) -> str:
