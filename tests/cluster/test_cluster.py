@@ -13,30 +13,28 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from cluster.cleanup import find_processes, find_routes
-from cluster.cluster import WAYS
+from cluster.cleanup import find_processes, find_routes, remove
+from cluster.cluster import WAYS, make_folder
 from cluster.strikes import FAILOVERS, Strike, StrikeRecord, find_obstacle, strike
 from support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from cluster.cluster import Cluster
 
 PRIMARY = text("SELECT NOT pg_is_in_recovery()")
 PROGRAM = """
 import sys
-from cluster.cluster import Cluster, make_folder
-from cluster.strikes import Strike
+from pathlib import Path
+from cluster.cluster import Cluster
 
-cluster = Cluster(make_folder(), synchronous=True)
-print(cluster.folder, flush=True)
-with cluster:
+with Cluster(Path(sys.argv[1]), synchronous=True) as cluster:
     node = cluster.find_leader()
     # What is hardest to clean up: a node without its postmaster, and a node that is stopped.
     node.kill()
     next(other for other in cluster.nodes.values() if other is not node).pause()
-    if sys.argv[1] == "cut off":
+    if sys.argv[2] == "cut off":
         next(other for other in reversed(cluster.nodes.values()) if other is not node).cut_off()
     print("struck", flush=True)
     sys.stdin.read()
@@ -92,14 +90,22 @@ def test_a_lost_etcd_node_of_three_leaves_the_cluster_in_service(make_cluster: C
     assert record.target in cluster.etcd
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """The folder of a cluster in another process, removed in case that process did not do it."""
+    folder = make_folder()
+    yield folder
+    remove(folder)
+
+
 @pytest.mark.usefixtures("make_cluster")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_an_interrupted_run_leaves_nothing_behind(number: signal.Signals) -> None:
+def test_an_interrupted_run_leaves_nothing_behind(number: signal.Signals, folder: Path) -> None:
     """Processes, routes, shared memory and the folder are removed, however the process that started the cluster ends."""
     cut_off = "cut off" if os.geteuid() == 0 else ""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, cut_off],
+        [sys.executable, "-c", PROGRAM, str(folder), cut_off],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -108,7 +114,6 @@ def test_an_interrupted_run_leaves_nothing_behind(number: signal.Signals) -> Non
     )
     with process:
         assert process.stdout is not None
-        folder = Path(process.stdout.readline().strip())
         assert process.stdout.readline() == "struck\n"
         assert len(find_processes(folder)) > 10
         segments = {file.read_text().split("\n")[6].split()[1] for file in folder.glob("*/postmaster.pid")}
