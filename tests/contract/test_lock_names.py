@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import create_engine, event, make_url
 
-from pgfence import AdvisoryLock, KeyCollisionError, LockKey, ReadWriteLock, TransactionLock, monitoring, schema
+from pgfence import (
+    AdvisoryLock,
+    AsyncTransactionLock,
+    KeyCollisionError,
+    LockKey,
+    ReadWriteLock,
+    TransactionLock,
+    monitoring,
+    schema,
+)
 from pgfence.config import configure
-from support.locking import elsewhere, freed, lock
+from support.locking import elsewhere, freed, give, lock, waits
 from support.servers import role
+from support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,17 +105,103 @@ def test_without_privileges_nothing_is_sent_and_nothing_fails(
 
 @pytest.mark.one_driver
 @pytest.mark.usefixtures("tables")
-def test_a_refused_try_and_the_connection_of_the_caller_store_nothing(
-    name: str, dsn: str, engine: Engine, admin: psycopg.Connection[Any]
-) -> None:
-    """Never before the grant, and never on a connection or in a transaction of the application."""
-    with engine.connect() as other, AdvisoryLock(other, name).hold():
-        pass
+def test_a_refused_try_stores_nothing(name: str, dsn: str, engine: Engine, admin: psycopg.Connection[Any]) -> None:
+    """A name is stored only after its lock was granted."""
     with elsewhere(dsn, name):
         assert AdvisoryLock(engine, name).try_acquire() is None
-    with TransactionLock.begin(engine, f"{name}:t"):
+    assert stored(admin, name) == []
+
+
+def hold_for_a_moment(engine: Engine, name: str) -> None:
+    """Wait for a transaction lock, and release it at once."""
+    with TransactionLock.begin(engine, name):
         pass
-    assert stored(admin, name, f"{name}:t") == []
+
+
+async def appears(admin: psycopg.Connection[Any], *names: str) -> None:
+    """Wait until the background thread has stored names."""
+    await eventually(lambda: stored(admin, *names) == sorted(names))
+
+
+@pytest.mark.usefixtures("tables")
+async def test_a_transaction_lock_that_is_held_for_a_second_has_a_name(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """The caller's connection sends no statement for it, and no connection stays open."""
+    engine = world.engine()
+    async with world.enter(world.pick(TransactionLock, AsyncTransactionLock).begin(engine, f"{name}:short")):
+        pass
+    async with world.enter(world.pick(TransactionLock, AsyncTransactionLock).begin(engine, name, f"{name}:2")) as work:
+        seen = count_statements(getattr(work, "sync_connection", work))
+        await appears(admin, name, f"{name}:2")
+        (row,) = await world.call(monitoring.ps, engine, f"{name}:2")
+        assert (row.label, row.holder.kind) == (f"{name}:2", "transaction")
+        assert seen == []
+    assert stored(admin, f"{name}:short") == []
+
+
+@pytest.mark.one_driver
+@pytest.mark.usefixtures("tables")
+async def test_a_lock_on_a_connection_of_the_caller_and_one_that_was_waited_for_have_names(
+    name: str, dsn: str, engine: Engine, admin: psycopg.Connection[Any]
+) -> None:
+    """A session lock while it is held, and a transaction lock that was waited for even if it is held for a moment only."""
+    with engine.connect() as mine, AdvisoryLock(mine, name).hold():
+        await appears(admin, name)
+    with elsewhere(dsn, f"{name}:t") as other, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(hold_for_a_moment, engine, f"{name}:t")
+        await eventually(waits(admin, f"{name}:t"))
+        give(other, f"{name}:t")
+        waiting.result(60)
+    await appears(admin, f"{name}:t")
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_forked_child_stores_names_and_every_process_ends_at_once(
+    name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Parent and child end with 0 and in silence, while their threads wait for a lock that is old enough."""
+    done = subprocess.run([sys.executable, "-c", FORKING, dsn, name], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert stored(admin, name, f"{name}:child", f"{name}:late") == [name, f"{name}:child"]
+
+
+FORKING = """
+import os, sys, time
+from sqlalchemy import create_engine, text
+from pgfence import TransactionLock
+
+def hold(name, seen):
+    with TransactionLock.begin(engine, name):
+        with create_engine(engine.url).connect() as other:
+            query = text("SELECT count(*) FROM pgfence_lock_name WHERE name = :name")
+            while not other.execute(query, {"name": seen}).scalar_one():
+                other.rollback()
+                time.sleep(0.05)
+
+engine = create_engine("postgresql+psycopg://" + sys.argv[1].partition("://")[2])
+hold(sys.argv[2], sys.argv[2])
+child = os.fork()
+if not child:
+    engine.dispose(close=False)
+    hold(sys.argv[2] + ":child", sys.argv[2] + ":child")
+else:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+hold(sys.argv[2] + ":late", sys.argv[2])
+"""
+
+
+@pytest.mark.one_driver
+@pytest.mark.usefixtures("tables")
+def test_the_next_use_of_a_transaction_lock_with_the_key_of_another_name_raises(
+    name: str, engine: Engine, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The collision is noticed when the name is to be stored. The first holder cannot be interrupted."""
+    admin.execute("INSERT INTO pgfence_lock_name VALUES (%s, 'other', now())", [LockKey.of(name).value])
+    with TransactionLock.begin(engine, name):
+        eventually(lambda: "KeyCollisionError" in caplog.text)
+    with pytest.raises(KeyCollisionError, match="other"), TransactionLock.begin(engine, name):
+        pass
 
 
 @pytest.mark.usefixtures("tables")

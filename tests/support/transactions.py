@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -79,15 +80,17 @@ async def value(who: Contender, work: Any, sql: str, **parameters: Any) -> Any:
 def statements(engine: Any) -> Iterator[list[str]]:
     """Collect all statements that are sent on an engine, whether they succeed or fail.
 
-    By the hooks after a statement: hooks before it make some requests choose another way.
+    By the hooks after a statement: hooks before it make some requests choose another way. What the background thread sends on a
+    connection of its own, to store names, is not collected.
     """
     sent: list[str] = []
 
     def done(_c: Any, _cursor: Any, statement: str, _p: Any, _context: Any, _many: Any) -> None:
-        sent.append(statement)
+        if threading.current_thread().name != "pgfence-names":
+            sent.append(statement)
 
     def failed(context: Any) -> None:
-        if context.statement is not None:
+        if context.statement is not None and threading.current_thread().name != "pgfence-names":
             sent.append(context.statement)
 
     sync = getattr(engine, "sync_engine", engine)

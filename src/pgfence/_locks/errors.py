@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 from pgfence._connections.connection import ConnectionGoneError, LockConnection
 from pgfence._holds.hold import format_names
 from pgfence._sql.errors import is_connection_lost, translate_error
-from pgfence.errors import TransactionStateError
+from pgfence.errors import KeyCollisionError, TransactionStateError
+from pgfence.keys import unqualify_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pgfence._sql.advisory import LockSql
 
 NO_CONNECTION = ": all connections for locks are in use; raise max_lock_connections"
@@ -38,4 +41,15 @@ def build_in_transaction_error(names: tuple[str, ...], *, closed: bool = False) 
     return TransactionStateError(
         f"{format_names(names)} cannot be released inside a transaction, whose writes the next holder would not see. Commit or"
         " roll back first, then release; the lock is still held"
+    )
+
+
+def build_collision_error(names: Iterable[str], other: str) -> KeyCollisionError:
+    """Return the error for stored names, one of which has the key of another stored name."""
+    names, other = tuple(map(unqualify_name, names)), unqualify_name(other)
+    mine = ", ".join(map(repr, names))
+    return KeyCollisionError(
+        f"the lock name {other!r} has the same 64-bit key as one of {mine}, so their locks exclude each other. Nothing is held."
+        " Rename one of them, or use another namespace",
+        names=(*names, other),
     )

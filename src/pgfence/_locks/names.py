@@ -1,16 +1,17 @@
-"""Store the names of session locks for operators, on the connection that has just got the lock."""
+"""Store the names of session locks for operators, on the connection that has just acquired the lock."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pgfence._locks.errors import build_collision_error
+from pgfence._locks.name_recorder import recorder_of
 from pgfence._process.callbacks import log
 from pgfence._sql.encoding import TextError
 from pgfence._sql.errors import is_connection_lost
 from pgfence._sql.lock_names import list_new_names, note_sql, record_names
 from pgfence._sql.storage import table_names_of
 from pgfence.errors import KeyCollisionError
-from pgfence.keys import unqualify_name
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -28,6 +29,12 @@ async def note_names(engine: Engine, session: LockConnection, sql: LockSql, limi
     Raises:
         KeyCollisionError: a key belongs to another name.
     """
+    if not session.ours:
+        # The caller's connection may be in a transaction soon, and nothing but the lock is sent on it.
+        recorder = recorder_of(engine)
+        recorder.reject_collisions(sql.keys)
+        recorder.add(engine, sql.keys)
+        return
     if not session.facts.has_names:
         return
     place = table_names_of(engine)
@@ -47,14 +54,4 @@ async def note_names(engine: Engine, session: LockConnection, sql: LockSql, limi
         other = None
     if other is not None:
         known.difference_update(new)
-        raise _collision_error(new, other)
-
-
-def _collision_error(new: dict[int, str], other: str) -> KeyCollisionError:
-    names = [unqualify_name(name) for name in new.values()]
-    mine, shown = ", ".join(map(repr, names)), unqualify_name(other)
-    return KeyCollisionError(
-        f"the lock name {shown!r} has the same 64-bit key as one of {mine}, so their locks exclude each other. Nothing is held."
-        " Rename one of them, or use another namespace",
-        names=(*names, shown),
-    )
+        raise build_collision_error(new.values(), other)

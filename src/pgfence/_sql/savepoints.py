@@ -24,7 +24,7 @@ from sqlalchemy import event
 from pgfence._sql.postponed import send_postponed
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Hashable, Iterable, Mapping
     from weakref import ref
 
     from sqlalchemy import Connection
@@ -46,7 +46,7 @@ _ENDS = re.compile(r"\b(?:ROLLBACK|ABORT|COMMIT|RELEASE|END|PREPARE)\b", re.IGNO
 class TransactionRecord:
     """The keys that one transaction has acquired, with their modes, and its open savepoints."""
 
-    __slots__ = ("_keys", "_root", "_savepoints", "first")
+    __slots__ = ("__weakref__", "_keys", "_root", "_savepoints", "collisions", "first")
 
     def __init__(self) -> None:
         self._root: ref[RootTransaction] | None = None
@@ -54,6 +54,8 @@ class TransactionRecord:
         self._savepoints: list[tuple[str, dict[Hashable, Any]]] = []
         self.first = False
         """Whether only requests of pgfence have been sent in this transaction."""
+        self.collisions: Mapping[int, str] | None = None
+        """The keys that belong to another name, with that name; None if the names of the keys are not recorded yet."""
 
     @classmethod
     def of(cls, connection: Connection) -> Self:
@@ -86,6 +88,11 @@ class TransactionRecord:
     def add(self, keys: Iterable[LockKey], *, shared: bool) -> None:
         """Record the keys that the server has granted."""
         self._keys.update(dict.fromkeys(keys, shared))
+
+    def find_open(self) -> tuple[ref[RootTransaction] | None, list[Hashable]]:
+        """Return the transaction, or None if it has ended, and the keys that it holds. Any thread may call this."""
+        root = None if (current := self._root) is None else current()
+        return (None, []) if root is None or not root.is_active else (current, list(self._keys))
 
     def forget(self) -> None:
         """Clear the record."""

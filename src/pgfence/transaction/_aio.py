@@ -121,6 +121,8 @@ class AsyncTransactionLock(TransactionLockBase):
                 and the transaction is as it was before.
             StandbyError: the server is a standby.
             UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is unknown.
+            KeyCollisionError: another name has the same key, as pgfence noticed when it stored the name of an earlier lock of this
+                process. Nothing was requested.
             CapacityError: the server's lock table is nearly full. If `sqlstate` is set, the table was full, and PostgreSQL has
                 aborted the transaction.
         """

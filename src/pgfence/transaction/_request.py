@@ -14,6 +14,7 @@ from pgfence._api.misuse import Guided
 from pgfence._api.transactions import open_connection
 from pgfence._holds.hold import format_names
 from pgfence._holds.wait_plan import NESTED_LIMIT, WARN_AFTER, to_milliseconds
+from pgfence._locks.name_recorder import recorder_of
 from pgfence._locks.own_holds import find_hold_elsewhere
 from pgfence._process.clock import Deadline, clock, seconds
 from pgfence._process.events import build_log_fields, emit_event
@@ -238,6 +239,11 @@ class TransactionLockBase(Guided):
     ) -> bool:
         if len(call.keys) > MANY_KEYS:
             self._check_capacity(call)
+        record, engine = call.record, call.connection.engine
+        if record.collisions is None:
+            recorder_of(engine).watch(engine, record)
+        if record.collisions:
+            recorder_of(engine).reject_collisions(call.keys)
         try:
             granted = self._ask(call, deadline, owner)
         except DBAPIError as error:
@@ -245,7 +251,9 @@ class TransactionLockBase(Guided):
             raise  # pgfence has no class for this error. The transaction belongs to the caller, who gets the error unchanged.
         if not granted:
             return False
-        call.record.add(call.keys, shared=self._shared)
+        record.add(call.keys, shared=self._shared)
+        if granted == "waited":
+            recorder_of(engine).add(engine, call.keys)
         # Instances that were loaded while another transaction held the lock may be older than its COMMIT.
         if self._expire and not isinstance(work, Connection):
             work.expire_all()

@@ -49,6 +49,9 @@ class TransactionLock(TransactionLockBase):
     connection leaves it behind. What you read after acquiring it is as recent as the last holder's commit. A timeout leaves the
     transaction usable, with its earlier writes and settings.
 
+    If the tables are installed, pgfence stores the names of locks that are held for a second, or that were waited for, so that
+    `pgfence ps` can show them. A background thread does so on another connection, which it opens for this and then closes.
+
     Limitations: nothing is protected after COMMIT or ROLLBACK, and what was read before the lock may be stale. REPEATABLE READ
     and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock.
     Waiters are not ordered. The lock exists in one database on one server, and a failover ends it with its transaction. A
@@ -121,6 +124,8 @@ class TransactionLock(TransactionLockBase):
                 and the transaction is as it was before.
             StandbyError: the server is a standby.
             UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is unknown.
+            KeyCollisionError: another name has the same key, as pgfence noticed when it stored the name of an earlier lock of this
+                process. Nothing was requested.
             CapacityError: the server's lock table is nearly full. If `sqlstate` is set, the table was full, and PostgreSQL has
                 aborted the transaction.
         """

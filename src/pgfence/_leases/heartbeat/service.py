@@ -10,11 +10,11 @@ import math
 import threading
 from typing import TYPE_CHECKING
 
+from pgfence._connections.background import choose_background_connection
 from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases import terms
 from pgfence._leases.grant import Pauses, ended_error, log
 from pgfence._leases.heartbeat import tasks
-from pgfence._leases.heartbeat.connection import choose_heartbeat_connection
 from pgfence._leases.heartbeat.queue import RenewalQueue
 from pgfence._leases.heartbeat.tasks import LINGER, ListenTask
 from pgfence._process import threads
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
+    from pgfence._connections.background import BackgroundConnection
     from pgfence._leases.grant import Grant
-    from pgfence._leases.heartbeat.connection import HeartbeatConnection
     from pgfence._leases.terms import LeaseKind
     from pgfence._sql.lease import LeaseResult
     from pgfence._sql.params import ParamStyle
@@ -62,7 +62,7 @@ class HeartbeatService:
         """When the timer thread wakes up."""
         self._timer: threading.Thread | None = None
         self._queue = RenewalQueue(listens=config.pooler != "transaction")
-        self._connection: HeartbeatConnection | None = None
+        self._connection: BackgroundConnection | None = None
         self._task: tasks.HeartbeatTask | None = None
         """The task that the connection is running."""
         self._cut_at = math.inf
@@ -191,7 +191,7 @@ class HeartbeatService:
             return
         if self._connection is None:
             # It starts only if there is something to send, so a lease that ends before its first renewal opens no connection.
-            self._connection = choose_heartbeat_connection(self.engine, self.config, self._on_notify)
+            self._connection = choose_background_connection(self.engine, self.config, self._on_notify)
             self._thread = threads.start("pgfence-link", self._run_worker, self._connection)
         elif self._task is None:
             self._connection.wake()
@@ -226,7 +226,7 @@ class HeartbeatService:
             if stuck is not None:
                 self._note_failure(stuck, TimeoutError("no connection in time"))
 
-    def _find_hung(self, now: float) -> tuple[HeartbeatConnection | None, tasks.HeartbeatTask | None]:
+    def _find_hung(self, now: float) -> tuple[BackgroundConnection | None, tasks.HeartbeatTask | None]:
         """Return the connection whose task has exceeded its limit, and the task if the connection is still opening."""
         if now < self._cut_at or self._connection is None:
             return None, None
@@ -246,7 +246,7 @@ class HeartbeatService:
 
     # ------------------------------------------------------------ the connection's thread
 
-    def _run_worker(self, link: HeartbeatConnection) -> None:
+    def _run_worker(self, link: BackgroundConnection) -> None:
         try:
             while (step := self._choose_step(link)) is not None:
                 if isinstance(step, tasks.HeartbeatTask):
@@ -260,14 +260,14 @@ class HeartbeatService:
                     self._cut_at = math.inf
             link.close()
 
-    def _wait(self, link: HeartbeatConnection, seconds: float) -> None:
+    def _wait(self, link: BackgroundConnection, seconds: float) -> None:
         try:
             link.wait(seconds)
         except Exception:  # the connection is broken, so the next task opens another one
             log.debug("the heartbeat's connection failed while idle", exc_info=True)
             link.close_connection()
 
-    def _run_task(self, link: HeartbeatConnection, task: tasks.HeartbeatTask) -> None:
+    def _run_task(self, link: BackgroundConnection, task: tasks.HeartbeatTask) -> None:
         try:
             if not link.live:
                 link.open()
@@ -286,7 +286,7 @@ class HeartbeatService:
             if self._finish_task(link):
                 self._note_success(task)
 
-    def _finish_task(self, link: HeartbeatConnection) -> bool:
+    def _finish_task(self, link: BackgroundConnection) -> bool:
         """Finish the task, unless the timer thread has finished it already and abandoned this thread."""
         with self._lock:
             if self._connection is not link:
@@ -295,7 +295,7 @@ class HeartbeatService:
             self._cut_at = math.inf
             return True
 
-    def _choose_step(self, link: HeartbeatConnection) -> tasks.HeartbeatTask | float | None:
+    def _choose_step(self, link: BackgroundConnection) -> tasks.HeartbeatTask | float | None:
         """Return the next task, the seconds to wait, or None to end the thread."""
         with self._lock:
             if self._connection is not link:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from pgfence._leases.heartbeat.connection import HeartbeatConnection
+    from pgfence._connections.background import BackgroundConnection
     from pgfence._process.events import EventHub
     from pgfence._sql.storage import TableNames
 
@@ -73,7 +73,7 @@ class HeartbeatTask(ABC):
         """Return how many seconds the task may take, including opening a connection."""
 
     @abstractmethod
-    def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
+    def run(self, link: BackgroundConnection, sql: Texts, limit: float) -> None:
         """Send the statement. Errors of the driver propagate."""
 
 
@@ -98,7 +98,7 @@ class RenewTask(HeartbeatTask):
             max(0.0, min((grant.deadline for grant in self.requests), default=math.inf) - now)
         )
 
-    def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
+    def run(self, link: BackgroundConnection, sql: Texts, limit: float) -> None:
         grants = list(self.requests)
         # This is reset before the statement is sent, so that progress during the statement counts for the next renewal.
         for grant in grants:
@@ -125,7 +125,7 @@ class CheckTask(HeartbeatTask):
     def limit(self, now: float) -> float:
         return 10 * terms.SHORTEST_PATIENCE
 
-    def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
+    def run(self, link: BackgroundConnection, sql: Texts, limit: float) -> None:
         assert isinstance(sql, LeaseSql)
         found = iter(decode_losses(link.ask(sql.check, _list_rows(self.grants), limit)))
         self.lost = []
@@ -161,7 +161,7 @@ class ReleaseTask(HeartbeatTask):
     def limit(self, now: float) -> float:
         return terms.compute_statement_budget(max(terms.SHORTEST_PATIENCE, self.until - now))
 
-    def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
+    def run(self, link: BackgroundConnection, sql: Texts, limit: float) -> None:
         self.answer = link.ask(self.text(sql), self.args, limit)
 
     def plan_retry(self, now: float) -> bool:
@@ -257,7 +257,7 @@ class ListenTask(HeartbeatTask):
     def limit(self, now: float) -> float:
         return 10 * SHORTEST_PATIENCE
 
-    def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
+    def run(self, link: BackgroundConnection, sql: Texts, limit: float) -> None:
         if link.can_listen:
             link.listen(f"{'LISTEN' if self.on else 'UNLISTEN'} {quote(self.channel)}", self.channel, on=self.on)
 

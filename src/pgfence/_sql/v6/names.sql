@@ -6,7 +6,7 @@ CREATE FUNCTION @note_names_v1@(p_keys bigint[], p_names text[]) RETURNS text
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 BEGIN
     -- A name that a crash forgets is stored again by the next process.
-    PERFORM pg_catalog.set_config('synchronous_commit', 'off', true), pg_catalog.set_config('lock_timeout', '1s', true);
+    PERFORM pg_catalog.set_config('synchronous_commit', 'off', true), pg_catalog.set_config('lock_timeout', '100ms', true);
     -- In the order of the keys, so that two processes cannot wait for each other.
     INSERT INTO @lock_name@ AS n (key, name, seen_at)
     SELECT u.key, u.name, pg_catalog.clock_timestamp()

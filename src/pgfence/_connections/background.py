@@ -1,4 +1,4 @@
-"""The heartbeat's connection: opened, used and closed by one thread, which also waits on it for notifications."""
+"""Connections of background threads. One thread opens, uses and closes a connection, and waits on it for notifications."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-class HeartbeatConnection(ABC):
+class BackgroundConnection(ABC):
     """One connection and the thread that uses it. Other threads may only call `wake` and `abort`."""
 
     session: LockConnection | None = None
@@ -91,8 +91,8 @@ class HeartbeatConnection(ABC):
         """Close the connection and everything that belongs to the thread, which ends."""
 
 
-class SyncHeartbeatConnection(HeartbeatConnection):
-    """A heartbeat connection over a sync driver."""
+class SyncBackgroundConnection(BackgroundConnection):
+    """A background connection over a sync driver."""
 
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         super().__init__(engine, config, on_notify)
@@ -159,13 +159,13 @@ class SyncHeartbeatConnection(HeartbeatConnection):
         self._wake_writer.close()
 
 
-class AsyncHeartbeatConnection(HeartbeatConnection):
-    """A heartbeat connection over an async driver, on a private event loop."""
+class AsyncBackgroundConnection(BackgroundConnection):
+    """A background connection over an async driver, on a private event loop."""
 
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         super().__init__(engine, config, on_notify)
         self._driver_kind = choose_driver_connection(engine.dialect)
-        # The loop is private to the heartbeat's thread. The connection is opened with the engine's own driver, creator and
+        # The loop is private to the background thread. The connection is opened with the engine's own driver, creator and
         # events, and a blocked event loop of the application cannot delay a renewal.
         self._loop = asyncio.SelectorEventLoop()
         self._wake_reader = asyncio.Event()
@@ -235,6 +235,8 @@ class AsyncHeartbeatConnection(HeartbeatConnection):
         self._loop.close()
 
 
-def choose_heartbeat_connection(engine: Engine, config: Config, on_notify: Heard) -> HeartbeatConnection:
+def choose_background_connection(engine: Engine, config: Config, on_notify: Heard) -> BackgroundConnection:
     """Return a connection that matches the engine, sync or async. It is not open yet."""
-    return (AsyncHeartbeatConnection if engine.dialect.is_async else SyncHeartbeatConnection)(engine, config, on_notify)
+    return (AsyncBackgroundConnection if engine.dialect.is_async else SyncBackgroundConnection)(
+        engine, config, on_notify
+    )

@@ -1,0 +1,224 @@
+"""Store the names of locks that are held on the application's own connections, on a connection of pgfence.
+
+The statement that acquires such a lock belongs to the caller, often in the caller's transaction, so nothing else is sent there.
+Instead, a thread looks once a second at the transactions of this process that have acquired locks, and stores the names of locks
+that it has seen in the same transaction before. Most transactions are shorter, and a name for each of them would cost more than
+the lock. The thread ends after ten seconds without such a transaction, and its connection is open only while it stores names.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import deque
+from contextlib import closing
+from typing import TYPE_CHECKING, TypeAlias
+
+from sqlalchemy.pool import StaticPool
+
+from pgfence._connections.background import choose_background_connection
+from pgfence._holds.registry import ManagerRegistry
+from pgfence._locks.errors import build_collision_error
+from pgfence._process import threads
+from pgfence._process.callbacks import log
+from pgfence._process.clock import clock
+from pgfence._process.lifecycle import PROCESS, on_disposed
+from pgfence._sql.lock_names import list_new_names, note_sql, record_names
+from pgfence._sql.params import style_of
+from pgfence._sql.storage import table_names_of
+from pgfence.config import config_of
+from pgfence.errors import PgfenceError
+from pgfence.keys import LockKey, unqualify_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sqlalchemy import Engine
+    from sqlalchemy.engine import RootTransaction
+
+    from pgfence._connections.background import BackgroundConnection
+    from pgfence._sql.savepoints import TransactionRecord
+    from pgfence._sql.storage import TableNames
+
+    Granted: TypeAlias = tuple[Engine, Sequence[LockKey]]
+
+TICK = 1.0
+"""Seconds from one look to the next."""
+BETWEEN = 5.0
+"""Seconds from the end of one connection to the opening of the next."""
+LINGER = 10.0
+"""Seconds after which a thread with nothing to do ends."""
+PAUSE = 300.0
+"""Seconds without an attempt, after names could not be stored."""
+LIMIT = 5.0
+"""Seconds that one statement may take."""
+MOST_PENDING = 1_000
+"""The number of locks and connections that are kept until the next look. Older ones are dropped."""
+
+
+class WatchedConnection:
+    """A connection of the application whose transactions acquire locks."""
+
+    __slots__ = ("_transaction", "engine", "record")
+
+    def __init__(self, engine: Engine, record: TransactionRecord) -> None:
+        self.engine = engine
+        self.record = weakref.ref(record)
+        self._transaction: weakref.ref[RootTransaction] | None = None
+
+    def list_held(self) -> list[LockKey]:
+        """Return the keys that the connection holds, if its transaction is the same as at the previous call."""
+        record, before = self.record(), self._transaction
+        if record is None:
+            return []
+        self._transaction, keys = record.find_open()
+        if self._transaction is None or self._transaction is not before:
+            return []
+        return [key for key in keys if isinstance(key, LockKey)]
+
+
+class NameRecorder:
+    """Stores the names of the locks that one process holds on connections of its application.
+
+    The methods that a caller's thread uses send nothing and never wait.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.pid = PROCESS.pid
+        self.collisions: dict[int, str] = {}
+        """The keys that belong to another name, with that name."""
+        self._new: deque[WatchedConnection] = deque(maxlen=MOST_PENDING)
+        self._granted: deque[Granted] = deque(maxlen=MOST_PENDING)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Event()
+        self._opens_at = 0.0
+        """Before this time no connection is opened."""
+        self._paused_until = self._find_obstacle()
+        on_disposed(engine, self._on_engine_disposed)
+        threads.register(self)
+
+    def _find_obstacle(self) -> float:
+        # A StaticPool has one connection for everything, and it is the caller's. Without native threads there is no background.
+        try:
+            threads.require_native_threads()
+        except PgfenceError:
+            return math.inf
+        return math.inf if isinstance(self.engine.pool, StaticPool) else 0.0
+
+    def watch(self, engine: Engine, record: TransactionRecord) -> None:
+        """Store the names of the locks that the transactions of a connection hold for long."""
+        record.collisions = self.collisions
+        self._new.append(WatchedConnection(engine, record))
+        self._ensure_thread()
+
+    def add(self, engine: Engine, keys: Sequence[LockKey]) -> None:
+        """Store the names of a lock that was granted."""
+        self._granted.append((engine, keys))
+        self._ensure_thread()
+
+    def reject_collisions(self, keys: Iterable[LockKey]) -> None:
+        """Raise KeyCollisionError for a key that belongs to another name, as this process has found out."""
+        for key in keys:
+            if key.name is not None and (other := self.collisions.get(key.value)) is not None:
+                raise build_collision_error((key.name,), other)
+
+    def _ensure_thread(self) -> None:
+        if self._thread is not None:
+            return
+        if clock() < self._paused_until or PROCESS.ending:
+            self._forget()
+            return
+        with self._lock:
+            if self._thread is None:
+                try:
+                    self._thread = threads.start("pgfence-names", self._run)
+                except RuntimeError:  # the process can start no more threads
+                    self._paused_until = clock() + PAUSE
+
+    def _forget(self) -> None:
+        self._new.clear()
+        self._granted.clear()
+
+    def _run(self) -> None:
+        watched: list[WatchedConnection] = []
+        idle_since = clock()
+        while not self._ending.wait(TICK):
+            watched += [self._new.popleft() for _ in range(len(self._new))]
+            watched = [one for one in watched if one.record() is not None]
+            held: list[Granted] = [(one.engine, keys) for one in watched if (keys := one.list_held())]
+            if (now := clock()) >= self._opens_at:
+                self._store(held + [self._granted.popleft() for _ in range(len(self._granted))])
+            if now < self._paused_until:
+                watched.clear()
+                self._forget()
+            elif watched or self._granted:
+                idle_since = now
+                continue
+            elif now - idle_since < LINGER:
+                continue
+            with self._lock:
+                self._thread = None
+                if not self._new and not self._granted:
+                    return
+                # A caller added a lock while this thread still counted as running, so no other one was started.
+                self._thread = threading.current_thread()
+
+    def _store(self, granted: Iterable[Granted]) -> None:
+        """Store the names that are not stored yet, with one connection for each installation."""
+        missing: dict[TableNames, tuple[Engine, list[dict[int, str]]]] = {}
+        for engine, keys in granted:
+            place = table_names_of(engine)
+            new = list_new_names(engine.dialect, place, [key for key in keys if key.value not in self.collisions])
+            if new:
+                missing.setdefault(place, (engine, []))[1].append(new)
+        for place, (engine, locks) in missing.items():
+            try:
+                threads.block_during_shutdown()
+                with closing(choose_background_connection(engine, config_of(engine), lambda *_: None)) as link:
+                    link.open()
+                    if link.session is None or not link.session.facts.has_names:
+                        raise LookupError("the table of names does not exist, or this role may not write to it")
+                    for names in locks:
+                        self._store_names(link, place, names)
+            except Exception as error:
+                # Only operators need names, so an error must not reach the application. A server that is unreachable, full, or
+                # a standby is not tried again soon.
+                log.debug("the names of locks cannot be stored: %s", error)
+                self._paused_until = clock() + PAUSE
+            self._opens_at = clock() + BETWEEN
+
+    def _store_names(self, link: BackgroundConnection, place: TableNames, names: dict[int, str]) -> None:
+        dialect = self.engine.dialect
+        # One lock after the other, so that a collision is known to be one of its names.
+        other: str | None = link.ask(note_sql(place, style_of(dialect)), (list(names), list(names.values())), LIMIT)
+        if other is None:
+            record_names(dialect, place, names)
+            return
+        # The holder cannot be interrupted from this thread, so the next call raises the error.
+        self.collisions.update(dict.fromkeys(names, other))
+        shown = ", ".join(repr(unqualify_name(name)) for name in names.values())
+        log.warning(
+            "the lock name %r has the same 64-bit key as one of %s: the next use of these names in this process raises"
+            " KeyCollisionError",
+            unqualify_name(other),
+            shown,
+        )
+
+    def _on_engine_disposed(self, _: Engine) -> None:
+        """Forget what is pending, because a disposed engine should not open another connection."""
+        if self.pid == PROCESS.pid:
+            self._forget()
+
+    def end(self, seconds: float) -> None:
+        """Wait until the connection is closed, because the interpreter is exiting. Pending names are not stored."""
+        self._ending.set()
+        if (thread := self._thread) is not None:
+            thread.join(seconds)
+
+
+def recorder_of(engine: Engine) -> NameRecorder:
+    """Return the recorder of an engine in this process. For an async engine, pass its `sync_engine`."""
+    return ManagerRegistry.for_process(engine, "names", NameRecorder, lambda: NameRecorder(engine))
