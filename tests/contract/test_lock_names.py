@@ -146,14 +146,13 @@ async def test_a_lock_on_a_connection_of_the_caller_and_one_that_was_waited_for_
     name: str, dsn: str, engine: Engine, admin: psycopg.Connection[Any]
 ) -> None:
     """A session lock while it is held, and a transaction lock that was waited for even if it is held for a moment only."""
-    with engine.connect() as mine, AdvisoryLock(mine, name).hold():
-        await appears(admin, name)
     with elsewhere(dsn, f"{name}:t") as other, ThreadPoolExecutor() as pool:
         waiting = pool.submit(hold_for_a_moment, engine, f"{name}:t")
         await eventually(waits(admin, f"{name}:t"))
         give(other, f"{name}:t")
         waiting.result(60)
-    await appears(admin, f"{name}:t")
+    with engine.connect() as mine, AdvisoryLock(mine, name).hold():
+        await appears(admin, name, f"{name}:t")
 
 
 @pytest.mark.usefixtures("tables")
