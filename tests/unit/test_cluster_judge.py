@@ -228,7 +228,8 @@ def test_results_of_campaigns_are_merged(tmp_path: Path) -> None:
     assert (merged.seeds, merged.failovers, merged.counts) == ([1, 2], 4, {"tokens": 6})
     assert merged.strikes == {"SWITCHOVER": 2, "PAUSE": 2}
     assert merged.kept == {"PAUSE": [4, 2]}
-    assert merged.findings == {"overlaps of lock": {"PAUSE": 2}, judge.STALE: {"unknown": 2}}
+    assert merged.findings == {"overlaps of lock": 2, judge.STALE: 2}
+    assert merged.findings_by_kind == {"overlaps of lock": {"PAUSE": 2}, judge.STALE: {"unknown": 2}}
     assert merged.overlaps == {"lock": {"PAUSE": [4.0, 4.0]}}
     assert merged.recovery["SWITCHOVER"]["asyncpg"]["sql"]["first"] == [1, 1]
     assert merged.recovery["PAUSE"]["asyncpg"]["sql"]["first"] == [None, None]

@@ -74,7 +74,7 @@ def describe_result(result: Result) -> str:
         lines.append(f"  {kind}: {times}")
     lines.append(f"long leases kept and lost: {result.kept}")
     lines.append(f"overlaps of advisory locks: {result.overlaps}")
-    lines.append(f"findings: {result.findings}")
+    lines.append(f"findings: {result.findings_by_kind}")
     lines += [f"note: {note}" for note in result.notes]
     lines += [f"VIOLATION {violation}" for violation in result.violations]
     return "\n".join(lines)

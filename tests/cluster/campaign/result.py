@@ -43,8 +43,8 @@ class Result:
         strikes: for each kind how many there were.
         leaders: for each kind the seconds until there was a new leader. Its length is the number of failovers.
         counts: how much was looked at.
-        findings: how often each rule was broken, by kind of the last strike before. Overlaps of advisory locks, which are not
-            violations, are included.
+        findings: how often each rule was broken. Overlaps of advisory locks, which are not violations, are included.
+        findings_by_kind: the same for each kind of the last strike before, where the moment is known.
         overlaps: for each kind of advisory lock and of strike the seconds for which two handles said that they are held.
         kept: for each kind of strike how many long leases were kept, and how many were lost.
         recovery: for each kind of strike, way and primitive the seconds from the new leader to the first success, and to the
@@ -60,7 +60,8 @@ class Result:
     strikes: dict[str, int] = field(default_factory=dict)
     leaders: dict[str, list[float]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    findings: dict[str, dict[str, int]] = field(default_factory=dict)
+    findings: dict[str, int] = field(default_factory=dict)
+    findings_by_kind: dict[str, dict[str, int]] = field(default_factory=dict)
     overlaps: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     kept: dict[str, list[int]] = field(default_factory=dict)
     recovery: dict[str, dict[str, dict[str, dict[str, list[float | None]]]]] = field(default_factory=dict)
@@ -89,12 +90,14 @@ class Result:
                 result.leaders.setdefault(outage.kind, []).append(round(outage.leader_at - outage.struck_at, 2))
         result.counts = dict(verdict.counts)
         for finding in verdict.findings:
-            by_kind = result.findings.setdefault(finding.rule, {})
-            by_kind[finding.outage or "unknown"] = by_kind.get(finding.outage or "unknown", 0) + 1
+            kind_before = finding.outage or "unknown"
+            result.findings[finding.rule] = result.findings.get(finding.rule, 0) + 1
+            by_kind = result.findings_by_kind.setdefault(finding.rule, {})
+            by_kind[kind_before] = by_kind.get(kind_before, 0) + 1
             for kind in LOCKS:
                 if finding.rule == name_overlaps(kind):
                     by_outage = result.overlaps.setdefault(kind, {})
-                    by_outage.setdefault(finding.outage or "unknown", []).append(finding.seconds or 0.0)
+                    by_outage.setdefault(kind_before, []).append(finding.seconds or 0.0)
         result.kept = {kind: [*numbers] for kind, numbers in kept.items()}
         for one in recoveries:
             ways = result.recovery.setdefault(one.outage, {}).setdefault(one.way, {})
