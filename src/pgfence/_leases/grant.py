@@ -119,7 +119,7 @@ class Grant(BaseHold):
         self.done = False
         self.config = config
         self.failures = 0
-        """Renewals in a row without a response."""
+        """The number of renewals in a row without a response."""
         self.renewal_pending = False
         """A renewal has been sent, or is waiting for the connection."""
         self.progressed = False

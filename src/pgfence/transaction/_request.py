@@ -134,8 +134,8 @@ class TransactionLockBase(Guided):
             state = sql.read_driver_state(connection)
         record = TransactionRecord.of(connection)
         if state.idle:
-            # The server has no open transaction, because an earlier one on this connection was ended in plain SQL, with its
-            # locks.
+            # The server has no open transaction, because an earlier one on this connection was ended in plain SQL, which
+            # also released its locks.
             record.forget()
         keys = self._find_missing(record, self._resolve_keys(config))
         if keys and self._expire and not isinstance(work, Connection):

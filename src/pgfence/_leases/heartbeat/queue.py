@@ -146,7 +146,7 @@ class RenewalQueue:
         self.listeners = NotifyListeners()
         self.releases: list[ReleaseTask] = []
         self.failures = 0
-        """Tasks in a row that failed."""
+        """The number of tasks in a row that failed."""
         self.retry_at = 0.0
         self._due: dict[tuple[TableNames, LeaseKind], dict[Grant, None]] = {}
         """Renewals that wait for the connection, in order of arrival."""
