@@ -132,7 +132,7 @@ def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
         ("64", "The command was misused, or there is no terminal and --yes is missing."),
         ("67", "The key is unknown, finished or free. Nothing was done."),
         ("69", "The server did not respond."),
-        ("75", "Its result is being stored, or another attempt has started. Nothing was done."),
+        ("75", "The result is being stored, or another attempt has started. Nothing was done."),
         ("77", "Not confirmed. Nothing was done."),
         ("78", "The tables or a permission are missing, or the server is read-only. Nothing was done."),
     ],

@@ -43,12 +43,12 @@ _FAILURES = "If the lock is lost or there is no server"
         ("64", "Misuse: an option, a name, a URL or an engine cannot be used."),
         (
             "65",
-            "With --once-per, the server's clock was set back, or the rules for --tz differ between host and server.",
+            "With --once-per, a slot that has not begun is recorded as done, or the rules for --tz differ between host and server.",
         ),
         ("69", "The server could not be reached, rejected the login or has no room for another lock."),
         ("70", "An unexpected error; its traceback is printed."),
         ("75", "Busy: another process holds the lock, or the slot is done. Change it with -E."),
-        ("76", "The lock was lost while the command ran; the command was stopped."),
+        ("76", "The lock was lost before it was released; a command that was still running was stopped."),
         ("78", "Locks are not safe on this server (a pooler, a standby, not PostgreSQL), or tables are missing."),
         ("126", "The command could not be executed."),
         ("127", "The command was not found."),
@@ -118,7 +118,7 @@ _FAILURES = "If the lock is lost or there is no server"
     heading=_BUSY,
     type=click.Choice(["exit", "ok"]),
     default="exit",
-    help="With ok, exit with 0 if the lock is busy or the slot is done. Default: exit, with code 75.",
+    help="With ok, exit with 0 if the lock is busy or the slot is done. Default: exit, that is, exit with 75.",
 )
 @click.option(
     "--conflict-exit-code",
@@ -159,7 +159,7 @@ _FAILURES = "If the lock is lost or there is no server"
     cls=Option,
     heading=options.OUTPUT,
     is_flag=True,
-    help="Do not report a busy lock; errors are still printed.",
+    help="Do not report waits, a busy lock, a slot that is done or a skipped command; errors are still printed.",
 )
 @click.option(
     "--json",
