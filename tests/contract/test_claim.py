@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import create_engine, delete, event, func, select, text, update
-from sqlalchemy.orm import Session, aliased, joinedload, selectinload
+from sqlalchemy.orm import Session, aliased, joinedload, selectinload, subqueryload
 
 from pgfence import StandbyError, TransactionStateError, claim
 from support.jobs import Base, Customer, Job, Jobs, Mail, Tag
@@ -131,9 +133,9 @@ async def test_all_tables_of_a_subclass_are_locked(jobs: Jobs) -> None:
 
 @pytest.mark.every_driver
 async def test_relationships_are_usable(jobs: Jobs) -> None:
-    """C112: collections that are loaded by a join, or by a second SELECT, are complete and do not count against the limit."""
+    """C112: collections that are loaded by a join, a second SELECT or a subquery are complete and do not count against the limit."""
     jobs.add(5, tagged)
-    for way in (joinedload, selectinload):
+    for way in (joinedload, selectinload, subqueryload):
         async with jobs.world.enter(jobs.session()) as session, jobs.world.enter(jobs.session()) as second:
             query = select(Job).options(way(Job.tags), joinedload(Job.customer)).order_by(Job.id)
             found = await jobs.claim(session, query, limit=2)
@@ -215,6 +217,33 @@ def test_a_claim_is_one_statement(jobs: Jobs) -> None:
         claim(session, Job, Job.state == "new", order_by=Job.id, limit=2)
     (only,) = sent
     assert only.endswith(f"FOR NO KEY UPDATE OF {Job.__tablename__} SKIP LOCKED")
+
+
+@pytest.mark.one_driver
+def test_a_kept_select_can_be_claimed_with_another_limit(jobs: Jobs) -> None:
+    """The statement is prepared once for each select(), and for each class and order; each call has its own limit."""
+    jobs.add(5, lambda n: Job(id=n, state=f"{9 - n}"))
+    kept = select(Job).order_by(Job.id)
+    with jobs.session() as session, jobs.session() as second:
+        assert [job.id for job in claim(session, kept, limit=1)] == [1]
+        assert [job.id for job in claim(session, kept, limit=3)] == [1, 2, 3]
+        assert [job.id for job in claim(second, kept)] == [4]
+        session.rollback()
+        assert [job.id for job in claim(session, Job, order_by=Job.id, limit=2)] == [1, 2]
+        assert [job.id for job in claim(session, Job, order_by=Job.state, limit=2)] == [5, 3]
+        assert [job.id for job in claim(session, Job, Job.id > 1, order_by=Job.id)] == [2]
+
+
+@pytest.mark.one_driver
+def test_a_select_that_the_caller_drops_is_freed(jobs: Jobs) -> None:
+    """A worker that creates a select() for each call does not keep them in memory."""
+    dropped = select(Job).order_by(Job.id)
+    seen = weakref.ref(dropped)
+    with jobs.session() as session:
+        claim(session, dropped)
+    del dropped
+    gc.collect()
+    assert seen() is None
 
 
 # ------------------------------------------------------------ bad input

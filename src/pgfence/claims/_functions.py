@@ -9,7 +9,7 @@ from sqlalchemy.sql import ClauseElement, Executable
 
 from pgfence._api.inputs import is_async_session, is_session, unwrap_session
 from pgfence.claims._mixin import Claimable
-from pgfence.claims._statements import build_query, claim_rows, find_mapper, lock_rows
+from pgfence.claims._statements import build_query, claim_rows, prepare_query
 from pgfence.claims._tokens import check_form, claim_until, extend, finish
 
 if TYPE_CHECKING:
@@ -179,10 +179,10 @@ def _read_query(entity: Any, criteria: Sequence[Any], order_by: Any, ttl: object
         raise TypeError(
             "claim() with a select() takes no argument but limit: add where() and order_by() to the select()"
         )
-    mapper = find_mapper(entity)
+    query, mapper = prepare_query(entity)
     if ttl is not None:
         raise TypeError("claim() with ttl= takes a class, not a select(): pass the criteria and order_by= to claim()")
-    return lock_rows(entity, mapper), mapper
+    return query, mapper
 
 
 def _run(session: Any, work: Callable[[Session], Any], name: str) -> Coro[Any] | Any:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from sqlalchemy import Select, Table, inspect, select, update
+from sqlalchemy import Integer, Select, Table, bindparam, inspect, select, update
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Mapper
+from sqlalchemy.orm import InstrumentedAttribute, Mapper
 from sqlalchemy.sql.selectable import Join
 
 from pgfence._api.inputs import check_int
@@ -42,6 +43,8 @@ _CLAUSES = {
     "_having_criteria": "HAVING: a group is not a row that can be locked. Use a subquery in where()",
     "_distinct": "DISTINCT: PostgreSQL does not lock its rows. Replace the join with where(Job.tags.any(...))",
 }
+# A parameter, so that one statement serves every limit and is built once.
+_LIMIT = bindparam("pgfence_limit", type_=Integer)
 _STANDBY = ErrorContext(
     on_primary="Rows are claimed where they are written. Claim on the primary, in a read-write transaction"
 )
@@ -60,22 +63,40 @@ def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> tuple[An
         raise TypeError(f"claim() takes a mapped class or select() of one, not {shown}")
     for one in criteria:
         _reject_value(one)
-    query = _build_base(found)
-    if criteria:
-        query = query.where(*criteria)
-    if order_by is not None:
-        query = query.order_by(*(order_by if isinstance(order_by, (tuple, list)) else (order_by,)))
-    return query, found
+    # Most callers pass an attribute of the class, which is the same object in each call.
+    if order_by is None or isinstance(order_by, InstrumentedAttribute):
+        query = _build_base(found, order_by)
+    else:
+        query = _build_base(found, None).order_by(*(order_by if isinstance(order_by, (tuple, list)) else (order_by,)))
+    return query.where(*criteria) if criteria else query, found
 
 
 @lru_cache(maxsize=1000)
-def _build_base(mapper: Mapper[Any]) -> AnySelect:
+def _build_base(mapper: Mapper[Any], order_by: InstrumentedAttribute[Any] | None) -> AnySelect:
     """Return the SELECT of all rows of a class. It is built once, because building takes longer than executing its Python part."""
-    return lock_rows(select(mapper.class_), mapper)
+    query = select(mapper.class_)
+    return _lock_rows(query if order_by is None else query.order_by(order_by), mapper)
 
 
-def lock_rows(query: AnySelect, mapper: Mapper[Any]) -> AnySelect:
-    """Return the SELECT with the locks on the rows of a class, after checking that they can be locked.
+_PREPARED: WeakKeyDictionary[AnySelect, tuple[AnySelect, Mapper[Any]]] = WeakKeyDictionary()
+
+
+def prepare_query(query: object) -> tuple[AnySelect, Mapper[Any]]:
+    """Return the SELECT of a caller with the locks and the LIMIT of a claim, and the class whose rows it returns.
+
+    Raises:
+        TypeError, ValueError: as `_find_mapper` and `build_query`.
+    """
+    # For a select() that the program keeps, SQLAlchemy then also computes the key for its cache of compiled statements only once.
+    found = _PREPARED.get(query) if isinstance(query, Select) else None
+    if found is None:
+        query, mapper = _find_mapper(query)
+        found = _PREPARED[query] = _lock_rows(query, mapper), mapper
+    return found
+
+
+def _lock_rows(query: AnySelect, mapper: Mapper[Any]) -> AnySelect:
+    """Return the SELECT with the locks on the rows of a class and the LIMIT, after checking that the rows can be locked.
 
     Raises:
         TypeError, ValueError: as `build_query`.
@@ -93,7 +114,7 @@ def lock_rows(query: AnySelect, mapper: Mapper[Any]) -> AnySelect:
     # The tables of a joined subclass and of its bases. Other tables of the statement are not locked.
     tables = list(dict.fromkeys(each.local_table for each in mapper.iterate_to_root()))
     # NO KEY: an INSERT of a row that refers to a claimed row does not wait.
-    return query.with_for_update(key_share=True, skip_locked=True, of=tables)
+    return query.limit(_LIMIT).with_for_update(key_share=True, skip_locked=True, of=tables)
 
 
 def _reject_value(one: object) -> None:
@@ -106,8 +127,8 @@ def _reject_value(one: object) -> None:
         raise TypeError(f"a criterion is the str {one!r}, not a SQL expression: use Job.column == value, or text()")
 
 
-def find_mapper(query: object) -> Mapper[Any]:
-    """Return the class whose rows a SELECT returns.
+def _find_mapper(query: object) -> tuple[AnySelect, Mapper[Any]]:
+    """Return the SELECT, after checking that it can be claimed, and the class whose rows it returns.
 
     Raises:
         TypeError: the SELECT does not return the instances of one class.
@@ -129,7 +150,7 @@ def find_mapper(query: object) -> Mapper[Any]:
         clause: object = getattr(query, name)
         if clause is not None and clause is not False and clause != ():
             raise ValueError(f"the statement has {advice}")
-    return mapper
+    return query, mapper
 
 
 def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: int) -> Sequence[Any]:
@@ -137,7 +158,7 @@ def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: i
 
     Args:
         session: the Session.
-        query: the SELECT, with its locks.
+        query: the SELECT, with its locks and LIMIT.
         mapper: the class.
         limit: the largest number of rows.
 
@@ -153,7 +174,9 @@ def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: i
     if not session.autoflush:
         _reject_unflushed(session, mapper)
     try:
-        result = session.execute(query.limit(limit), bind_arguments={"bind": connection}, execution_options=options)
+        result = session.execute(
+            query, {_LIMIT.key: limit}, bind_arguments={"bind": connection}, execution_options=options
+        )
         return result.scalars().unique().all()
     except DBAPIError as error:
         raise_translated(error, None, _STANDBY)
