@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from cluster.records import Recorder
 
 EVERY = 0.25
-SLOW = 1.0
+AFTER_FAILURE = 0.5
+"""Seconds until the next probe after a failure. Connecting is expensive, and an event loop that only connects has no success."""
+SLOW = 1.5
 """Seconds after which another probe begins beside one that has not ended, as another caller would."""
-MOST = 8
+MOST = 3
 """Probes of one primitive at once."""
 NAMES = 40
 """An interrupted probe leaves its lease until the TTL has passed, so the next probes use other names."""
@@ -82,7 +84,7 @@ class Probes:
             self._recorder.write(Probe, primitive=primitive, started=started, failure=failure)
             if state.begun != started:
                 return
-            await self._half.sleep(EVERY)
+            await self._half.sleep(EVERY if failure is None else AFTER_FAILURE)
 
     async def _run_sql(self, name: str) -> None:
         async with self._half.enter(self._half.engine.begin()) as connection:

@@ -11,6 +11,9 @@ from cluster import tables
 from cluster.records import Answer, Refusal, Step, Write, describe_error
 from pgfence import claim, idempotent, run_transaction
 
+AFTER_FAILURE = 0.7
+"""Seconds until the next attempt."""
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -123,7 +126,7 @@ class Writers:
             Write, table=table, id=row, name=name, who=who, started=started, failure=failure, ran=inserted
         )
         if failure is not None:
-            await self._half.sleep(0.2)
+            await self._half.sleep(AFTER_FAILURE)
         return got
 
     async def run_effects(self) -> None:
@@ -149,7 +152,7 @@ class Writers:
                     got = await self._half.call(run, self._half.adapt(work))
                 except Exception as error:
                     self._recorder.write(Refusal, kind="effect", name=key, asked=asked, failure=describe_error(error))
-                    await self._half.sleep(0.3)
+                    await self._half.sleep(AFTER_FAILURE)
                 else:
                     answers += 1
                     self._recorder.write(Answer, table="effect", key=key, value=got)
