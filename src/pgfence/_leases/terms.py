@@ -20,6 +20,8 @@ LONGEST_TTL = 86_400.0
 LONGEST = 100 * 365 * 86_400.0
 MARGIN = 5.0
 FIRST_RETRY = 0.05
+LONGEST_RETRY = 1.0
+"""The longest pause between two renewals that fail, in seconds. A lease may lose this much time after an outage has ended."""
 LONGEST_STATEMENT = 30.0
 SHORTEST_PATIENCE = 0.5
 NOTABLE_STEP = 1.0
@@ -64,8 +66,8 @@ def compute_deadline(started: float, remaining: float, ttl: float) -> float:
 
 
 def retry_after(failures: int, ttl: float) -> float:
-    """Return the jittered pause after the n-th failed renewal in a row, in seconds; at most a tenth of the TTL."""
-    longest = min(ttl / 10, FIRST_RETRY * 2.0 ** min(failures, 20))
+    """Return the jittered pause after the n-th failed renewal in a row, in seconds; at most a tenth of the TTL, and a second."""
+    longest = min(ttl / 10, LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures, 20))
     return longest * between(0.5, 1.0)
 
 
