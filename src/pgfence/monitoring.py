@@ -306,9 +306,10 @@ def release_leaked(
     in a separate transaction that also writes a row to the audit table, if the tables are installed. Only sessions of this
     database are examined.
 
-    Limitations: PostgreSQL does not record whether a program still needs a lock. A program that holds a lock on an idle session
-    while it works elsewhere looks the same, as does the connection of `AdvisoryLock.connect()` while you run no statement on it.
-    Check the list first, with `dry_run`. A lock that pgfence took itself is not listed; use `evict`.
+    Limitations: PostgreSQL does not record whether a program still needs a lock. A program that holds a lock on an idle
+    session while it works on another connection looks the same, as does the connection of `AdvisoryLock.connect()` while
+    you run no statement on it. Check the list first, with `dry_run`. A lock that pgfence took itself is not listed; use
+    `evict`.
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.

@@ -52,7 +52,7 @@ _PAIR = re.compile(r"(-?\d+)\s*,\s*(-?\d+)")
     "--who",
     cls=Option,
     metavar="NUMBER",
-    help="Print what this key is for: a number, or the classid and the objid of a pair, A,B.",
+    help="Print what this key is for: a number, or a pair (classid and objid) as A,B.",
 )
 @options.dsn
 @options.engine

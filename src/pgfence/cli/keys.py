@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     invoke_without_command=True,
     examples={
         "pgfence keys --older-than 900": "Keys that were claimed a quarter of an hour ago or earlier",
-        "pgfence keys --scope checkout --json": "For a program",
+        "pgfence keys --scope checkout --json": "Keys whose scope begins with checkout, as JSON",
     },
     codes=[
         ("0", "The keys were listed, even if no key is unfinished."),
@@ -167,8 +167,8 @@ def free(
 
     The command shows the attempt and asks for confirmation.
 
-    Use it for a key that `pgfence keys` lists, after you have checked what the attempt did outside the database, which is not
-    undone.
+    Use it for a key that `pgfence keys` lists. It does not undo what the attempt did outside the database, so check that
+    first.
     """
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         report = _Freeing(target, scope, key, reason, actor).run(dry_run=dry_run, yes=yes)

@@ -82,8 +82,8 @@ def release_leaked(
 
     Use it when `pgfence doctor` reports leaked locks, that is, locks of sessions that were returned to a connection pool or a
     pooler without releasing their lock. PostgreSQL does not record whether a program still needs a lock, so check the list first.
-    A program that holds a lock on an idle session while it works elsewhere looks the same. For a lock of pgfence, use `pgfence
-    evict`.
+    A program that holds a lock on an idle session while it works on another connection looks the same. For a lock that
+    pgfence took, use `pgfence evict`.
     """
     check_seconds(idle_for, "--idle-for")
     with open_engine(dsn, engine, schema=schema, prefix=prefix) as target:
