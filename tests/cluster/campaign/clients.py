@@ -63,7 +63,7 @@ class Clients:
         """Tell all of them to end, and wait until they have."""
         for way, process in self._processes.items():
             if process.poll() is not None:
-                self.faults.append(f"the client {way} has ended with {process.returncode} before it was told to")
+                self.faults.append(f"the client {way} has ended early with {process.returncode}")
             if process.stdin is not None:
                 process.stdin.close()
         for way, process in self._processes.items():

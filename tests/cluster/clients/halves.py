@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Job = Callable[[], Coroutine[Any, Any, None]]
 
 GRACE = 15.0
-"""Seconds that the jobs have to end after the client was told to stop."""
+"""Seconds that the jobs have to end after the standard input was closed."""
 
 
 class Half:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PERMITS = 2
 PARTITIONS = 4
 TICK = 0.05
+AFTER_FAILURE = 0.7
+"""Seconds until the next attempt."""
 FOREVER = 1e9
 
 
@@ -188,7 +190,9 @@ class Holders:
         except Exception as error:
             failure = describe_error(error)
         self._recorder.write(Write, table="fenced", **values, started=started, failure=failure, after_loss=after_loss)
+        if failure is not None:
+            await self._half.sleep(AFTER_FAILURE)
 
     async def _note_refusal(self, kind: str, name: str, asked: float, error: Exception) -> None:
         self._recorder.write(Refusal, kind=kind, name=name, asked=asked, failure=describe_error(error))
-        await self._half.sleep(0.25)
+        await self._half.sleep(AFTER_FAILURE)
