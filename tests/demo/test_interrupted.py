@@ -73,6 +73,13 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> str:
     return said
 
 
+def read_until_transfers(process: subprocess.Popen[str], dsn: str, eventually: Callable[..., Any]) -> None:
+    """Wait until the first act has moved money. Its result is printed at its end, which is a minute later."""
+    read_until(process, "loaded by")
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        eventually(lambda: connection.execute(f"SELECT FROM {SCHEMA}.pgbench_history LIMIT 1").fetchall(), deadline=30)
+
+
 def relatives(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
@@ -95,7 +102,7 @@ def test_a_signal_ends_it_and_leaves_nothing(
 ) -> None:
     """In the middle of an act: exit code 128 + N, no process, no schema, no traceback."""
     with running("--dsn", dsn, "--seconds", "60", "--processes", "3") as process:
-        read_until(process, "no guard")
+        read_until_transfers(process, dsn, eventually)
         processes = relatives(process)
         assert len(processes) == 3
         process.send_signal(number)
@@ -109,7 +116,7 @@ def test_a_signal_ends_it_and_leaves_nothing(
 def test_when_the_command_is_killed_its_processes_and_server_end(eventually: Callable[..., Any]) -> None:
     """SIGKILL allows no clean-up: the processes end with their input, the server with its parent."""
     with running("--seconds", "60", "--processes", "3") as process:
-        read_until(process, "no guard")
+        read_until(process, "loaded by")
         processes = relatives(process)
         assert len(processes) > 3
         process.kill()
@@ -119,7 +126,7 @@ def test_when_the_command_is_killed_its_processes_and_server_end(eventually: Cal
 def test_a_server_that_goes_ends_it(own_server: OwnServer, eventually: Callable[..., Any]) -> None:
     """A crash of the server in the middle of an act is noticed at once: one line, exit code 69."""
     with running("--dsn", own_server.dsn, "--seconds", "60", "--processes", "3") as process:
-        read_until(process, "no guard")
+        read_until_transfers(process, own_server.dsn, eventually)
         processes = relatives(process)
         own_server.stop("immediate")
         _, err = process.communicate(timeout=30)
