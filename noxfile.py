@@ -166,7 +166,9 @@ def docs(session: nox.Session) -> None:
     """Build the documentation and run its doctests. Warnings are errors."""
     session.install("-e", ".[asyncio,embedded]", *group("docs"))
     for builder in ("doctest", "html"):
-        session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", builder, "docs", f"docs/_build/{builder}")
+        # The second builder uses what the first one has read.
+        where = ("-d", "docs/_build/doctrees", "docs", f"docs/_build/{builder}")
+        session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", builder, *where)
 
 
 @nox.session
@@ -180,10 +182,10 @@ def pictures(session: nox.Session) -> None:
 @nox.session
 def package(session: nox.Session) -> None:
     """Build the sdist and the wheel from it, compare its files, and test the installed wheel without the sources."""
-    session.install(*group("release"), *group("test"))
+    session.install(*group("release"), *group("test"), *PYPROJECT["build-system"]["requires"])
     built = Path(session.cache_dir, "package").resolve()
     shutil.rmtree(built, ignore_errors=True)
-    session.run("python", "-m", "build", "--outdir", str(built))
+    session.run("python", "-m", "build", "--no-isolation", "--outdir", str(built))
     (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
     shutil.unpack_archive(sdist, built)
     tree = built / sdist.name.removesuffix(".tar.gz")
