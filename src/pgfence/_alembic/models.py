@@ -1,4 +1,4 @@
-"""Read from the models of a MetaData the fence of each table, and which tables are pgfence's own."""
+"""Find the fence of each table, and pgfence's own tables, in the models of a MetaData."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class LeaseManager(LeaseStatements):
             raise call.build_timeout_error([busy.holder] if busy.holder else [])
 
     def poll_delay(self, remaining: float, left: float, *, polls: int) -> float:
-        """Return how long a waiter sleeps: until shortly after the lease may be free, at most a second or the time left."""
+        """Return how long a waiter sleeps: until the lease may be free, but at most a second and at most the time left."""
         # One random first sleep is enough to spread the waiters out; after that, each polls once a second.
         longest = LONGEST_SLEEP if polls else LONGEST_SLEEP * between(0.5, 1.0)
         return min(left, longest, max(0.0, remaining) + between(0.005, 0.05))

@@ -66,7 +66,7 @@ def compute_deadline(started: float, remaining: float, ttl: float) -> float:
 
 
 def retry_after(failures: int, ttl: float) -> float:
-    """Return the jittered pause after the n-th failed renewal in a row, in seconds; at most a tenth of the TTL, and a second."""
+    """Return the jittered pause in seconds after the n-th failed renewal in a row: at most 1 s, and at most a tenth of the TTL."""
     longest = min(ttl / 10, LONGEST_RETRY, FIRST_RETRY * 2.0 ** min(failures, 20))
     return longest * between(0.5, 1.0)
 

@@ -54,10 +54,10 @@ class LeaseSql:
         forget: name, lease id. One value: whether it ended a grant.
         adopt: name, lease id, token, new lease id, owner or None, host, pid. One row: outcome, expires_at, remaining,
             hold_remaining, ttl, checkpoint as JSON, purpose, set_back.
-        release_late: name, then as for `release`; for the heartbeat, which must not wait for a row lock while other leases
-            need renewal. NULL: another session has the row locked.
-        finish_late: name, then as for `finish`; for the heartbeat.
-        forget_late: name, then as for `forget`; for the heartbeat.
+        release_late: name, and the parameters of `release`. The heartbeat uses it, because it must not wait for a row lock
+            while other leases need renewal. NULL means that another session has the row locked.
+        finish_late: name, and the parameters of `finish`. The heartbeat uses it.
+        forget_late: name, and the parameters of `forget`. The heartbeat uses it.
         look: name. One row if a lease or a session lock with a token is held: kind, owner, host, pid, backend_pid,
             application_name, purpose, token, since, expires_at.
         permits: the texts of semaphores.

@@ -73,7 +73,7 @@ def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> tuple[An
 
 @lru_cache(maxsize=1000)
 def _build_base(mapper: Mapper[Any], order_by: InstrumentedAttribute[Any] | None) -> AnySelect:
-    """Return the SELECT of all rows of a class. It is built once, because building takes longer than executing its Python part."""
+    """Return the SELECT of all rows of a class. It is built once, because that is slower than the rest of a query's Python."""
     query = select(mapper.class_)
     return _lock_rows(query if order_by is None else query.order_by(order_by), mapper)
 

@@ -1,4 +1,4 @@
-"""Create a new migration environment from one of pgfence's templates, by Alembic itself."""
+"""Let Alembic create a new migration environment from one of pgfence's templates."""
 
 from __future__ import annotations
 

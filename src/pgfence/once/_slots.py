@@ -102,7 +102,7 @@ class Cron:
 
     def after(self, slot: datetime) -> datetime:
         later = next(later for later in self._from(slot.astimezone(self.zone)) if later > slot)
-        # Forward, cronsim may skip a slot if the clocks change by half an hour.
+        # When it goes forward in time, cronsim may skip a slot if the clocks change by half an hour.
         while (between := self.current(later - _MOMENT)) > slot:
             later = between
         return later

@@ -24,7 +24,7 @@ _HOME = {
 if not TYPE_CHECKING:  # checkers must report a misspelt name
 
     def __getattr__(name: str) -> object:
-        """Load names on first access that need SQLAlchemy's ORM, which takes twice as long to import as pgfence may."""
+        """Import the classes and functions that need SQLAlchemy's ORM on first access, because importing the ORM is slow."""
         if name in _HOME:
             from importlib import import_module
 
