@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -12,6 +13,7 @@ from sqlalchemy import make_url
 from pgfence import configure, monitoring, schema
 from pgfence.errors import UnreachableError, UnsupportedServerError
 from support.healthy import healthy_role
+from support.proxy import RewritingProxy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -192,6 +194,18 @@ async def test_an_alembic_environment_is_read(world: World, tmp_path: Any) -> No
     assert not {"alembic-lock", "alembic-plugin"} & (await examine(world, engine, alembic_ini=ini)).keys()
     with pytest.raises(TypeError, match="alembic_ini"):
         monitoring.doctor(engine, alembic_ini=7)
+
+
+async def test_a_server_that_is_too_old_is_found(world: World, admin: psycopg.Connection[Any]) -> None:
+    """It is the only finding, because the others need views that such a server does not have."""
+    major = admin.info.server_version // 10000
+    changes = {
+        f"{text}{major}{more}".encode(): f"{text}13{more}".encode() for text, more in (("PostgreSQL ", ""), ("", "00"))
+    }
+    with closing(RewritingProxy(world.dsn, changes)) as old:
+        found = await examine(world, world.engine(dsn=old.dsn))
+    assert {code: one.severity for code, one in found.items()} == {"server-version": "error"}
+    assert "PostgreSQL 13" in found["server-version"].found
 
 
 @pytest.mark.twins

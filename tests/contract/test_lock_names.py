@@ -1,4 +1,4 @@
-"""Names of session locks are stored after the grant, once for each process, and only where the table exists."""
+"""Names of locks are stored after the grant, once for each process, and only where the table exists."""
 
 from __future__ import annotations
 

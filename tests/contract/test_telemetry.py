@@ -35,13 +35,15 @@ pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 class Backend:
     """What an application would export to."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, *engines: Any) -> None:
         self._reader = metrics_export.InMemoryMetricReader()
         self._exporter = memory.InMemorySpanExporter()
         tracers = tracing.TracerProvider()
         tracers.add_span_processor(trace_export.SimpleSpanProcessor(self._exporter))
         self.tracer = tracers.get_tracer("application")
-        telemetry.instrument(engine, metrics.MeterProvider([self._reader]), tracers)
+        meters = metrics.MeterProvider([self._reader])
+        for engine in engines:
+            telemetry.instrument(engine, meters, tracers)
 
     def collect(self) -> Mapping[str, dict[tuple[str, ...], Any]]:
         """Return the values of each metric by the values of its attributes, without the database; of a histogram the count."""
@@ -108,6 +110,18 @@ async def test_gauges_include_the_engine_for_locks(world: World, name: str, way:
     assert found["pgfence.lock.attempts"] == {("advisory", "granted"): 1}
     assert ("pgfence.lock.connections" in found) == ready
     assert ("pgfence.lock.held" in found) == ready
+
+
+@pytest.mark.one_driver
+async def test_an_engine_for_locks_that_two_engines_share_counts_once(world: World, name: str) -> None:
+    """Its connections and locks are those of one process, whichever of its engines acquired them."""
+    first, second, shared = world.engine(), world.engine(), world.engine()
+    for engine in (first, second):
+        configure(engine, lock_engine=shared)
+    backend = Backend(first, second)
+    async with world.enter(lock(world, second, name).hold()):
+        found = backend.collect()
+    assert (found["pgfence.lock.held"], found["pgfence.lock.connections"]["session", "used"]) == ({("advisory",): 1}, 1)
 
 
 async def test_waiters_are_counted_in_the_queue(world: World, name: str) -> None:

@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, overload
 
 from pgfence._api.inputs import is_async_engine
+from pgfence._sql.addresses import describe_server
+from pgfence._sql.errors import (
+    LOCK_OUTCOME_UNKNOWN,
+    find_connect_error,
+    is_connection_lost,
+    message_of,
+    translate_connect_error,
+)
+from pgfence.errors import PgfenceError, UnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,7 +22,6 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from pgfence._process.coroutines import Coro
-    from pgfence.errors import PgfenceError
 
     Translate: TypeAlias = Callable[[Engine, Exception], PgfenceError | None]
 
@@ -57,3 +65,14 @@ async def _perform_async(engine: AsyncEngine, work: Callable[[Connection], R], t
 def _raise_translated(engine: Engine, error: Exception, translate: Translate) -> None:
     if told := translate(engine, error):
         raise told from error
+
+
+def translate_statement_error(engine: Engine, error: Exception) -> PgfenceError | None:
+    """Return the error for an error while connecting or in any statement, or None if neither server nor driver raised it."""
+    told = translate_connect_error(engine, error)
+    if told is None or find_connect_error(engine, error, LOCK_OUTCOME_UNKNOWN) is not None:
+        return told
+    where, reason = describe_server(engine), message_of(error)
+    if is_connection_lost(error):
+        return UnreachableError(f"the connection to {where} was lost: {reason}", sqlstate=told.sqlstate)
+    return PgfenceError(f"{where} rejected a statement: {reason}", sqlstate=told.sqlstate)

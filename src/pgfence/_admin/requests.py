@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, overload
 
 from sqlalchemy import Engine
 
-from pgfence._admin.connection import run_on_engine
+from pgfence._admin.connection import run_on_engine, translate_statement_error
 from pgfence._api.inputs import check_text
 from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases.heartbeat.service import HeartbeatService
 from pgfence._process.events import emit_event
-from pgfence._sql.errors import translate_connect_error, translate_error
+from pgfence._sql.errors import translate_error
 from pgfence._sql.evict import EvictionRequest
 from pgfence._sql.resign import ResignRequest
 from pgfence._sql.storage import table_names_of
@@ -99,7 +99,7 @@ def perform(engine: Engine | AsyncEngine, work: Callable[[Connection, O], R], re
         if isinstance(error, PgfenceError):
             return None
         told = translate_error(error, request.place, request.context, engine)
-        return told or translate_connect_error(engine, error)
+        return told or translate_statement_error(engine, error)
 
     return run_on_engine(engine, lambda connection: work(connection, request), translate)
 

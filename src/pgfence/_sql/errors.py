@@ -163,6 +163,8 @@ def missing_tables_error(place: TableNames, needed: int, state: str | None, row:
 
 _OWNED = re.compile(r"(?:must be owner of|permission denied for) (?:relation|table|view) (.+)")
 
+_VIEW_OF_SERVER = re.compile(r"permission denied for (?:relation|table|view) (pg_\w+)")
+
 
 def _denial_error(said: str, place: TableNames, context: ErrorContext) -> SchemaError:
     if context.owner:
@@ -174,6 +176,11 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
             else "Run it as the owner"
         )
         return SchemaError(f"permission denied: {said}. {advice}", needed=VERSION, command=command, sqlstate=NO_RIGHT)
+    if view := _VIEW_OF_SERVER.search(said):
+        command = f"GRANT SELECT ON pg_catalog.{view[1]} TO <role>"
+        return SchemaError(
+            f"permission denied: {said}. As a superuser, run: {command}", command=command, sqlstate=NO_RIGHT
+        )
     audit = place.prefix + "audit" in said
     key_rights = context.key_rights if context.version == KEYS else ""
     limits = context.version == LIMITS

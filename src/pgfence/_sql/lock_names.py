@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pgfence._sql.params import call
-from pgfence._sql.storage import quote_literal
+from pgfence._sql.storage import is_in_place_sql, quote_literal
 from pgfence.keys import SEPARATOR
 
 if TYPE_CHECKING:
@@ -43,18 +43,12 @@ def has_names_sql(place: TableNames, style: ParamStyle | None) -> str:
         place: the table names.
         style: the parameter style of the statement, or None if it has no parameters.
     """
-    there = (
-        "pg_catalog.pg_table_is_visible(c.oid)"
-        if place.schema is None
-        else "c.relnamespace = (SELECT n.oid FROM pg_catalog.pg_namespace AS n WHERE n.nspname ="
-        f" {quote_literal(place.schema)})"
-    )
     rights = "".join(
         f" AND pg_catalog.has_table_privilege(c.oid, '{right}')" for right in ("SELECT", "INSERT", "UPDATE")
     )
     text = (
         f"EXISTS (SELECT FROM pg_catalog.pg_class AS c WHERE c.relname = {quote_literal(place.prefix + 'lock_name')}"
-        f" AND {there} AND pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE'){rights})"
+        f" AND {is_in_place_sql(place, 'c')} AND pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE'){rights})"
     )
     return text.replace("%", "%%") if style == "format" else text
 

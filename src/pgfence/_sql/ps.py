@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.errors import ErrorContext
 from pgfence._sql.params import mark, microseconds_sql, name_of, style_of
-from pgfence._sql.storage import quote_literal
+from pgfence._sql.storage import is_in_place_sql, quote_literal
 from pgfence._sql.ticket_queue import END_OF_QUEUE, IS_TICKET, WAITED
 from pgfence.keys import SEPARATOR
 
@@ -62,7 +62,7 @@ _LOCKS = (
     " UNION ALL SELECT c.vx, 2, c.pair FROM claims AS c),"
     " wanted AS (SELECT k.value, k.space FROM locks AS k WHERE k.ours AND NOT k.granted UNION SELECT c.value, 1"
     " FROM claims AS c JOIN locks AS k ON k.ours AND NOT k.granted AND k.space = 2 AND k.value = c.pair),"
-    " prepared AS (SELECT k.vx, x.gid, x.prepared FROM locks AS k JOIN pg_catalog.pg_prepared_xacts AS x"
+    " prepared AS (SELECT k.vx, x.gid, x.prepared, x.owner FROM locks AS k JOIN pg_catalog.pg_prepared_xacts AS x"
     " ON x.transaction = k.xid WHERE k.pid IS NULL)"
 )
 # A session that is outside a transaction has no local transaction id, so its lock is a session lock. Of one that is inside a
@@ -81,7 +81,7 @@ _HELD = (
     f" COALESCE(CASE WHEN {_MINE} THEN s.acquired_at END, h.since) AS since,"
     " NULL::timestamptz AS expires_at, CASE WHEN h.pid IS NULL THEN 'prepared' WHEN b.pid IS NOT NULL THEN 'waiting'"
     f" ELSE COALESCE(h.state, CASE WHEN {_OUTSIDE} THEN 'idle' ELSE 'in transaction' END) END AS state,"
-    " h.waited FROM (SELECT h.*, a.application_name, a.host, a.usename, a.state, p.gid,"
+    " h.waited FROM (SELECT h.*, a.application_name, a.host, COALESCE(a.usename, p.owner) AS usename, a.state, p.gid,"
     " COALESCE(a.xact_start, a.state_change, p.prepared) AS since, w.value IS NOT NULL AS waited FROM locks AS h"
     " LEFT JOIN activity AS a ON a.pid = h.pid"
     " LEFT JOIN prepared AS p ON h.pid IS NULL AND p.vx = h.vx"
@@ -247,13 +247,7 @@ def probe(connection: Connection, place: TableNames) -> Access:
         f"({quote_literal(name)}, {quote_literal(place.prefix + name)}, {quote_literal(field)})"
         for name, field in _TABLES.items()
     )
-    there = (
-        "pg_catalog.pg_table_is_visible(t.oid)"
-        if place.schema is None
-        else "t.relnamespace = (SELECT s.oid FROM pg_catalog.pg_namespace AS s WHERE s.nspname ="
-        f" {quote_literal(place.schema)})"
-    )
-    text = _PROBE.format(values=values, schema=there)
+    text = _PROBE.format(values=values, schema=is_in_place_sql(place, "t"))
     _, _, all_stats, database, tables = connection.exec_driver_sql(
         text, execution_options={"no_parameters": True}
     ).one()

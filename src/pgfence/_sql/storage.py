@@ -121,6 +121,16 @@ def _place(schema: str | None, prefix: str) -> TableNames:
     return TableNames(schema, prefix)
 
 
+def is_in_place_sql(place: TableNames, relation: str) -> str:
+    """Return the condition that a row of pg_class, by its alias, is in the schema, or on the search path if none is configured."""
+    if place.schema is None:
+        return f"pg_catalog.pg_table_is_visible({relation}.oid)"
+    return (
+        f"{relation}.relnamespace = (SELECT s.oid FROM pg_catalog.pg_namespace AS s WHERE s.nspname ="
+        f" {quote_literal(place.schema)})"
+    )
+
+
 def translate_schema(thing: HasDialect, schema: str | None) -> str | None:
     """Apply the `schema_translate_map` of an Engine or Connection, sync or async, to a schema name."""
     # An AsyncConnection can have execution options in addition to those of its engine.

@@ -140,10 +140,11 @@ class Recorder:
     def _read_gauges(self) -> dict[Metric, dict[Values, float]]:
         found: dict[Metric, dict[Values, float]]
         found = {each: {} for each in metrics.METRICS if each.instrument == "gauge"}
+        seen: set[object] = set()  # several engines may share one lock_engine
         for database, reference in self._engines:
             if (dialect := reference()) is None:
                 continue
-            for metric, values, value in read_state(dialect, self._prefixes):
+            for metric, values, value in read_state(dialect, self._prefixes, seen):
                 gauge, key = found[metric], (database, *values)
                 before = gauge.get(key, 0.0)
                 gauge[key] = max(before, value) if metric in _MAXIMA else before + value

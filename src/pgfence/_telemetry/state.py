@@ -39,8 +39,14 @@ class GaugeValue(NamedTuple):
     value: float
 
 
-def read_state(dialect: Dialect, prefixes: Prefixes) -> Iterator[GaugeValue]:
-    """Yield the state of an engine and its `lock_engine` in this process, without sending a statement."""
+def read_state(dialect: Dialect, prefixes: Prefixes, seen: set[object]) -> Iterator[GaugeValue]:
+    """Yield the state of an engine and its `lock_engine` in this process, without sending a statement.
+
+    Args:
+        dialect: the dialect of the engine.
+        prefixes: the prefixes of names.
+        seen: the managers that were read before, which are skipped; those that are read now are added.
+    """
     managers = list(_list_managers(dialect))
     other = config_of(DialectOnly(dialect)).lock_engine
     if callable(other):
@@ -51,6 +57,9 @@ def read_state(dialect: Dialect, prefixes: Prefixes) -> Iterator[GaugeValue]:
         managers += _list_managers(other.dialect)
     ages: dict[tuple[str, str], list[float]] = {}
     for each in managers:
+        if each in seen:
+            continue
+        seen.add(each)
         if isinstance(each, HeartbeatService):
             _add_ages(ages, list_grants(each), prefixes)
         elif isinstance(each, (LockManager, LeaseManager)):

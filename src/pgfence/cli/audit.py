@@ -13,9 +13,8 @@ from pgfence import monitoring
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.parser import Command, Option
-from pgfence.cli.report import Console, choose_code, make_printable
+from pgfence.cli.report import exit_on_error, make_printable
 from pgfence.cli.server import open_engine
-from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
     from pgfence.monitoring import AuditEntry
@@ -53,10 +52,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
     type=click.Choice(ACTIONS),
     help="Print only entries of this action.",
 )
-@options.dsn
-@options.engine
-@options.schema
-@options.prefix
+@options.add_table_options
 @options.as_json
 def audit(
     since: str | None,
@@ -72,12 +68,8 @@ def audit(
     The oldest entry is first. The entries of all namespaces are printed.
     """
     wanted = None if since is None else parse_since(since)
-    with open_engine(dsn, engine, schema=schema, prefix=prefix) as target:
-        try:
-            found = monitoring.audit(target, since=wanted, action=action)
-        except PgfenceError as error:
-            Console().warn(str(error))
-            raise CommandExit(choose_code(error)) from error
+    with open_engine(dsn, engine, schema=schema, prefix=prefix) as target, exit_on_error():
+        found = monitoring.audit(target, since=wanted, action=action)
     if as_json:
         print(json.dumps({"entries": [_as_data(entry) for entry in found]}))
     else:

@@ -13,11 +13,10 @@ from pgfence._admin.doctor.examination import examine
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.parser import Command, Option
-from pgfence.cli.report import Console, choose_code, format_in_color, write_wrapped
+from pgfence.cli.report import exit_on_error, format_in_color, write_wrapped
 from pgfence.cli.running import pooler as pooler_option
 from pgfence.cli.server import open_engine
 from pgfence.cli.ttl import advise
-from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,14 +49,14 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
     ],
 )
 @click.option(
-    "--strict", cls=Option, heading=options.OUTPUT, is_flag=True, help="Exit with 1 if there is a warning, too."
+    "--strict", cls=Option, heading=options.OUTPUT, is_flag=True, help="Exit with 1 if there is a warning too."
 )
 @click.option(
     "--ttl",
     "lease",
     cls=Option,
     metavar="NAME",
-    help="Measure renewals for at most 5 s, and advise a TTL for the lease NAME instead.",
+    help="Instead, measure renewals for at most 5 s, and advise a TTL for the lease NAME.",
 )
 @click.option(
     "--alembic-ini",
@@ -85,7 +84,7 @@ def doctor(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """Examine the server, the role and the settings, and print what pgfence does not work well with, and the fixes.
+    """Examine the server, the role and the settings, and print what could cause problems with pgfence, with a fix for each.
 
     Use it before the first deployment, in CI, and when something is wrong. It changes nothing and takes no lock. Run it with the
     URL and the role of the application, because privileges and settings depend on them.
@@ -93,13 +92,10 @@ def doctor(
     ini = alembic_ini or (_INI if _INI.is_file() else None)
     given = {"pooler": pooler, "namespace": namespace, "schema": schema, "prefix": prefix}
     try:
-        with open_engine(dsn, engine, **given) as target:
+        with exit_on_error(), open_engine(dsn, engine, **given) as target:
             if lease is not None:
                 advise(target, lease, as_json=as_json)
             diagnosis = examine(target, ini, lambda found: found)
-    except PgfenceError as error:
-        Console().warn(str(error))
-        raise CommandExit(choose_code(error)) from None
     except ValueError as error:
         raise MisuseError(str(error)) from None
     counted = ("error", "warning") if strict else ("error",)

@@ -60,11 +60,7 @@ if TYPE_CHECKING:
 @options.actor
 @click.option("--dry-run", cls=Option, heading=options.AUDIT, is_flag=True, help="Only show the holder.")
 @options.yes
-@options.dsn
-@options.engine
-@options.namespace
-@options.schema
-@options.prefix
+@options.add_database_options
 @options.as_json
 def evict(
     name: str,

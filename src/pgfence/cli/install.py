@@ -6,12 +6,11 @@ import click
 
 from pgfence import schema as tables
 from pgfence.cli import options
-from pgfence.cli.codes import CommandExit, MisuseError
+from pgfence.cli.codes import MisuseError
 from pgfence.cli.parser import Command, Option
-from pgfence.cli.report import Console, choose_code
+from pgfence.cli.report import Console, exit_on_error
 from pgfence.cli.server import open_engine
 from pgfence.config import DEFAULT
-from pgfence.errors import PgfenceError
 
 
 @click.command(
@@ -63,12 +62,8 @@ def install(
     if sql:
         print(_build_script(schema, prefix), end="")
         return
-    with open_engine(dsn, engine, schema=schema, prefix=prefix) as target:
-        try:
-            tables.create_all(target)
-        except PgfenceError as error:
-            Console().warn(str(error))
-            raise CommandExit(choose_code(error)) from None
+    with open_engine(dsn, engine, schema=schema, prefix=prefix) as target, exit_on_error():
+        tables.create_all(target)
     Console(quiet=quiet).tell("tables and functions are installed")
 
 

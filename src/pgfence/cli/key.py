@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pgfence._admin.connection import run_on_engine
+from pgfence._admin.connection import run_on_engine, translate_statement_error
 from pgfence._admin.known_keys import list_keys_of_libraries, recognize_key
-from pgfence._sql.errors import translate_connect_error
 from pgfence._sql.lock_names import find_name
 from pgfence._sql.storage import table_names_of
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.parser import Command, Option
-from pgfence.cli.report import Console, choose_code
+from pgfence.cli.report import exit_on_error
 from pgfence.cli.server import open_engine
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError
@@ -54,11 +53,7 @@ _PAIR = re.compile(r"(-?\d+)\s*,\s*(-?\d+)")
     metavar="NUMBER",
     help="Print what this key is for: a number, or a pair (classid and objid) as A,B.",
 )
-@options.dsn
-@options.engine
-@options.namespace
-@options.schema
-@options.prefix
+@options.add_database_options
 @options.as_json
 def key(
     names: tuple[str, ...],
@@ -152,13 +147,10 @@ def _look_up(engine: Engine, wanted: LockKey, names: tuple[str, ...], namespace:
     place = table_names_of(engine)
 
     def translate(engine: Engine, error: Exception) -> PgfenceError | None:
-        return None if isinstance(error, PgfenceError) else translate_connect_error(engine, error)
+        return None if isinstance(error, PgfenceError) else translate_statement_error(engine, error)
 
-    try:
+    with exit_on_error():
         database, name = run_on_engine(engine, lambda connection: find_name(connection, place, wanted), translate)
-    except PgfenceError as error:
-        Console().warn(str(error))
-        raise CommandExit(choose_code(error)) from error
     if name is None:
         return _recognize(wanted, names, namespace, database)
     space, separator, bare = name.rpartition(SEPARATOR)

@@ -15,11 +15,10 @@ from pgfence._sql import stuck_keys as statements
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.parser import Command, Group, Option
-from pgfence.cli.report import AdminReport, Console, choose_code, confirm, expect_answer, format_columns, run_reported
+from pgfence.cli.report import AdminReport, confirm, exit_on_error, expect_answer, format_columns, run_reported
 from pgfence.cli.running import check_seconds
 from pgfence.cli.server import open_engine
 from pgfence.config import config_of
-from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,11 +61,7 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="List only keys that were first claimed at least SECONDS ago.",
 )
-@options.dsn
-@options.engine
-@options.namespace
-@options.schema
-@options.prefix
+@options.add_database_options
 @options.as_json
 @click.pass_context
 def keys(
@@ -90,15 +85,12 @@ def keys(
             raise MisuseError(f"write {_build_option(given[0])} after `{context.invoked_subcommand}`")
         return
     check_seconds(older_than, "--older-than")
-    with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
+    with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target, exit_on_error():
         try:
             found = monitoring.stuck_keys(target, older_than=older_than, prefix=scope)
             space = config_of(target).namespace
         except ValueError as error:
             raise MisuseError(str(error)) from None
-        except PgfenceError as error:
-            Console().warn(str(error))
-            raise CommandExit(choose_code(error)) from error
     if as_json:
         print(json.dumps({"keys": [_as_data(key) for key in found]}))
     else:
@@ -143,11 +135,7 @@ def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
 @options.actor
 @click.option("--dry-run", cls=Option, heading=options.AUDIT, is_flag=True, help="Only show the attempt.")
 @options.yes
-@options.dsn
-@options.engine
-@options.namespace
-@options.schema
-@options.prefix
+@options.add_database_options
 @options.as_json
 def free(
     scope: str,

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, TypeVar
+
 import click
 
 from pgfence.cli.parser import Option
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+C = TypeVar("C", bound="Callable[..., Any] | click.Command")
 
 DATABASE = "Database"
 OUTPUT = "Output"
@@ -46,6 +53,22 @@ prefix = click.option(
     metavar="TEXT",
     help="Name prefix of pgfence's tables and functions. Default: pgfence_.",
 )
+
+
+def add_table_options(command: C) -> C:
+    """Add the options that select the database and pgfence's tables."""
+    for option in (prefix, schema, engine, dsn):  # click lists the one that is applied last first
+        command = option(command)
+    return command
+
+
+def add_database_options(command: C) -> C:
+    """Add the options that select the database, the namespace and pgfence's tables."""
+    for option in (prefix, schema, namespace, engine, dsn):
+        command = option(command)
+    return command
+
+
 as_json = click.option("--json", "as_json", cls=Option, heading=OUTPUT, is_flag=True, help="Print one JSON object.")
 quiet = click.option(
     "--quiet",

@@ -14,9 +14,8 @@ from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.parser import Command, Option
 from pgfence.cli.ps_view import build_data, show_listing, watch
-from pgfence.cli.report import Console, choose_code
+from pgfence.cli.report import exit_on_error
 from pgfence.cli.server import open_engine
-from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +42,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
         ("0", "The list was printed, even if nothing is held."),
         ("64", "Misuse."),
         ("69", "The server did not respond."),
-        ("78", "The server is not a PostgreSQL that pgfence supports."),
+        ("78", "The server rejected the query, or is not a PostgreSQL that pgfence supports."),
     ],
 )
 @click.argument("names", metavar="[PREFIX]", default="")
@@ -87,11 +86,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     metavar="SECONDS",
     help="Time between two refreshes of --watch. Default: 1.",
 )
-@options.dsn
-@options.engine
-@options.namespace
-@options.schema
-@options.prefix
+@options.add_database_options
 @click.option(
     "--json",
     "as_json",
@@ -137,12 +132,10 @@ def ps(
 
 def _show_once(read: Callable[[int | None], Listing], limit: int | None, prefix: str, *, as_json: bool) -> None:
     try:
-        listing = read(limit)
+        with exit_on_error():
+            listing = read(limit)
     except ValueError as error:
         raise MisuseError(str(error)) from None
-    except PgfenceError as error:
-        Console().warn(str(error))
-        raise CommandExit(choose_code(error)) from error
     if as_json:
         print(json.dumps(build_data(listing)))
     else:

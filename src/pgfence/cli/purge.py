@@ -47,10 +47,7 @@ if TYPE_CHECKING:
     metavar="NUMBER",
     help="Keys deleted in one transaction. Default: 1000.",
 )
-@options.dsn
-@options.engine
-@options.schema
-@options.prefix
+@options.add_table_options
 @options.as_json
 @options.quiet
 def purge(

@@ -59,10 +59,7 @@ _QUERY = 60
 @options.actor
 @click.option("--dry-run", cls=Option, heading=options.AUDIT, is_flag=True, help="Only show the sessions.")
 @options.yes
-@options.dsn
-@options.engine
-@options.schema
-@options.prefix
+@options.add_table_options
 @options.as_json
 def release_leaked(
     idle_for: float,

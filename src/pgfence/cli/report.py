@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
@@ -15,7 +15,7 @@ from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pgfence.types import Holder
 
@@ -173,6 +173,16 @@ def run_reported(work: Callable[[], AdminReport[F]]) -> AdminReport[F]:
     except PgfenceError as error:
         code = choose_code(error)
         return AdminReport("unavailable" if code is Code.UNAVAILABLE else "refused", code, [str(error)])
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """End the command with one line on stderr and the exit code for the error, if pgfence raises one inside the block."""
+    try:
+        yield
+    except PgfenceError as error:
+        Console().warn(str(error))
+        raise CommandExit(choose_code(error)) from error
 
 
 def choose_code(error: PgfenceError) -> Code:

@@ -105,7 +105,7 @@ class HoldSamples:
 
 @click.command(
     "stats",
-    short_help="Sample what is waited for most and held longest.",
+    short_help="Show which names are waited for most and held longest.",
     cls=Command,
     usage="[OPTIONS] [PREFIX]",
     arguments={"PREFIX": "Sample only names that begin with PREFIX, as `pgfence ps` shows them. Default: all."},
@@ -117,20 +117,20 @@ class HoldSamples:
         ("0", "The lists were printed. After Ctrl-C they contain what was seen until then."),
         ("64", "Misuse."),
         ("69", "The server did not respond to any request."),
-        ("78", "The server is not a PostgreSQL that pgfence supports."),
+        ("78", "The server rejected the query, or is not a PostgreSQL that pgfence supports."),
     ],
 )
 @click.argument("names", metavar="[PREFIX]", default="")
-@click.option("--for", "length", cls=Option, type=float, default=10.0, metavar="SECONDS", help="How long. Default: 10.")
+@click.option(
+    "--for", "length", cls=Option, type=float, default=10.0, metavar="SECONDS", help="Time to sample. Default: 10."
+)
 @click.option(
     "--interval", cls=Option, type=float, default=1.0, metavar="SECONDS", help="Time between two samples. Default: 1."
 )
-@click.option("--top", cls=Option, type=int, default=10, metavar="NUMBER", help="Names in each list. Default: 10.")
-@options.dsn
-@options.engine
-@options.namespace
-@options.schema
-@options.prefix
+@click.option(
+    "--top", cls=Option, type=int, default=10, metavar="NUMBER", help="Number of names in each list. Default: 10."
+)
+@options.add_database_options
 @options.as_json
 def stats(
     names: str,

@@ -7,10 +7,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pgfence._admin.connection import translate_statement_error
 from pgfence._leases.terms import compute_interval, compute_margin, compute_shortest_ttl
 from pgfence._process.clock import clock
 from pgfence._sql.addresses import describe_server
-from pgfence._sql.errors import ErrorContext, translate_connect_error, translate_error
+from pgfence._sql.errors import ErrorContext, translate_error
 from pgfence._sql.renewal_sample import build_sample, read_lease
 from pgfence._sql.storage import LEASES, table_names_of
 from pgfence.cli.codes import Code, CommandExit
@@ -80,7 +81,7 @@ def advise(engine: Engine, name: str, *, as_json: bool) -> NoReturn:
             sample.run(connection)  # the first one also plans the statement
             renewals, pauses = _measure(lambda: sample.run(connection))
     except Exception as error:
-        told = translate_error(error, place, _CONTEXT, engine) or translate_connect_error(engine, error)
+        told = translate_error(error, place, _CONTEXT, engine) or translate_statement_error(engine, error)
         if told is None:
             raise
         raise told from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, overload
 
-from pgfence._admin.connection import run_on_engine
+from pgfence._admin.connection import run_on_engine, translate_statement_error
 from pgfence._admin.doctor import activity, cluster, connection, installation, settings
 from pgfence._admin.doctor.connection import check_version
 from pgfence._admin.doctor.environment import check_environment
@@ -14,7 +14,7 @@ from pgfence._api.inputs import find_lock_engine, is_async_engine
 from pgfence._connections.connect import detect_pooler
 from pgfence._sql.addresses import describe_server, read_host_list
 from pgfence._sql.diagnosis import read_snapshot, read_version
-from pgfence._sql.errors import translate_connect_error, translate_error
+from pgfence._sql.errors import translate_error
 from pgfence._sql.params import style_of
 from pgfence._sql.storage import table_names_of
 from pgfence.config import config_of
@@ -99,4 +99,4 @@ def _unwrap(engine: Engine | AsyncEngine) -> Engine:
 def _translate(engine: Engine, error: Exception) -> PgfenceError | None:
     if isinstance(error, PgfenceError):
         return None
-    return translate_error(error, None, engine=engine) or translate_connect_error(engine, error)
+    return translate_error(error, None, engine=engine) or translate_statement_error(engine, error)
