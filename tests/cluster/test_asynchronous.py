@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
+from cluster import wanted
 from cluster.cluster import Cluster, make_folder
 from cluster.observe import Client, create_tables, find_stale_writes, read, wait_for_leader
 from pgfence import idempotent, run_transaction
@@ -61,7 +62,7 @@ async def claim_key(client: Client, name: str, number: int) -> None:
     await client.call(run_transaction, transactions.factory(client, client.database), run)
 
 
-@pytest.mark.parametrize("way", ["psycopg", "asyncpg"])
+@pytest.mark.parametrize("way", ["psycopg", pytest.param("asyncpg", marks=wanted.LONG)])
 async def test_a_token_that_was_not_replicated_is_not_issued_again(cluster: Cluster, way: str) -> None:
     """After a failover that loses a grant, the next token is higher, and no write of the lost grant is accepted any more.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cluster import wanted
 from cluster.cluster import Cluster, make_folder
 from cluster.observe import Beliefs, Calls, Client, create_tables, find_stale_writes
 from cluster.strikes import switch_over
@@ -16,6 +17,8 @@ from support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+pytestmark = wanted.LONG
 
 TTL, AHEAD = 20, 16.0
 _FAR = 60.0

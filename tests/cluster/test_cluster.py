@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 QUICK = (Strike.SWITCHOVER, Strike.KILL_POSTMASTER, Strike.HANG_STANDBY, Strike.ETCD_NODE_LOST)
 """The usual run has all kinds in test_failover.py."""
-LONG = pytest.mark.skipif(not wanted.is_long(), reason=f"runs with {wanted.VARIABLE}={wanted.ALL}")
 PRIMARY = text("SELECT NOT pg_is_in_recovery()")
 PROGRAM = """
 import sys
@@ -59,7 +58,9 @@ async def ask_each_way(cluster: Cluster) -> None:
             engine.dispose()
 
 
-@pytest.mark.parametrize("synchronous", [True, pytest.param(False, marks=LONG)], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "synchronous", [True, pytest.param(False, marks=wanted.LONG)], ids=["synchronous", "asynchronous"]
+)
 async def test_each_fault_leads_back_to_a_ready_cluster(
     make_cluster: Callable[..., Cluster], synchronous: bool
 ) -> None:
@@ -93,7 +94,7 @@ def folder() -> Iterator[Path]:
 @pytest.mark.usefixtures("make_cluster")
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=LONG), pytest.param(signal.SIGKILL, marks=LONG)],
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=wanted.LONG), pytest.param(signal.SIGKILL, marks=wanted.LONG)],
     ids=lambda number: number.name,
 )
 def test_an_interrupted_run_leaves_nothing_behind(number: signal.Signals, folder: Path) -> None:

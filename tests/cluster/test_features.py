@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cluster import wanted
 from cluster.cluster import Cluster, make_folder
 from cluster.observe import create_tables
 from cluster.scenarios import PARTITIONS, PERMITS, SCENARIOS, STEPS, Failover
@@ -16,6 +17,8 @@ from support.crews import report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+pytestmark = wanted.LONG
 
 KINDS = (Strike.SWITCHOVER, Strike.KILL_POSTMASTER, Strike.KILL_MACHINE)
 SHORT_TTL, LONG_TTL = 8, 90

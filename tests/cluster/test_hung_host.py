@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cluster import wanted
 from cluster.cluster import Cluster, make_folder
 from cluster.observe import WAYS, Beliefs, Calls, Client, create_tables, find_stale_writes, strike_beside
 from cluster.strikes import Strike
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
     from cluster.strikes import StrikeRecord
+
+pytestmark = wanted.LONG
 
 TTL = 50
 SLOWER = 3.0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sqlalchemy import text
 
+from cluster import wanted
 from cluster.cluster import Cluster, make_folder
 from cluster.observe import WAYS, Beliefs, Calls, Client, create_tables, read, strike_beside
 from cluster.strikes import Strike
@@ -16,6 +17,8 @@ from support.crews import report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
+
+pytestmark = wanted.LONG
 
 LONG, SHORT = 30, 6
 
