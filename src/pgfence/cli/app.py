@@ -40,7 +40,7 @@ class _Commands(Group):
     """The commands, imported one by one."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Parse the options of the group; `--help` also prints."""
+        """Parse the options of the group; with `--help`, print the help."""
         with _catch_output_errors():
             return super().make_context(*args, **kwargs)
 
