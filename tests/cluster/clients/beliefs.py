@@ -63,10 +63,10 @@ class Beliefs:
 
     def _run(self) -> None:
         while True:
+            # Inside the lock, so that no sample is taken after `drop`: the handle may still say that it is held while it is released.
             with self._lock:
-                watched = [*self._watched]
-            for each in watched:
-                each.sample()
+                for each in self._watched:
+                    each.sample()
             time.sleep(_EVERY)
 
     def watch(self, handle: Any, kind: str, name: str, who: str, *, asked: float, limit: int = 1) -> Watched:
