@@ -180,7 +180,8 @@ def check_beliefs(beliefs: Sequence[Belief], outages: Sequence[Outage], counts: 
     for (kind, name), holds in group(((each.kind, each.name), each) for each in beliefs).items():
         counts[f"holds: {kind}"] += len(holds)
         present: list[Belief] = []
-        for each in sorted(holds, key=lambda hold: hold.start):
+        # A hold that was lost before the first sample never said that it is held.
+        for each in sorted((hold for hold in holds if hold.end > hold.start), key=lambda hold: hold.start):
             present = [other for other in present if other.end > each.start]
             if len(present) >= each.limit:
                 outage = find_outage(outages, each.start)

@@ -70,6 +70,7 @@ CORRECT: tuple[list[Record], Rows] = (
         belief(1, 3, "a", kind="permit", limit=2),
         belief(2, 4, "b", kind="permit", limit=2),
         belief(3.5, 5, "c", kind="permit", limit=2),
+        belief(1.5, 1.5, "c", how="lost"),
         write("fenced", "x-1"),
         write("fenced", "x-2", DOUBT),
         write("fenced", "gone", LOST),
@@ -101,7 +102,7 @@ def test_a_correct_history_has_no_findings() -> None:
     """Lost leases, permits within their number, doubtful commits and a slot with a second attempt are no violations."""
     verdict = judge.judge(*CORRECT, OUTAGES)
     assert verdict.findings == []
-    expected = {"tokens": 4, "holds: lease": 2, "holds: permit": 3, "acknowledged: fenced": 1, "in doubt: fenced": 2}
+    expected = {"tokens": 4, "holds: lease": 3, "holds: permit": 3, "acknowledged: fenced": 1, "in doubt: fenced": 2}
     expected |= {"in doubt and committed: fenced": 2, "failed: fenced": 1, "steps called twice": 1, "slots": 1}
     assert {name: verdict.counts[name] for name in expected} == expected
 
