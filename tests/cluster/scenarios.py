@@ -275,10 +275,12 @@ async def elect(failover: Failover) -> Shares:
     await eventually(lambda: any(member.is_leader for member in members), _FAR)
     leader = next(member for member in members if member.is_leader)
     seconds = next((b.start - record.leader_at for b in beliefs.of(name) if b.start > (record.leader_at or 0)), 0.0)
+    # Another thread notes the terms, so a member may be leader before its term is noted.
+    await eventually(lambda: terms[max(terms)] == members.index(leader), _FAR)
+    resigned = max(terms)
     await clients[members.index(leader)].call(leader.resign)
-    await eventually(lambda: any(member.is_leader for member in members), _FAR)
-    last = max(terms)
-    after = terms[last] != members.index(leader) and len(terms) >= 2
+    await eventually(lambda: max(terms) > resigned, _FAR)
+    after = terms[max(terms)] != members.index(leader)
     for client, member in zip(clients, members, strict=True):
         await client.call(member.resign)
     beliefs.close()
