@@ -96,6 +96,35 @@ def test_the_dashboard_shows_every_metric() -> None:
     assert missing == []
 
 
+def test_the_dashboard_has_the_form_that_grafana_reads() -> None:
+    """Known types and units, unique ids, panels that do not overlap, and the data source of the dashboard's variable.
+
+    After kinds/dashboard/dashboard_kind.cue and packages/grafana-data/src/valueFormats/categories.ts of Grafana.
+    """
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    assert dashboard["schemaVersion"] == 39
+    variables = {each["name"]: each["type"] for each in dashboard["templating"]["list"]}
+    assert variables == {"datasource": "datasource", "job": "query", "database": "query"}
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        assert panel["type"] in {"row", "stat", "timeseries"}
+        x, y, width, height = (panel["gridPos"][side] for side in "xywh")
+        cells = {(column, line) for column in range(x, x + width) for line in range(y, y + height)}
+        assert x + width <= 24 and not cells & taken, panel["title"]
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["fieldConfig"]["defaults"]["unit"] in {"short", "s", "percentunit", "ops"}
+        targets = panel["targets"]
+        assert len({target["refId"] for target in targets}) == len(targets)
+        for each in (panel, *targets):
+            assert each["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        used = set(re.findall(r"\$(\w+)", json.dumps(targets)))
+        assert used <= {*variables, "__range", "__rate_interval"}, panel["title"]
+
+
 def test_names_in_prometheus_are_those_of_the_exporter() -> None:
     """The rule by which the other tests translate names is the one of OpenTelemetry's exporter."""
     exporter = pytest.importorskip("opentelemetry.exporter.prometheus")
