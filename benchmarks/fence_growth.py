@@ -43,7 +43,7 @@ def run(quick: bool) -> dict[str, Any]:
     if (pgbench := _find_pgbench()) is None:
         skipped["pgbench"] = "it is neither beside the server's programs nor on the PATH"
     else:
-        found = _measure(pgbench, rounds=1 if quick else 3, seconds=1 if quick else 3)
+        found = _measure(pgbench, *((1, ("-t", "10")) if quick else (3, ("-T", "3"))))
         growth = _ratio(found[32], FENCED) / _ratio(found[1], FENCED)
         lists = max(each.multixacts for rounds in found.values() for each in rounds[FENCED])
         bars = [
@@ -79,7 +79,7 @@ def _find_pgbench() -> str | None:
     return shutil.which("pgbench", path=find()) or shutil.which("pgbench")
 
 
-def _measure(pgbench: str, rounds: int, seconds: int) -> dict[int, dict[str, list[_Round]]]:
+def _measure(pgbench: str, rounds: int, length: tuple[str, str]) -> dict[int, dict[str, list[_Round]]]:
     found: dict[int, dict[str, list[_Round]]] = {}
     with server(durable=True) as place, TemporaryDirectory() as folder:
         engine = sa.create_engine(place.url())
@@ -97,7 +97,7 @@ def _measure(pgbench: str, rounds: int, seconds: int) -> dict[int, dict[str, lis
                 found[writers] = {name: [] for name in scripts}
                 for _ in range(rounds):
                     for name in random.sample(list(scripts), len(scripts)):
-                        found[writers][name].append(_run(pgbench, place, scripts[name], writers, seconds))
+                        found[writers][name].append(_run(pgbench, place, scripts[name], writers, length))
         engine.dispose()
     return found
 
@@ -116,9 +116,9 @@ def _write_scripts(folder: Path, token: int) -> dict[str, Path]:
     return scripts
 
 
-def _run(pgbench: str, place: Place, script: Path, writers: int, seconds: int) -> _Round:
+def _run(pgbench: str, place: Place, script: Path, writers: int, length: tuple[str, str]) -> _Round:
     url = place.url()
-    command = (pgbench, "-n", "-M", "prepared", "-c", writers, "-j", 2, "-T", seconds, "-f", script)
+    command = (pgbench, "-n", "-M", "prepared", "-c", writers, "-j", 2, *length, "-f", script)
     where = ("-h", url.host, "-p", url.port, "-U", url.username, url.database)
     before = _count_multixacts(place)
     done = subprocess.run(
