@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import create_engine
 
+import pgfence.cli
 from pgfence import monitoring
 from pgfence.cli.elect import LONG_RUN, Backoff
 from pgfence.cli.report import Report
@@ -323,15 +324,6 @@ def test_what_the_command_leaves_behind_ends_with_its_term(cli: Cli, name: str) 
         (["NAME", "--", "no-such-program"], 127, "no-such-program: not found on PATH"),
         (["NAME", "--", "/"], 126, "/: Permission denied"),
         (["--schema", "nowhere", "NAME", "--", "true"], 78, "pgfence install"),
-        (["--ttl", "0", "NAME", "--", "true"], 64, "--ttl"),
-        (["--max-hold", "-1", "NAME", "--", "true"], 64, "--max-hold"),
-        (["--grace", "nan", "NAME", "--", "true"], 64, "--grace"),
-        (["--owner", "\udcff", "NAME", "--", "true"], 64, "owner"),
-        (["--owner", "", "NAME", "--", "true"], 64, "owner"),
-        (["", "--", "true"], 64, "empty"),
-        (["NAME", "true"], 64, "write -- before the command"),
-        (["--restart", "often", "NAME", "--", "true"], 64, "--restart"),
-        (["--dsn", "mysql://h/d", "NAME", "--", "true"], 64, "--dsn is a URL for mysql"),
     ],
 )
 def test_what_can_never_work_ends_the_program(cli: Cli, name: str, words: list[str], code: int, said: str) -> None:
@@ -340,6 +332,30 @@ def test_what_can_never_work_ends_the_program(cli: Cli, name: str, words: list[s
         assert one.process.wait(2 * FAR) == code
         assert said.lower() in one.read("err").lower()
         assert "Traceback" not in one.read("err")
+
+
+@every_row(
+    ("words", "said"),
+    [
+        (["--ttl", "0", "job", "--", "true"], "--ttl"),
+        (["--max-hold", "-1", "job", "--", "true"], "--max-hold"),
+        (["--grace", "nan", "job", "--", "true"], "--grace"),
+        (["--owner", "\udcff", "job", "--", "true"], "owner"),
+        (["--owner", "", "job", "--", "true"], "owner"),
+        (["", "--", "true"], "empty"),
+        (["job", "true"], "write -- before the command"),
+        (["--restart", "often", "job", "--", "true"], "--restart"),
+        (["--dsn", "mysql://h/d", "job", "--", "true"], "--dsn is a url for mysql"),
+    ],
+)
+def test_a_mistake_in_the_words_is_exit_code_64(
+    words: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names the option, and no server was asked."""
+    monkeypatch.setenv("DATABASE_URL", "postgresql://nobody@127.0.0.1:1/none")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    assert pgfence.cli.main(["elect", *words]) == 64
+    assert said in capfd.readouterr().err.lower()
 
 
 def test_a_host_without_a_server_waits_for_it(cli: Cli, name: str, tmp_path: Path) -> None:
