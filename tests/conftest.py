@@ -70,7 +70,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each worker a quarter of the tests, so that most modules start their servers once; idle workers steal."""
+    """Give each worker consecutive tests, so that most modules start their servers once, unless `--dist` says otherwise."""
+    if config.option.dist != "load":
+        return None
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
