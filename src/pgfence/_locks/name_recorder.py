@@ -12,8 +12,8 @@ import math
 import threading
 import weakref
 from collections import deque
-from contextlib import closing
-from typing import TYPE_CHECKING, TypeAlias
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from sqlalchemy.pool import StaticPool
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     Granted: TypeAlias = tuple[Engine, Sequence[LockKey]]
 
+T = TypeVar("T")
 TICK = 1.0
 """Seconds from one look to the next."""
 BETWEEN = 5.0
@@ -146,11 +147,11 @@ class NameRecorder:
         watched: list[WatchedConnection] = []
         idle_since = clock()
         while not self._ending.wait(TICK):
-            watched += [self._new.popleft() for _ in range(len(self._new))]
+            watched += _drain(self._new)
             watched = [one for one in watched if one.record() is not None]
             held: list[Granted] = [(one.engine, keys) for one in watched if (keys := one.list_held())]
             if (now := clock()) >= self._opens_at:
-                self._store(held + [self._granted.popleft() for _ in range(len(self._granted))])
+                self._store(held + _drain(self._granted))
             if now < self._paused_until:
                 watched.clear()
                 self._forget()
@@ -217,6 +218,15 @@ class NameRecorder:
         self._ending.set()
         if (thread := self._thread) is not None:
             thread.join(seconds)
+
+
+def _drain(queue: deque[T]) -> list[T]:
+    """Remove and return what a queue contains. Other threads may append to it, or clear it, in the meantime."""
+    found = []
+    with suppress(IndexError):
+        while True:
+            found.append(queue.popleft())
+    return found
 
 
 def recorder_of(engine: Engine) -> NameRecorder:
