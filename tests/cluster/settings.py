@@ -143,7 +143,7 @@ def build_haproxy(addresses: Addresses) -> str:
             f"  bind {addresses.haproxy}:{HAPROXY}",
             "  option httpchk GET /primary",
             "  http-check expect status 200",
-            "  default-server inter 1s fall 2 rise 1 on-marked-down shutdown-sessions",
+            "  default-server inter 1s downinter 500ms fall 2 rise 1 on-marked-down shutdown-sessions",
             *servers,
             "",
         ]
