@@ -27,6 +27,9 @@ LOCKS = ("lock", "token lock")
 """Kinds that are held on one primary, and can overlap if a former primary does not end."""
 CLEAN = frozenset({"SWITCHOVER", "KILL_POSTMASTER", "KILL_MACHINE"})
 """Outages in which the sessions of the old primary end before the promotion."""
+NOTICE = 1.0
+"""Seconds for which two holders can overlap on a primary that ends: it ends sessions one by one, and a holder is notified a
+little later than the next one gets the lock."""
 UNKNOWN = "pgfence.CommitOutcomeUnknownError"
 
 TOKEN_TWICE = "tokens given out twice"
@@ -146,6 +149,14 @@ def find_outage(outages: Iterable[Outage], at: float) -> str | None:
     return max(((each.struck_at, each.kind) for each in outages if each.struck_at <= at), default=(0.0, None))[1]
 
 
+def is_unexplained(outages: Iterable[Outage], at: float, seconds: float) -> bool:
+    """Return whether an overlap of advisory locks cannot be explained by the last strike before it."""
+    last = max((each for each in outages if each.struck_at <= at), key=lambda each: each.struck_at, default=None)
+    if last is None or (last.kind in CLEAN and (last.leader_at is None or at >= last.leader_at)):
+        return True
+    return last.kind in CLEAN and seconds > NOTICE
+
+
 def group(items: Iterable[tuple[K, R]]) -> dict[K, list[R]]:
     """Return the values of each key."""
     found: dict[K, list[R]] = defaultdict(list)
@@ -184,12 +195,10 @@ def check_beliefs(beliefs: Sequence[Belief], outages: Sequence[Outage], counts: 
         for each in sorted((hold for hold in holds if hold.end > hold.start), key=lambda hold: hold.start):
             present = [other for other in present if other.end > each.start]
             if len(present) >= each.limit:
-                outage = find_outage(outages, each.start)
-                rule = name_overlaps(kind)
-                if kind in LOCKS and (outage is None or outage in CLEAN):
-                    rule = name_clean_overlaps(kind)
                 seconds = min(each.end, *sorted(other.end for other in present)[-each.limit :]) - each.start
                 others = ", ".join(f"{other.who} ({other.token})" for other in present)
+                is_wrong = kind in LOCKS and is_unexplained(outages, each.start, seconds)
+                rule = name_clean_overlaps(kind) if is_wrong else name_overlaps(kind)
                 text = f"{name!r}: {each.who} ({each.token}) beside {others} for {seconds:.3f} s at {each.start:.3f}"
                 found.append(Finding(rule, text, each.start, seconds=round(seconds, 3)))
             present.append(each)

@@ -157,18 +157,20 @@ def test_the_judge_sees_a_planted_violation(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "kind", "rule"),
+    ("at", "seconds", "kind", "rule"),
     [
-        (50, "lock", "overlaps of lock after a clean end"),
-        (105, "token lock", "overlaps of token lock after a clean end"),
-        (225, "lock", "overlaps of lock"),
+        (50, 0.5, "lock", "overlaps of lock after a clean end"),
+        (100.5, 0.5, "lock", "overlaps of lock"),
+        (100.5, 1.5, "lock", "overlaps of lock after a clean end"),
+        (105, 0.5, "token lock", "overlaps of token lock after a clean end"),
+        (225, 2, "lock", "overlaps of lock"),
     ],
 )
-def test_overlaps_of_advisory_locks_are_counted(at: float, kind: str, rule: str) -> None:
-    """They are violations unless the last outage has left the old primary running."""
-    beliefs = [belief(at, at + 3, kind=kind), belief(at + 1, at + 5, "b", kind=kind)]
+def test_overlaps_of_advisory_locks_are_counted(at: float, seconds: float, kind: str, rule: str) -> None:
+    """They are violations unless the last outage has left the old primary running, or it is ending at this moment."""
+    beliefs = [belief(at - 1, at + seconds, kind=kind), belief(at, at + 5, "b", kind=kind)]
     (found,) = judge.judge(beliefs, None, OUTAGES).findings
-    assert (found.rule, found.seconds) == (rule, 2)
+    assert (found.rule, found.seconds) == (rule, seconds)
     assert found.outage == (None if at < 100 else "SWITCHOVER" if at < 200 else "PAUSE")
     assert len(Verdict([found]).list_violations(synchronous=True)) == ("clean" in rule)
 
