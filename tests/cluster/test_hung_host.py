@@ -10,7 +10,16 @@ import pytest
 
 from cluster import wanted
 from cluster.cluster import Cluster, make_folder
-from cluster.observe import WAYS, Beliefs, Calls, Client, create_tables, find_stale_writes, strike_beside
+from cluster.observe import (
+    WAYS,
+    Beliefs,
+    Calls,
+    Client,
+    create_tables,
+    find_stale_writes,
+    strike_beside,
+    wait_for_leader,
+)
 from cluster.strikes import Strike
 from pgfence.errors import PgfenceError
 from support.crews import report
@@ -119,11 +128,12 @@ async def observe_pause(cluster: Cluster) -> Pause:
     await clients["psycopg"].write("token", token, "first")
     followers = [asyncio.create_task(follow(second, found.beliefs, name, token=name == "token")) for name in locks]
     striking = asyncio.create_task(strike_beside(cluster, Strike.PAUSE, heal_after=HEAL_AFTER))
-    later = await asyncio.gather(*followers)
+    await wait_for_leader(cluster, leader)
     # Still before the primary continues: the fault is healed some seconds after the new leader.
     await asyncio.sleep(HEAL_AFTER / 2)
     found.states = {way: held.state for way, held in leases.items()}
     found.record = await striking
+    later = await asyncio.gather(*followers)
     for way, client in clients.items():
         try:
             await client.write(leases[way].names[0], leases[way].token, way)
