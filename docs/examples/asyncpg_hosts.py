@@ -24,7 +24,7 @@ def connect_to_primary(
     hosts: Sequence[str], *, timeout: float = 2.0, **arguments: Any
 ) -> Connect:
     async def connect() -> asyncpg.Connection:
-        reasons = []
+        reasons: list[str] = []
         for host in hosts:
             try:
                 return await asyncpg.connect(
