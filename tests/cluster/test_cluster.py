@@ -105,7 +105,6 @@ def test_an_interrupted_run_leaves_nothing_behind(number: signal.Signals, folder
         [sys.executable, "-c", PROGRAM, str(folder), cut_off],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
         text=True,
         env=environment,
     )
