@@ -112,7 +112,7 @@ def run(quick: bool) -> dict[str, Any]:
                 [
                     ("import sqlalchemy", *(f"{sqlalchemy[kind]:.0f} ms" for kind in KINDS)),
                     ("import pgfence after it", *(f"{added[kind]:.0f} ms" for kind in KINDS)),
-                    ("its AdvisoryLock after that", *(f"{lock[kind]:.0f} ms" for kind in KINDS)),
+                    ("import AdvisoryLock from it, after that", *(f"{lock[kind]:.0f} ms" for kind in KINDS)),
                 ],
             ),
             report.table(

@@ -113,7 +113,7 @@ def run(quick: bool) -> dict[str, Any]:
             medians = rounds.alternate(place, {SAME: raw, AGAIN: again, OURS: ours}, rounds.Effort.of(quick=quick))
             figure = rounds.ratio(medians, OURS, SAME)
             bars.append(report.bar(f"{what}, psycopg, against the same SQL", f"at most {limit}x", figure, limit, "x"))
-            bars.append(report.null_test(rounds.ratio(medians, AGAIN, SAME), f"{SAME}, {what}"))
+            bars.append(report.null_test(rounds.ratio(medians, AGAIN, SAME), f"{what}, by raw psycopg"))
             rows = [
                 (name, f"{rounds.ratio(medians, name, SAME):.2f}x", rounds.spread(medians, name, SAME))
                 for name in medians

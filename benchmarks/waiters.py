@@ -87,7 +87,7 @@ def run(quick: bool) -> dict[str, Any]:
                         f"processor time, by the scheduler's count, of {waiters} connections that send two requests a second",
                         f"{polling.exact:.2f} %",
                     ),
-                    ("log written by the first slice, per waiter", f"{first / waiters:.0f} bytes, once"),
+                    ("server log of each waiter's first slice", f"{first / waiters:.0f} bytes, once"),
                     ("log from the first connection to the last release", f"{total / 1000:.1f} kB"),
                     (f"until all {waiters} waiters have held the lock, once it is free", f"{drain:.2f} s"),
                     ("waiters that got the lock", f"{sum(each.got for each in crowd)} of {waiters}"),

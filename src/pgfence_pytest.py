@@ -54,7 +54,7 @@ def pgfence_namespace(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pgfence_holds(request: pytest.FixtureRequest, _pgfence_engines: Engines) -> PgfenceHolds:
-    """A function that holds a lock from another, real session; see `pgfence.testing.PgfenceHolds`."""
+    """A function that holds a lock in another session of the server; see `pgfence.testing.PgfenceHolds`."""
     from pgfence.testing._elsewhere import Holds
 
     # The server starts with the first name. A lock that is passed has its own engine.

@@ -107,7 +107,7 @@ class LockKey:
 
     @classmethod
     def raw(cls, value: int) -> LockKey:
-        """Return the key that other programs pass as one bigint.
+        """Return the key that other programs pass to PostgreSQL's advisory lock functions as one bigint.
 
         Raises:
             TypeError: the number is not an int, or is a bool.
@@ -117,7 +117,7 @@ class LockKey:
 
     @classmethod
     def pair(cls, classid: int, objid: int) -> LockKey:
-        """Return the key that other programs pass as two int4 values, in the key space of pairs.
+        """Return the key that other programs pass to these functions as two int4 values, in the key space of pairs.
 
         Raises:
             TypeError: one of the numbers is not an int, or is a bool.

@@ -1,4 +1,4 @@
-"""Waiters of one process queue for a lock, are served in order, and share one connection."""
+"""Waiters for one lock in one process queue, are served in order, and share one connection."""
 
 from __future__ import annotations
 

@@ -211,10 +211,10 @@ async def test_an_unstorable_result_type_is_rejected_before_the_work(shop: Shop)
     annotated.__annotations__["return"] = Receipt
     body = shop.body(annotated)
     body.__annotations__ = {"return": Receipt}
-    with pytest.raises(IdempotencyMisuseError, match="was not called: it returns a Receipt"):
+    with pytest.raises(IdempotencyMisuseError, match="was not called: it returns an instance of Receipt"):
         await shop.world.call(shop.effect("k", result=None).run, body)
     assert (shop.provider.done, shop.row("k")) == (0, None)
-    with pytest.raises(IdempotencyMisuseError, match="contains a Receipt") as told:
+    with pytest.raises(IdempotencyMisuseError, match="contains an instance of Receipt") as told:
         await shop.run("k", silent, result=None)
     assert "its result could not be stored" in told.value.__notes__[0]
     assert shop.row("k").status == "in_progress"
@@ -233,7 +233,7 @@ async def test_what_was_done_and_not_saved_is_unknown_whatever_the_error(shop: S
         return shop
 
     for key, work in (("step", in_step), ("end", at_end)):
-        with pytest.raises(IdempotencyMisuseError, match="contains a Shop"):
+        with pytest.raises(IdempotencyMisuseError, match="contains an instance of Shop"):
             await shop.run(key, work, result=None, **options)
         assert (shop.row(key).status, shop.row(key).claim_left > 50) == ("in_progress", True)
 

@@ -290,7 +290,7 @@ def test_other_classes_and_sessions_are_rejected() -> None:
         with pytest.raises(TypeError, match="takes a class with the mixin Versioned"):
             load_for_version(Session(), model, 1, 1)
     for session in (sessionmaker(), None, Session):
-        with pytest.raises(TypeError, match=r"load_for_version\(\) takes a Session, not"):
+        with pytest.raises(TypeError, match=r"load_for_version\(\) takes a Session or an AsyncSession, not"):
             load_for_version(session, page(), 1, 1)
     with pytest.raises(TypeError, match=r"etag\(\) takes an instance"):
         etag(Plain(id=1))

@@ -257,7 +257,7 @@ def test_a_class_of_two_kinds_is_rejected_at_decoration(rejected: type[Any], why
     def pay(session: Session) -> None: ...
 
     pay.__annotations__["return"] = list[rejected]
-    with pytest.raises(TypeError, match=f"a {rejected.__name__} cannot be stored .*{why}"):
+    with pytest.raises(TypeError, match=f"^{rejected.__name__} cannot be stored .*{why}"):
         idempotent_call(key="k", scope="s")(pay)
 
 

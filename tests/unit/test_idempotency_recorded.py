@@ -60,5 +60,5 @@ def test_an_error_that_could_not_be_raised_again_is_not_recorded() -> None:
     """C101: the first caller gets that error, so later callers never get another one instead."""
     with pytest.raises(ValidationError) as caught:
         Request.model_validate({"amount": "x"})
-    with pytest.raises(IdempotencyMisuseError, match="ValidationError cannot be created from its args again"):
+    with pytest.raises(IdempotencyMisuseError, match="ValidationError cannot be recreated from its args"):
         errors.encode(caught.value, CODEC)

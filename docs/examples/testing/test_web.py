@@ -24,6 +24,6 @@ def client(session: Session) -> Iterator[TestClient]:
 
 def test_second_transfer_waits(client: TestClient, pgfence_holds: PgfenceHolds) -> None:
     transfer = {"src": 1, "dst": 2, "amount": 5}
-    with pgfence_holds(ACCOUNT(1)):  # held by another, real session
+    with pgfence_holds(ACCOUNT(1)):  # held in another session
         assert client.post("/transfer", json=transfer).status_code == 423
     assert client.post("/transfer", json=transfer).status_code == 204

@@ -108,7 +108,7 @@ class _Symbol:
 
     def __format__(self, spec: str) -> str:
         if spec:
-            raise TypeError(f"it formats a column ({spec!r})")
+            raise TypeError(f"it formats a column with the format spec {spec!r}")
         return self._text
 
     def __add__(self, other: object) -> str:

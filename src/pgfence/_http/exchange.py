@@ -29,7 +29,7 @@ class RequestMarker:
         self._keys = request.keys
         self.ended = False
         self.skips_recording = False
-        """Whether the response is not recorded even if its status is one that is recorded."""
+        """Whether to leave the response unrecorded, even if responses with its status are normally recorded."""
 
     def mark(self, environ: Environ) -> None:
         """Put the marker into an environment."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sqlalchemy.schema import SchemaItem
 
 OWN = "pgfence"
-"""The key in `Table.info` that marks pgfence's tables, with their prefix, for migrations that compare a MetaData."""
+"""The key in the `info` of each of pgfence's tables under which their prefix is stored, so that autogenerate recognizes them."""
 
 
 def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tuple[Table, ...]:

@@ -235,7 +235,7 @@ def _check_class(one: type[object]) -> None:
 
 
 def _describe_rejection(one: object, why: str) -> str:
-    return f"a {getattr(one, '__qualname__', repr(one))} cannot be stored as the result of an idempotency key: {why}"
+    return f"{getattr(one, '__qualname__', repr(one))} cannot be stored as the result of an idempotency key: {why}"
 
 
 _ACCEPTED: dict[object, tuple[type[object], ...]] = {

@@ -147,8 +147,9 @@ class Codec(Generic[T]):
             if isinstance(value, UUID):  # asyncpg returns its own subclass
                 return {"$t": "UUID", "v": str(value)}
             raise IdempotencyMisuseError(
-                f"the result contains a {kind.__qualname__}, which cannot be stored. If it is a dataclass, a model, a named tuple"
-                " or an enumeration, name it in result= or in the annotation of the function; otherwise return something simpler"
+                f"the result contains an instance of {kind.__qualname__}, which cannot be stored. If the class is a"
+                " dataclass, a model, a named tuple or an enumeration, name it in result= or in the annotation of the function;"
+                " otherwise return something simpler"
             )
         if (names := self._fields.get(kind)) is not None:
             try:

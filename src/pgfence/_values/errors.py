@@ -62,7 +62,7 @@ def _rebuild(kind: type[Exception], args: tuple[object, ...]) -> Exception:
                 error.args = args
                 return error
     raise IdempotencyMisuseError(
-        f"a {kind.__qualname__} cannot be created from its args again, so it cannot be recorded: set args to the arguments of"
+        f"{kind.__qualname__} cannot be recreated from its args, so it cannot be recorded: set args to the arguments of"
         " __new__, or remove the class from record="
     )
 

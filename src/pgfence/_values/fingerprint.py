@@ -84,7 +84,8 @@ def _canonicalize_atom(value: object) -> object:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return ["bytes", bytes(value).hex()]
     raise TypeError(
-        f"a payload cannot contain a {type(value).__name__}: pass a value that identifies the request, e.g. a dict of its fields"
+        f"a payload cannot contain an instance of {type(value).__name__}: pass a value that identifies the request,"
+        " e.g. a dict of its fields"
     )
 
 

@@ -192,5 +192,5 @@ def _run(session: Any, work: Callable[[Session], Any], name: str) -> Coro[Any] |
     if is_async_session(session):
         return unwrap_session(session).run_sync(work)
     if not is_session(session):
-        raise TypeError(f"{name}() takes a Session, not {type(session).__name__}")
+        raise TypeError(f"{name}() takes a Session or an AsyncSession, not {type(session).__name__}")
     return work(unwrap_session(session))

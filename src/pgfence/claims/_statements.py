@@ -195,8 +195,8 @@ def find_connection(session: Session, mapper: Mapper[Any]) -> Connection:
     style_of(connection.dialect)
     if read_driver_state(connection).autocommit:
         raise TransactionStateError(
-            f"the connection is in autocommit, in which the claim of {mapper.class_.__name__} rows would end with its own"
-            " statement: use a connection without AUTOCOMMIT"
+            f"the connection is in autocommit, but rows of {mapper.class_.__name__} can be claimed, and their claims extended or"
+            " finished, only in a transaction: use a connection without AUTOCOMMIT"
         )
     return connection
 

@@ -37,7 +37,7 @@ namespace = click.option(
     cls=Option,
     heading=DATABASE,
     metavar="TEXT",
-    help="Prefix of the key, so that two applications in one database never share a name.",
+    help="Prefix of every name, so that two applications in one database never share a lock.",
 )
 schema = click.option(
     "--schema",

@@ -235,7 +235,7 @@ def _show(found: Listing | PgfenceError, live: Live | None, *, as_json: bool) ->
 
 def build_frame(found: Listing | PgfenceError, now: datetime, width: int) -> RenderableType:
     """Return one picture of the live view."""
-    title = Text(f"pgfence ps   {now.isoformat(timespec='seconds')}   Ctrl-C ends", "dim")
+    title = Text(f"pgfence ps   {now.isoformat(timespec='seconds')}   Ctrl-C to quit", "dim")
     if isinstance(found, PgfenceError):
         return Group(title, Text(), Text(str(found), "bold red"))
     body = _build_view(found, now, width) if found else Text("Nothing is held.")

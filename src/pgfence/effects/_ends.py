@@ -76,7 +76,10 @@ def in_progress_error(wanted: EffectKey, busy: Busy, timeout: float) -> Idempote
 
 
 def lost_error(wanted: EffectKey, number: int, newest: int) -> AttemptLostError:
-    """Return the error for an attempt whose claim has ended; `newest` is the number of the attempt that has taken over, if any."""
+    """Return the error for an attempt whose claim has ended.
+
+    `newest` is the number of the newest attempt, which is above `number` if another one has taken over.
+    """
     taken = f"attempt {newest} has taken over"
     why = taken if newest > number else "its claim was not renewed in time, or was ended"
     return AttemptLostError(

@@ -209,7 +209,7 @@ class Attempt(_Attempt):
             TypeError: `session` is not a Session.
         """
         if not is_session(session):
-            raise TypeError(f"complete() of this attempt needs a Session, not a {type(session).__name__}")
+            raise TypeError(f"complete() of this attempt needs a Session, not {type(session).__name__}")
         self._complete(unwrap_session(session), value)
 
 
@@ -233,7 +233,7 @@ class AsyncAttempt(_Attempt):
     async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:
         """Store the result in your own transaction; see `Attempt.complete`."""
         if not is_async_session(session):
-            raise TypeError(f"complete() of this attempt needs an AsyncSession, not a {type(session).__name__}")
+            raise TypeError(f"complete() of this attempt needs an AsyncSession, not {type(session).__name__}")
         await unwrap_session(session).run_sync(self._complete, value)
 
 

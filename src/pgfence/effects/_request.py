@@ -217,5 +217,5 @@ def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None)
     for one in found:
         # The annotation may be a base class of a class that `result` contains.
         if not any(issubclass(other, one) for other in reached or ()):
-            return f"it returns a {one.__qualname__}, which could not be stored. Pass result={one.__qualname__}"
+            return f"it returns an instance of {one.__qualname__}, which could not be stored. Pass result={one.__qualname__}"
     return None

@@ -212,8 +212,8 @@ class Member:
 
         When `fn` returns, its term is released, and the member is a candidate again after a second, so that another candidate
         may be elected. When the term is lost or the member resigns, `term.lost` is True and `term.check()` raises an error, and
-        `fn` must return. The term is released only when `fn` has returned. If `fn` does not return, the term ends when its TTL
-        has passed.
+        `fn` must return. The term is released only when `fn` has returned. If `fn` does not return after
+        that, the term is no longer renewed and ends when its TTL has passed.
 
         Args:
             fn: the work of a leader.

@@ -168,7 +168,7 @@ def idempotent(
         return AsyncIdem(session, call)
     if is_session(session):
         return Idem(session, call)
-    raise TypeError(f"an idempotency key needs the transaction of a Session, not of a {type(session).__name__}")
+    raise TypeError(f"an idempotency key needs a Session or an AsyncSession, not {type(session).__name__}")
 
 
 @overload
@@ -217,5 +217,5 @@ def insert_once(
     if is_async_session(session):
         return unwrap_session(session).run_sync(insert, instance, key)
     if not is_session(session):
-        raise TypeError(f"insert_once() takes a Session, not a {type(session).__name__}")
+        raise TypeError(f"insert_once() takes a Session or an AsyncSession, not {type(session).__name__}")
     return insert(unwrap_session(session), instance, key)

@@ -35,7 +35,9 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
     """Insert an instance, or return the instance that has its key; see `insert_once`."""
     state: InstanceState[T] | None = inspect(instance, raiseerr=False)
     if not isinstance(state, InstanceState):
-        raise TypeError(f"insert_once() takes a new instance of a mapped class, not a {type(instance).__name__}")
+        raise TypeError(
+            f"insert_once() takes a new instance of a mapped class, not an instance of {type(instance).__name__}"
+        )
     if state.key is not None:
         raise ValueError(f"this {type(instance).__name__} is already in the database: pass a new instance")
     mapper = state.mapper
@@ -74,9 +76,7 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
     if not find_duplicate_columns(refused):
         raise refused
     if session.connection(bind_arguments={"mapper": mapper}).get_isolation_level() == "READ COMMITTED":
-        refused.add_note(
-            f"a {type(instance).__name__} with {wanted.shown} exists, but a query of that class does not find it"
-        )
+        refused.add_note(f"a row with {wanted.shown} exists, but a query of {type(instance).__name__} does not find it")
         raise refused
     raise _invisible_row_error("there is", mapper, instance, wanted)
 
@@ -85,8 +85,8 @@ def _invisible_row_error(
     there_is: str, mapper: Mapper[T], instance: T, wanted: _UniqueKey[T]
 ) -> IdempotencyInProgressError:
     return IdempotencyInProgressError(
-        f"{there_is} a {type(instance).__name__} with {wanted.shown}, but this transaction cannot see it because its snapshot is"
-        " older. Retry in a new transaction",
+        f"{there_is} a row of {type(instance).__name__} with {wanted.shown}, but this transaction cannot see it because"
+        " its snapshot is older. Retry in a new transaction",
         scope=mapper.local_table.description,
         key=wanted.shown,
         sqlstate=SERIALIZATION_FAILURE,

@@ -251,7 +251,7 @@ def _reject_session(given: object, way: str) -> None:
             " keeps the snapshot, so that SQLSTATE 40001 occurs again in each attempt. To do the work in it once, call the"
             " function itself: fn(session, ...); if it is decorated, fn.__wrapped__(session, ...)"
         )
-    raise TypeError(f"{way}, not a {type(given).__name__}")
+    raise TypeError(f"{way}, not {type(given).__name__}")
 
 
 def _check_session_argument(fn: Callable[..., object]) -> inspect.Signature | None:

@@ -97,7 +97,7 @@ class Engines:
 
 
 class PgfenceHolds(Protocol):
-    """The type of the fixture `pgfence_holds`, which is a function that holds a lock in another, real session.
+    """The type of the fixture `pgfence_holds`, which is a function that holds a lock in another session of the server.
 
     ::
 

@@ -65,8 +65,8 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
             transaction ends, even after a conflict.
 
     Raises:
-        VersionConflictError: the row is at another version, which its item in the error contains as `found`, or it was deleted,
-            in which case `found` is None. Respond with 412. The error is not `retryable`, because the client must read the row
+        VersionConflictError: the row is at another version, or was deleted. In the row's item in the error, `found` is that
+            version, or None if the row was deleted. Respond with 412. The error is not `retryable`, because the client must read the row
             first. The session remains usable.
         TransactionStateError: the session has unflushed changes, which could be lost when the row is read again.
         TypeError: `expected` is not a version of that class (such as None or "1"); the class is not versioned; or `session` is
@@ -75,7 +75,7 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
     if is_async_session(session):
         return unwrap_session(session).run_sync(_load, _check_model(model, expected), pk, expected, lock)
     if not is_session(session):
-        raise TypeError(f"load_for_version() takes a Session, not {type(session).__name__}")
+        raise TypeError(f"load_for_version() takes a Session or an AsyncSession, not {type(session).__name__}")
     return _load(unwrap_session(session), _check_model(model, expected), pk, expected, lock)
 
 

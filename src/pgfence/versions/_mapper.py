@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class SentUpdate(Update):
-    """The UPDATE of rows, which compares the versions at which they were read.
+    """An UPDATE that writes rows only if they still have the versions at which they were read.
 
     Attributes:
         mapper: the base mapper of the rows.

@@ -65,9 +65,9 @@ class VersionedSession(Session):
             psycopg and psycopg2, one statement contains the versions of all rows that change alike, and the driver counts the
             rows that it matches. asyncpg cannot count them, so four rows or more are locked and compared first. Rows of a class
             with the mode "xmin", of a Session on a Connection, and in AUTOCOMMIT are written one by one. "row" sends and counts
-            one UPDATE for each row. "batch" locks and compares all rows of the flush first, lists every conflict immediately,
-            and then writes rows that change alike together; in AUTOCOMMIT, where a row lock does not last, it raises
-            TransactionStateError.
+            one UPDATE for each row. "batch" first locks and compares all versioned rows that the flush changes or deletes,
+            except rows of a class with the mode "xmin", lists every conflict immediately, and then writes rows that change
+            alike together; in AUTOCOMMIT, where a row lock does not last, it raises TransactionStateError.
         **session_options: passed to Session.
 
     Raises:

@@ -126,7 +126,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "tables-missing": CodeEntry(
         "info",
-        "Leases, fences, Once, limits, elections and idempotency keys need tables. Advisory and transaction locks do not.",
+        "Leases, fences, Once, limits, elections, partitions, idempotency keys and the tokens of advisory locks need tables."
+        " Advisory locks without a token and transaction locks do not.",
     ),
     "tables-elsewhere": CodeEntry(
         "error", "Everything that needs the tables raises SchemaError, because they are not found."

@@ -175,7 +175,7 @@ class RenewalQueue:
         self.schedule.plan(grant)
 
     def needs_listening(self, now: float) -> bool:
-        """Return whether to start listening for evictions, because evictions of some leases would be missed."""
+        """Return whether evictions of some leases would be missed, so that the heartbeat must start to listen."""
         return self.listens and now >= self._listen_at and self.listeners.is_missing(self.schedule.places)
 
     def check_later(self, channel: str, name: str | None = None) -> bool:
