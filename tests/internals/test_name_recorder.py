@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
-from sqlalchemy import create_engine, event, make_url
+from sqlalchemy import create_engine, event, make_url, text
+from sqlalchemy.pool import NullPool
 
-from pgfence import TransactionLock
+from pgfence import LockKey, TransactionLock
 from pgfence._locks import name_recorder
 from pgfence.config import configure
 from support.waiting import eventually
@@ -44,3 +47,44 @@ def test_the_background_thread_ends_and_does_not_try_in_vain(
         with TransactionLock.begin(engine, f"{name}:{n}"):
             eventually(lambda: events and not any(thread.name == "pgfence-names" for thread in threading.enumerate()))
     assert events == ["connect"]
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_long_transaction_has_a_name_among_many_short_ones(
+    name: str, engine: Engine, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More connections than are kept until the next look come and go after it."""
+    monkeypatch.setattr(name_recorder, "MOST_PENDING", 5)
+    with TransactionLock.begin(engine, name):
+        for _ in range(10):
+            with TransactionLock.begin(engine, f"{name}:short"):
+                pass
+        query = "SELECT count(*) FROM pgfence_lock_name WHERE key = %s"
+        eventually(lambda: admin.execute(query, [LockKey.of(name).value]).fetchone() == (1,))
+
+
+def test_disposing_of_an_engine_ends_its_thread(name: str, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that creates an engine for each job has no more threads than jobs."""
+    monkeypatch.setattr(name_recorder, "LINGER", 600.0)
+    engine = create_engine(make_url(dsn).set(drivername="postgresql+psycopg"), poolclass=NullPool)
+    with TransactionLock.begin(engine, name):
+        pass
+    thread = name_recorder.recorder_of(engine)._thread
+    assert thread is not None and thread.is_alive()
+    engine.dispose()
+    eventually(lambda: not thread.is_alive())
+
+
+@pytest.mark.usefixtures("tables")
+def test_a_connection_that_a_creator_returns_again_is_not_touched(
+    name: str, dsn: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A test suite may share one connection in this way. Its transaction goes on, and no name is stored."""
+    monkeypatch.setattr(name_recorder, "TICK", 0.05)
+    caplog.set_level(logging.DEBUG)
+    with psycopg.connect(dsn) as shared:
+        engine = create_engine("postgresql+psycopg://", creator=lambda: shared)
+        with TransactionLock.begin(engine, name) as connection:
+            eventually(lambda: "creator returned a connection" in caplog.text)
+            assert connection.scalar(text("SELECT 1")) == 1
+        engine.dispose()

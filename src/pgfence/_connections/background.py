@@ -18,7 +18,8 @@ from pgfence._process.coroutines import run_sync
 from pgfence._process.lifecycle import PROCESS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
+    from weakref import ref
 
     from sqlalchemy import Engine
 
@@ -34,6 +35,8 @@ class BackgroundConnection(ABC):
     """One connection and the thread that uses it. Other threads may only call `wake` and `abort`."""
 
     session: LockConnection | None = None
+    in_use: Collection[ref[object]] = ()
+    """Driver connections of the application, in case the engine's creator returns one of them again."""
 
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         self.engine = engine
@@ -105,7 +108,9 @@ class SyncBackgroundConnection(BackgroundConnection):
         self.close_connection()
         while self.session is None:
             forks = PROCESS.forks
-            opened, driver, facts = open_connection(self.engine, self.config.pooler, any_pooler=True)
+            opened, driver, facts = open_connection(
+                self.engine, self.config.pooler, any_pooler=True, in_use=self.in_use
+            )
             session = SyncLockConnection(opened, self._driver_kind(driver), facts)
             self.configure(session)
             session.driver.on_notify(self.on_notify)
@@ -181,7 +186,9 @@ class AsyncBackgroundConnection(BackgroundConnection):
         engine, pooler = self.engine, self.config.pooler
         while self.session is None:
             forks = PROCESS.forks
-            opened, driver, facts = await run_in_greenlet(lambda: open_connection(engine, pooler, any_pooler=True))
+            opened, driver, facts = await run_in_greenlet(
+                lambda: open_connection(engine, pooler, any_pooler=True, in_use=self.in_use)
+            )
             session = AsyncLockConnection(opened, self._driver_kind(driver), facts)
             self.configure(session)
             session.driver.on_notify(self.on_notify)

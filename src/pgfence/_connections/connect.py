@@ -23,11 +23,12 @@ from pgfence._sql.storage import table_names_of
 from pgfence.errors import PgfenceError, PoolerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
+    from weakref import ref
 
     from sqlalchemy import Engine
     from sqlalchemy.engine.interfaces import DBAPIConnection
-    from sqlalchemy.pool import PoolProxiedConnection
+    from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
 
     from pgfence._sql.params import RawConnection
     from pgfence.config import PoolerSetting
@@ -40,7 +41,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEE
 
 
 def open_connection(
-    engine: Engine, pooler: PoolerSetting, *, any_pooler: bool = False
+    engine: Engine, pooler: PoolerSetting, *, any_pooler: bool = False, in_use: Collection[ref[object]] = ()
 ) -> tuple[DBAPIConnection, RawConnection, server.ServerInfo]:
     """Open a connection with the engine's settings, outside of any pool and in autocommit, and check its server.
 
@@ -50,6 +51,7 @@ def open_connection(
         engine: the engine.
         pooler: the configured pooler setting.
         any_pooler: whether any pooler is accepted, because leases are rows and do not depend on the session.
+        in_use: driver connections of the application. If the engine's creator returns one of them again, it is not touched.
 
     Returns:
         The DBAPI connection, the driver's own connection, and the facts about the server.
@@ -60,7 +62,7 @@ def open_connection(
     """
     style_of(engine.dialect)
     warn_of_slow_hosts(engine)
-    fairy = _connect_like(engine)
+    fairy = _connect_like(engine, in_use)
     try:
         connection = Connection(engine, connection=fairy)
         connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot set it after detach()
@@ -87,7 +89,7 @@ def open_connection(
     return dbapi_connection, driver, facts
 
 
-def _connect_like(engine: Engine) -> PoolProxiedConnection:
+def _connect_like(engine: Engine, in_use: Collection[ref[object]] = ()) -> PoolProxiedConnection:
     # The connection comes from a copy of the engine's pool, with its creator, arguments and connect events (which provide tokens
     # for cloud logins): a full QueuePool, a StaticPool, a pre-ping or a patched engine.connect cannot interfere.
     pool = engine.pool.recreate()
@@ -97,6 +99,17 @@ def _connect_like(engine: Engine) -> PoolProxiedConnection:
         if listeners:
             # Not clear(), which would also remove them from SQLAlchemy's registry for the application's pool.
             listeners.for_modify(pool.dispatch).listeners.clear()
+    create = pool._invoke_creator
+
+    def create_new(rec: ConnectionPoolEntry) -> DBAPIConnection:
+        opened = create(rec)
+        driver = engine.dialect.get_driver_connection(opened)
+        if any(used() is driver for used in in_use):
+            raise PgfenceError("the engine's creator returned a connection that the application is using")
+        return opened
+
+    if in_use:
+        pool._invoke_creator = create_new
     try:
         return pool.connect()
     except Exception as error:

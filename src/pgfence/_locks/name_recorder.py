@@ -32,9 +32,9 @@ from pgfence.errors import PgfenceError
 from pgfence.keys import LockKey, unqualify_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
-    from sqlalchemy import Engine
+    from sqlalchemy import Connection, Engine
     from sqlalchemy.engine import RootTransaction
 
     from pgfence._connections.background import BackgroundConnection
@@ -61,10 +61,11 @@ MOST_PENDING = 1_000
 class WatchedConnection:
     """A connection of the application whose transactions acquire locks."""
 
-    __slots__ = ("_transaction", "engine", "record")
+    __slots__ = ("_transaction", "driver", "engine", "record")
 
-    def __init__(self, engine: Engine, record: TransactionRecord) -> None:
-        self.engine = engine
+    def __init__(self, connection: Connection, record: TransactionRecord) -> None:
+        self.engine = connection.engine
+        self.driver: weakref.ref[object] = weakref.ref(connection.connection.driver_connection)
         self.record = weakref.ref(record)
         self._transaction: weakref.ref[RootTransaction] | None = None
 
@@ -90,11 +91,16 @@ class NameRecorder:
         self.pid = PROCESS.pid
         self.collisions: dict[int, str] = {}
         """The keys that belong to another name, with that name."""
-        self._new: deque[WatchedConnection] = deque(maxlen=MOST_PENDING)
+        self._new: deque[WatchedConnection] = deque()
+        self._kept: deque[WatchedConnection] = deque(maxlen=MOST_PENDING)
+        """Connections that were still open when newer ones took their place in `_new`."""
         self._granted: deque[Granted] = deque(maxlen=MOST_PENDING)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._ending = threading.Event()
+        self._ending = False
+        self._disposed = False
+        self._changed = threading.Event()
+        """Set when the interpreter exits or the engine is disposed of, so that the thread looks at once."""
         self._opens_at = 0.0
         """Before this time no connection is opened."""
         self._paused_until = self._find_obstacle()
@@ -109,10 +115,16 @@ class NameRecorder:
             return math.inf
         return math.inf if isinstance(self.engine.pool, StaticPool) else 0.0
 
-    def watch(self, engine: Engine, record: TransactionRecord) -> None:
+    def watch(self, connection: Connection, record: TransactionRecord) -> None:
         """Store the names of the locks that the transactions of a connection hold for long."""
         record.collisions = self.collisions
-        self._new.append(WatchedConnection(engine, record))
+        self._new.append(WatchedConnection(connection, record))
+        if len(self._new) > MOST_PENDING:
+            # Most connections of an application with many transactions are closed before the thread looks. The others must not
+            # be dropped for them.
+            with suppress(IndexError):
+                if (oldest := self._new.popleft()).record() is not None:
+                    self._kept.append(oldest)
         self._ensure_thread()
 
     def add(self, engine: Engine, keys: Sequence[LockKey]) -> None:
@@ -140,25 +152,32 @@ class NameRecorder:
                     self._paused_until = clock() + PAUSE
 
     def _forget(self) -> None:
-        self._new.clear()
-        self._granted.clear()
+        for queue in (self._new, self._kept, self._granted):
+            queue.clear()
 
     def _run(self) -> None:
         watched: list[WatchedConnection] = []
         idle_since = clock()
-        while not self._ending.wait(TICK):
-            watched += _drain(self._new)
+        while True:
+            self._changed.wait(TICK)
+            self._changed.clear()
+            if self._ending:
+                return
+            if disposed := self._disposed:
+                self._disposed = False
+                watched.clear()
+            watched += _drain(self._kept) + _drain(self._new)
             watched = [one for one in watched if one.record() is not None]
             held: list[Granted] = [(one.engine, keys) for one in watched if (keys := one.list_held())]
             if (now := clock()) >= self._opens_at:
-                self._store(held + _drain(self._granted))
+                self._store(held + _drain(self._granted), in_use=[one.driver for one in watched])
             if now < self._paused_until:
                 watched.clear()
                 self._forget()
             elif watched or self._granted:
                 idle_since = now
                 continue
-            elif now - idle_since < LINGER:
+            elif now - idle_since < LINGER and not disposed:
                 continue
             with self._lock:
                 self._thread = None
@@ -167,7 +186,7 @@ class NameRecorder:
                 # A caller added a lock while this thread still counted as running, so no other one was started.
                 self._thread = threading.current_thread()
 
-    def _store(self, granted: Iterable[Granted]) -> None:
+    def _store(self, granted: Iterable[Granted], in_use: Collection[weakref.ref[object]]) -> None:
         """Store the names that are not stored yet, with one connection for each installation."""
         missing: dict[TableNames, tuple[Engine, list[dict[int, str]]]] = {}
         for engine, keys in granted:
@@ -179,6 +198,7 @@ class NameRecorder:
             try:
                 threads.block_during_shutdown()
                 with closing(choose_background_connection(engine, config_of(engine), lambda *_: None)) as link:
+                    link.in_use = in_use
                     link.open()
                     if link.session is None or not link.session.facts.has_names:
                         raise LookupError("the table of names does not exist, or this role may not write to it")
@@ -209,13 +229,16 @@ class NameRecorder:
         )
 
     def _on_engine_disposed(self, _: Engine) -> None:
-        """Forget what is pending, because a disposed engine should not open another connection."""
+        """Forget everything and end the thread, because a disposed engine should not open another connection."""
         if self.pid == PROCESS.pid:
             self._forget()
+            self._disposed = True
+            self._changed.set()
 
     def end(self, seconds: float) -> None:
         """Wait until the connection is closed, because the interpreter is exiting. Pending names are not stored."""
-        self._ending.set()
+        self._ending = True
+        self._changed.set()
         if (thread := self._thread) is not None:
             thread.join(seconds)
 

@@ -241,7 +241,7 @@ class TransactionLockBase(Guided):
             self._check_capacity(call)
         record, engine = call.record, call.connection.engine
         if record.collisions is None:
-            recorder_of(engine).watch(engine, record)
+            recorder_of(engine).watch(call.connection, record)
         if record.collisions:
             recorder_of(engine).reject_collisions(call.keys)
         try:
