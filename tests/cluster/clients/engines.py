@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 WAYS = ("psycopg", "haproxy", "pgbouncer", "asyncpg")
 _POOL = {"pool_pre_ping": True, "pool_size": 15, "max_overflow": 15, "pool_timeout": 10}
 _CONNECT_TIMEOUT = 2.0
+_USER_TIMEOUT = 5000
+"""Milliseconds after which libpq gives up a connection whose data is not acknowledged, because the server is cut off."""
 _COMMAND_TIMEOUT = 15.0
 """asyncpg sends no keepalives, and a statement on a server that hangs would wait indefinitely. A wait at a gate is shorter."""
 
@@ -32,7 +34,7 @@ def open_half(url: str, way: str) -> Half:
         engine = create_async_engine(url, **_POOL, async_creator=build_creator(url))
         configure(engine, max_lock_connections=40, default_timeout=10, pooler=pooler)
         return AsyncHalf(engine, async_sessionmaker(engine, sync_session_class=VersionedSession))
-    sync_engine = create_engine(url, **_POOL)
+    sync_engine = create_engine(url, **_POOL, connect_args={"tcp_user_timeout": _USER_TIMEOUT})
     configure(sync_engine, max_lock_connections=40, default_timeout=10, pooler=pooler)
     return SyncHalf(sync_engine, sessionmaker(sync_engine, class_=VersionedSession))
 
