@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.pool import NullPool
 
-from pgfence import LockKey, TransactionLock
+from pgfence import AdvisoryLock, LockKey, TransactionLock
 from pgfence._locks import name_recorder
 from pgfence.config import configure
 from support.waiting import eventually
@@ -79,12 +79,18 @@ def test_disposing_of_an_engine_ends_its_thread(name: str, dsn: str, monkeypatch
 def test_a_connection_that_a_creator_returns_again_is_not_touched(
     name: str, dsn: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A test suite may share one connection in this way. Its transaction goes on, and no name is stored."""
-    monkeypatch.setattr(name_recorder, "TICK", 0.05)
+    """A test suite may share one connection in this way. Its transactions and locks go on, and no name is stored."""
+    for setting, seconds in (("TICK", 0.05), ("BETWEEN", 0.0), ("PAUSE", 0.0)):
+        monkeypatch.setattr(name_recorder, setting, seconds)
     caplog.set_level(logging.DEBUG)
     with psycopg.connect(dsn) as shared:
         engine = create_engine("postgresql+psycopg://", creator=lambda: shared)
         with TransactionLock.begin(engine, name) as connection:
             eventually(lambda: "creator returned a connection" in caplog.text)
             assert connection.scalar(text("SELECT 1")) == 1
+        caplog.clear()
+        with engine.connect() as connection, AdvisoryLock(connection, name).hold():
+            eventually(lambda: "creator returned a connection" in caplog.text)
+            assert connection.scalar(text("SELECT 1")) == 1
+            connection.commit()
         engine.dispose()

@@ -32,7 +32,7 @@ from pgfence.errors import PgfenceError
 from pgfence.keys import LockKey, unqualify_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from sqlalchemy import Connection, Engine
     from sqlalchemy.engine import RootTransaction
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from pgfence._sql.savepoints import TransactionRecord
     from pgfence._sql.storage import TableNames
 
-    Granted: TypeAlias = tuple[Engine, Sequence[LockKey]]
+    Granted: TypeAlias = tuple[Engine, Sequence[LockKey], weakref.ref[object]]
+    """A lock, with the driver's connection that acquired it."""
 
 T = TypeVar("T")
 TICK = 1.0
@@ -127,9 +128,9 @@ class NameRecorder:
                     self._kept.append(oldest)
         self._ensure_thread()
 
-    def add(self, engine: Engine, keys: Sequence[LockKey]) -> None:
-        """Store the names of a lock that was granted."""
-        self._granted.append((engine, keys))
+    def add(self, engine: Engine, keys: Sequence[LockKey], driver: object) -> None:
+        """Store the names of a lock that was granted on a connection of the driver."""
+        self._granted.append((engine, keys, weakref.ref(driver)))
         self._ensure_thread()
 
     def reject_collisions(self, keys: Iterable[LockKey]) -> None:
@@ -168,9 +169,9 @@ class NameRecorder:
                 watched.clear()
             watched += _drain(self._kept) + _drain(self._new)
             watched = [one for one in watched if one.record() is not None]
-            held: list[Granted] = [(one.engine, keys) for one in watched if (keys := one.list_held())]
+            held: list[Granted] = [(one.engine, keys, one.driver) for one in watched if (keys := one.list_held())]
             if (now := clock()) >= self._opens_at:
-                self._store(held + _drain(self._granted), in_use=[one.driver for one in watched])
+                self._store(held + _drain(self._granted), watched)
             if now < self._paused_until:
                 watched.clear()
                 self._forget()
@@ -186,10 +187,12 @@ class NameRecorder:
                 # A caller added a lock while this thread still counted as running, so no other one was started.
                 self._thread = threading.current_thread()
 
-    def _store(self, granted: Iterable[Granted], in_use: Collection[weakref.ref[object]]) -> None:
+    def _store(self, granted: Iterable[Granted], watched: Iterable[WatchedConnection]) -> None:
         """Store the names that are not stored yet, with one connection for each installation."""
         missing: dict[TableNames, tuple[Engine, list[dict[int, str]]]] = {}
-        for engine, keys in granted:
+        in_use = [one.driver for one in watched]
+        for engine, keys, driver in granted:
+            in_use.append(driver)
             place = table_names_of(engine)
             new = list_new_names(engine.dialect, place, [key for key in keys if key.value not in self.collisions])
             if new:

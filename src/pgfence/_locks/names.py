@@ -33,7 +33,7 @@ async def note_names(engine: Engine, session: LockConnection, sql: LockSql, limi
         # The caller's connection may be in a transaction soon, and nothing but the lock is sent on it.
         recorder = recorder_of(engine)
         recorder.reject_collisions(sql.keys)
-        recorder.add(engine, sql.keys)
+        recorder.add(engine, sql.keys, session.driver.raw)
         return
     if not session.facts.has_names:
         return

@@ -253,7 +253,7 @@ class TransactionLockBase(Guided):
             return False
         record.add(call.keys, shared=self._shared)
         if granted == "waited":
-            recorder_of(engine).add(engine, call.keys)
+            recorder_of(engine).add(engine, call.keys, call.connection.connection.driver_connection)
         # Instances that were loaded while another transaction held the lock may be older than its COMMIT.
         if self._expire and not isinstance(work, Connection):
             work.expire_all()
