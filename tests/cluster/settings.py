@@ -142,6 +142,7 @@ def build_haproxy(addresses: Addresses) -> str:
             "listen primary",
             f"  bind {addresses.haproxy}:{HAPROXY}",
             "  option httpchk GET /primary",
+            "  option redispatch 1",
             "  http-check expect status 200",
             "  default-server inter 1s downinter 500ms fall 2 rise 1 on-marked-down shutdown-sessions",
             *servers,
