@@ -1,7 +1,7 @@
 """Write the figures of campaigns into the page `docs/operate/cluster.md`: `python -m tests.cluster.report --docs`.
 
-It reads the results in `tests/cluster/results`, one file for each mode of replication, which
-`python -m tests.cluster.campaign --out FILE` has written.
+It reads the results in `tests/cluster/results`, which `python -m tests.cluster.campaign --out FILE` has written: one file for
+each mode of replication, and `idle.json`, a campaign on an otherwise idle machine, for the times until recovery.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "operate" / "cluster.md"
 RESULTS = Path(__file__).with_name("results")
 MARKS = "<!-- written by tests.cluster.report -->\n\n", "\n\n<!-- end -->"
+IDLE = RESULTS / "idle.json"
 NONE = "The figures of this version have not been measured yet."
 KINDS = {
     "SWITCHOVER": "switchover",
@@ -85,11 +86,18 @@ def read_results(paths: Iterable[Path]) -> list[Result]:
     return sorted(results, key=lambda result: str(result["mode"]), reverse=True)
 
 
-def render(results: Sequence[Result]) -> str:
+def render(results: Sequence[Result], idle: Result | None = None) -> str:
     """Return the text and the tables for the page."""
     if not results:
         return NONE
-    parts = [_describe(results), _tabulate_failovers(results), _tabulate_recovery(results), _tabulate_counts(results)]
+    parts = [_describe(results), _tabulate_failovers(results), _tabulate_recovery([idle] if idle else results)]
+    if idle:
+        parts.append(
+            f"The times until the first success are from {_count_failovers(idle)} failovers on an otherwise idle machine with two"
+            " cores, and without those in which Patroni hangs, because the former primary still serves then. All other figures"
+            " are from a machine that was busy with other work, too."
+        )
+    parts.append(_tabulate_counts(results))
     parts.append("\n".join(f"- {line}" for line in _list_doubts(results)))
     return "\n\n".join(part for part in parts if part)
 
@@ -144,7 +152,9 @@ def _tabulate_recovery(results: Sequence[Result]) -> str:
     for way, name in WAYS.items():
         for result in results:
             firsts: dict[str, list[float | None]] = defaultdict(list)
-            for ways in result["recovery"].values():
+            for kind, ways in result["recovery"].items():
+                if kind == "STOP_PATRONI":
+                    continue
                 for primitive, times in ways.get(way, {}).items():
                     firsts[primitive] += times["first"]
             if firsts:
@@ -225,6 +235,12 @@ def _tabulate(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def render_committed() -> str:
+    """Return the text for the page from the results in the repository."""
+    files = sorted({*RESULTS.glob("*.json")} - {IDLE})
+    return render(read_results(files), json.loads(IDLE.read_text(encoding="utf-8")) if IDLE.exists() else None)
+
+
 def write_page(text: str) -> None:
     """Replace what is between the markers of the page."""
     before, rest = PAGE.read_text(encoding="utf-8").split(MARKS[0])
@@ -237,7 +253,7 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="*", help="results; default: those in tests/cluster/results")
     parser.add_argument("--docs", action="store_true", help="write the text into the page")
     options = parser.parse_args()
-    text = render(read_results(options.files or sorted(RESULTS.glob("*.json"))))
+    text = render(read_results(options.files), None) if options.files else render_committed()
     if options.docs:
         write_page(text)
     else:

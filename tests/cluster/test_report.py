@@ -31,6 +31,7 @@ RESULT: dict[str, Any] = {
     "recovery": {
         "SWITCHOVER": {"psycopg": {"lease": {"first": [0.2, 0.4], "settled": [0.2, 0.4]}}},
         "PAUSE": {"psycopg": {"lease": {"first": [None], "settled": [None]}}},
+        "STOP_PATRONI": {"psycopg": {"lease": {"first": [7.0], "settled": [7.0]}}},
     },
 }
 
@@ -38,7 +39,7 @@ RESULT: dict[str, Any] = {
 def test_the_page_has_the_figures_of_the_results() -> None:
     """`python -m tests.cluster.report --docs` writes them after a campaign."""
     content = report.PAGE.read_text(encoding="utf-8")
-    text = report.render(report.read_results(sorted(report.RESULTS.glob("*.json"))))
+    text = report.render_committed()
     assert content.count(report.MARKS[0]) == 1
     assert report.MARKS[0] + text + report.MARKS[1] in content
 
@@ -64,3 +65,11 @@ def test_a_report_has_medians_and_the_longest_times_and_counts_of_all(tmp_path: 
         "- With synchronous replication, the outcome of 4 transactions was unknown. Of these, 1 had been committed.",
     ):
         assert line in lines, line
+
+
+def test_times_until_recovery_are_those_of_an_idle_machine() -> None:
+    """If such a campaign was run, the page says so."""
+    idle = {**RESULT, "recovery": {"SWITCHOVER": {"psycopg": {"lease": {"first": [0.1], "settled": [0.1]}}}}}
+    text = report.render([RESULT], idle)
+    assert "| psycopg, list of hosts | synchronous | - | - | 0.1 s (0.1 s) | - | - | - |" in text
+    assert "from 3 failovers on an otherwise idle machine" in text
