@@ -53,11 +53,11 @@ class IdempotencyMiddleware:
     The key is claimed, in a separate transaction, before the application is called. The response is stored when it is complete,
     and then sent. While the application runs, a thread renews the claim, and no connection is held.
 
-    Guarantees: of all requests with the same key, principal, method and path, one runs at a time, and at most one response
-    below `record_below` is stored. Later requests get the status, body and headers of that response, without
-    connection-specific headers, `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`. Requests that arrive
-    while the first one runs get a 409 with `Retry-After`. Requests with another query, content type or body get a 422. If the
-    client disconnects before the response is sent, the request still runs to its end.
+    Guarantees: of all requests with the same key, principal, method and path, at most one runs at a time, and at most one
+    response, with a status below `record_below`, is stored. Later requests get the status, body and headers of that
+    response, without connection-specific headers, `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`.
+    Requests that arrive while the first one runs get a 409 with `Retry-After`. Requests with another query, content type or body
+    get a 422. If the client disconnects before the response is sent, the request still runs to its end.
 
     Limitations: a handler that failed or died may have done part of its work, and runs again on the next request. Do its database
     work in one transaction, and other work in an `IdempotentEffect`, whose steps are stored.

@@ -141,10 +141,10 @@ class PoolerError(PgfenceError):
 
 
 class StandbyError(PgfenceError):
-    """The server is a standby, or accepts no writes. A lock on it would exclude no other process.
+    """The server is a standby, on which a lock would exclude no process on the primary, or it rejects writes.
 
-    It is `retryable`, because a cluster that fails over will soon have a primary again. If the URL leads to a standby, correct
-    it.
+    A primary rejects writes if it is configured to be read-only. The error is `retryable`, because a cluster that fails over
+    will soon have a primary again. If the URL leads to a standby, correct it.
     """
 
     http_status = 503

@@ -115,7 +115,7 @@ def test_a_paused_run_stops_on_waking_after_a_loss(cli: Cli, name: str) -> None:
 
 
 def test_a_lease_needs_no_session_lock(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
-    """No advisory lock is held: a lease is a row, and works through any pooler."""
+    """No advisory lock is held: a lease is a row, and works through a pooler in transaction mode."""
     with cli.started("--pooler", "transaction", "--lease", name, "--", "sh", "-c", "echo ready; read x") as process:
         assert first_line(process) == "ready"
         # Of this database: other workers of the test run lock in theirs.

@@ -98,14 +98,14 @@ def _check_name(value: object, what: str, hint: str = "") -> str:
         ValueError: the name is empty, or contains NUL.
     """
     if not isinstance(value, str):
-        raise TypeError(f"the name of {what} must be a str{hint}, not {value!r}")
+        raise TypeError(f"the name of {what} must be a str, not {value!r}{hint}")
     if not value or "\0" in value:
         raise ValueError(f"the name of {what} must not be empty or contain NUL: {value!r}")
     return value
 
 
 def _check_table(value: object) -> str:
-    return _check_name(value, "a table", ", with its schema in schema=")
+    return _check_name(value, "a table", "; pass its schema as schema=")
 
 
 class TableOptions(TypedDict, total=False):

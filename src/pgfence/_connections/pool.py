@@ -95,8 +95,8 @@ class PoolState:
         return True
 
     def pop_idle(self, user: Borrower) -> bool:
-        """Give the most recently used connection, if it is alive. A dead one is left for `take_expired`."""
-        if not self.idle or self.idle[-1].dead is not None:
+        """Give `user` the most recently used idle connection if it is alive, and return whether it did."""
+        if not self.idle or self.idle[-1].dead is not None:  # `take_expired` removes a dead one
             return False
         user.session = self.idle[-1]  # an interrupt between this line and the next must not lose it
         self.idle.pop()
@@ -255,7 +255,7 @@ class LockPool:
         self.lock_table.check_room(keys)
 
     def _abandon(self, opening: PendingConnection, *, late: bool) -> LockConnection | None:
-        """Stop waiting for a connection, once. Return it if it was opened at the last moment.
+        """Stop waiting for a connection. Return it if it has been opened. Once the opening is abandoned, a call does nothing.
 
         With `late`, the opening counts as stuck. An opening that was interrupted says nothing about the server.
         """

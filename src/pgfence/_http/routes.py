@@ -48,7 +48,8 @@ def _compile_route(route: str) -> str:
     literal = _FIELD.sub("", stem)
     if not route.startswith("/") or any(character in literal for character in "{}<>*?"):
         raise ValueError(
-            f"{route!r} is not a route: it must be a path that begins with a slash, with {{name}} for a segment, and * only at the end"
+            f"{route!r} is not a route: a route is a path without a query that begins with a slash. Write {{name}} for a part"
+            " that varies; * is allowed only at the end"
         )
     if stem.count(":path}") > 1 or any(len(_FIELD.findall(segment)) > 1 for segment in stem.split("/")):
         raise ValueError(f"{route!r} is not a route: it may have one field in each segment, and one {{name:path}}")

@@ -129,7 +129,10 @@ UNKNOWN = ServerInfo(0, False, "", 0, 1.0, 0, 0, 0, "", {}, False)
 
 
 def build_set_up(place: TableNames, style: ParamStyle) -> str:
-    """Return the statement that sets up a session and reads the facts; it takes the process id of the server."""
+    """Return the statement that sets up a session and reads the facts.
+
+    Its one parameter is the backend process id that the driver received when it connected.
+    """
     return _SET_UP.format("%s" if style == "format" else "$1", names=has_names_sql(place, style))
 
 

@@ -35,7 +35,7 @@ _BITS = 20
 _COUNTER = 2**_BITS
 _BATCH = 2 * _COUNTER - 1
 END_OF_QUEUE = 2 * _COUNTER - 1
-"""The bits in which the numbers of a queue differ."""
+"""A mask of the bits in which the keys of one queue differ. `key | END_OF_QUEUE` is the last key of its queue."""
 _MASK = _COUNTER - 1
 _CLOCK = _COUNTER + 1
 SECONDS = _COUNTER - 2

@@ -159,7 +159,7 @@ class Recorder:
                 histogram.record(seconds, attributes)
 
     def _count_pending(self, wait: float) -> bool:
-        """Count the appended events and return True, or False if another thread counts them and does not finish in time."""
+        """Count the appended events. Return False if another thread is counting and does not finish within `wait` seconds."""
         if self._pid != PROCESS.known_pid:
             # A thread of the parent may have held the lock at the fork. It does not exist in this process.
             self._pid, self._lock = PROCESS.known_pid, threading.Lock()

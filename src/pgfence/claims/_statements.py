@@ -1,8 +1,8 @@
 """Build the SELECT that locks rows and never locks more of them than its LIMIT.
 
-`UPDATE ... WHERE id IN (SELECT ... LIMIT n FOR UPDATE SKIP LOCKED)` locks more rows. If the planner executes the subquery again
-for each row of a nested loop, each execution skips the rows that the UPDATE has already written and locks the next ones. The
-statement in this module has its LIMIT on the outside, and is executed once.
+`UPDATE ... WHERE id IN (SELECT ... LIMIT n FOR UPDATE SKIP LOCKED)` can lock more than n rows. If PostgreSQL executes the
+subquery again for each row of a nested loop, each execution skips the rows that the UPDATE has already written and locks the
+next ones. The SELECT that this module builds is not a subquery, so PostgreSQL executes it once, whatever plan is chosen.
 """
 
 from __future__ import annotations

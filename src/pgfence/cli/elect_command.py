@@ -36,7 +36,7 @@ DEFAULT_TTL = 15.0
         ("64", "Misuse: an option, a name, a URL or an engine cannot be used."),
         ("69", "At the start, the server rejected the login, or the database does not exist."),
         ("70", "An unexpected error; its traceback is printed."),
-        ("76", "With --restart never or after a signal, the term was lost before it was released."),
+        ("76", "The term was lost before it was released. Only with --restart never, or after a signal."),
         ("78", "Elections do not work on this server: the tables are missing or too old, or it is not PostgreSQL."),
         ("126", "The command could not be executed."),
         ("127", "The command was not found."),

@@ -62,7 +62,8 @@ _FAILURES = "If the lock is lost or there is no server"
     cls=Option,
     heading=_HELD,
     is_flag=True,
-    help="Hold a lease instead of an advisory lock. It works through any pooler, and its fencing token is passed to the command.",
+    help="Hold a lease instead of an advisory lock. It also works through a pooler in transaction mode, and its fencing token"
+    " is passed to the command.",
 )
 @click.option(
     "--once-per",

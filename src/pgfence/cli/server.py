@@ -112,7 +112,7 @@ def describe_pooler(engine: Engine, error: PoolerError) -> PoolerError:
     return PoolerError(
         f"{describe_server(engine)}: a connection pooler{' in transaction mode' if not session else ''} is between pgfence and"
         " PostgreSQL, where advisory locks are not safe. Pass the URL of the server itself as --dsn; or use --lease, which "
-        f"works through any pooler and needs the tables of `pgfence install`{session}",
+        f"also works through a pooler in transaction mode and needs the tables of `pgfence install`{session}",
         mode=error.mode,
     )
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     """Hold a lock that expires and has a fencing token. It is stored in a row and does not depend on a connection.
 
-    While it is held, a dedicated thread renews it every third of the TTL. A lease works through any pooler.
+    While it is held, a dedicated thread renews it every third of the TTL. A lease also works through a pooler in
+    transaction mode.
 
     Guarantees: one holder per name until `expires_at`, by the server's clock. A holder that dies loses the lease after at most
     one TTL. Tokens only grow. A holder that cannot renew the lease considers it lost shortly before the server can grant it to

@@ -92,8 +92,8 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
         super().__init__(engine, name, ttl=ttl, namespace=namespace)
         if _LOOKS_LIKE_A_ROW.search(name):
             raise ValueError(
-                f"the name of partitions must not end in # or / and digits, like {name!r}: the partitions are stored as {name}/0,"
-                f" {name}/1, ..., and {name!r} looks like one of another name. Choose another name"
+                f'{name!r} cannot be the name of partitions, because it ends in "#" or "/" followed by digits, like the stored'
+                " name of a permit or of a partition. Choose a name with a different ending"
             )
         self.count = check_count(count)
         self.hash: PartitionHash = check_hash(hash)

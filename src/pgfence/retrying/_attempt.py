@@ -151,7 +151,7 @@ def _swallowed_error(error: BaseException) -> BaseException:
 
 
 def _is_usable(connection: Connection) -> bool:
-    """Return whether the transaction is still usable after an error, which may have been rolled back to a savepoint."""
+    """Return whether the transaction is still usable after an error. It is if the function rolled back to a savepoint."""
     try:
         connection.exec_driver_sql(_PING)
     except SQLAlchemyError:

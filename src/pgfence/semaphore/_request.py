@@ -177,8 +177,8 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
         name = self._name
         if _LOOKS_LIKE_A_ROW.search(name):
             raise ValueError(
-                f"the name of a semaphore must not end in # or / and digits, like {name!r}: its permits are stored as"
-                f" {name}#1, {name}#2, ..., and {name!r} looks like one of another semaphore. Choose another name"
+                f'{name!r} cannot be the name of a semaphore, because it ends in "#" or "/" followed by digits, like the stored'
+                " name of a permit or of a partition. Choose a name with a different ending"
             )
         return PermitRequest(
             stored=qualify_name(name + f"#{MOST_PERMITS}", namespace, "the name of a semaphore")[

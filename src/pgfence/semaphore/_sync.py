@@ -24,8 +24,9 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         with Semaphore(engine, "provider", permits=10, ttl=30).hold(timeout=5) as permit:
             call_provider()
 
-    A permit is held like a lease. A dedicated thread renews it every third of the TTL, it has a fencing token, and it works
-    through any pooler. Permit `i` of the semaphore `NAME` is the lease row `NAME#i`, with a separate token series.
+    A permit is held like a lease. A dedicated thread renews it every third of the TTL, it has a fencing token, and it also
+    works through a pooler in transaction mode. Permit `i` of the semaphore `NAME` is the lease row `NAME#i`, with a separate
+    token series.
 
     Guarantees: never more than `permits` permits are held by the server's clock. A process that dies returns its permits after
     one TTL at the latest. A weight is acquired completely or not at all. With `fair=True` waiters are served in the order of

@@ -51,9 +51,9 @@ class AsyncTransactionLock(TransactionLockBase):
             two.balance += 10
 
     Guarantees and limitations are the same as for `TransactionLock`. Load rows after acquiring the lock. Instances that were
-    loaded before it are expired, and accessing one without `await session.refresh(...)` raises SQLAlchemy's MissingGreenlet. A
-    task that is cancelled while a statement runs loses its connection and so its transaction, as with every statement of an
-    AsyncSession.
+    loaded earlier are expired. Accessing an attribute of one before `await session.refresh(instance)` raises SQLAlchemy's
+    MissingGreenlet. A task that is cancelled while a statement runs loses its connection and so its transaction, as with every
+    statement of an AsyncSession.
 
     Args:
         session: the AsyncSession, async_scoped_session or AsyncConnection whose transaction the lock belongs to. The lock uses

@@ -51,7 +51,7 @@ class VersionedSession(Session):
     Limitations:
         In REPEATABLE READ and SERIALIZABLE PostgreSQL itself rejects such a write with SQLSTATE 40001. The legacy methods
         `bulk_save_objects` and `bulk_update_mappings` compare versions and list no rows. The session cannot track SQL text,
-        statements on session.connection() and triggers that write rows of its instances. Refresh these instances before you
+        statements on session.connection() or triggers that write rows of its instances. Refresh these instances before you
         change them, or the flush raises a PgfenceError. In a Session on a Connection, such a row counts as a conflict, because
         another session may have written it on that Connection.
 

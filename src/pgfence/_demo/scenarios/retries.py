@@ -131,7 +131,7 @@ def _format_lines(plain: Storm, keyed: Storm) -> Iterator[str]:
         f" {plain.twice} of {plain.paid} more than once."
     )
     yield (
-        f"With keys: {keyed.made} made, {keyed.twice or 'none'} more than once, {keyed.differ or 'no'} different receipts;"
+        f"With keys: {keyed.made} made, {keyed.twice or 'none'} more than once, {keyed.differ or 'none'} with differing receipts;"
         f" {keyed.ended} of {keyed.sent} transactions lost their connection."
     )
 
