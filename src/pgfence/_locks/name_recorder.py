@@ -208,15 +208,15 @@ class NameRecorder:
                     for names in locks:
                         self._store_names(link, place, names)
             except Exception as error:
-                # Only operators need names, so an error must not reach the application. A server that is unreachable, full, or
-                # a standby is not tried again soon.
+                # Only operators need names, so an error must not reach the application. A server that is unreachable, full or a
+                # standby may stay that way for a while, so the next attempt is made after `PAUSE` seconds.
                 log.debug("the names of locks cannot be stored: %s", error)
                 self._paused_until = clock() + PAUSE
             self._opens_at = clock() + BETWEEN
 
     def _store_names(self, link: BackgroundConnection, place: TableNames, names: dict[int, str]) -> None:
         dialect = self.engine.dialect
-        # One lock after the other, so that a collision is known to be one of its names.
+        # Each statement stores the names of one lock, so that a collision can be attributed to that lock.
         other: str | None = link.ask(note_sql(place, style_of(dialect)), (list(names), list(names.values())), LIMIT)
         if other is None:
             record_names(dialect, place, names)
