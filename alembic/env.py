@@ -22,7 +22,7 @@ target_metadata = MetaData()
 schema.tables(target_metadata)
 
 LOCK_WAIT = 600  # seconds to wait for another process that is migrating
-DDL_WAIT = "5s"  # for a table that is in use: all other sessions wait behind a statement that waits for it
+DDL_WAIT = "5s"  # how long DDL waits for a table that is in use, because all other sessions wait behind it
 DDL_ATTEMPTS = 5
 EX_TEMPFAIL = 75
 

@@ -11,7 +11,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 Connect: TypeAlias = Callable[[], Awaitable[asyncpg.Connection]]
 
-# Errors after which the next host is tried. Other errors are raised at once, for example if the password is wrong.
+# Errors after which the next host is tried. Other errors are raised at once,
+# for example if the password is wrong.
 NEXT_HOST = (
     OSError,  # includes TimeoutError
     asyncpg.CannotConnectNowError,

@@ -450,7 +450,7 @@ async def test_an_uncommitted_transaction_leaves_the_outcome_unknown(shop: Shop,
     """C101: complete() alone stores nothing, and a function that forgot its commit raises an error that says so."""
 
     async def work(attempt: Any) -> str:
-        with pytest.raises(IdempotencyMisuseError, match="contains an instance of Shop"):
+        with pytest.raises(IdempotencyMisuseError, match="contains a Shop"):
             await shop.soon(attempt.complete(shop.session(), shop))
         await pay(shop, attempt, payments, commit=False)
         with pytest.raises(IdempotencyMisuseError, match="steps must come before complete"):

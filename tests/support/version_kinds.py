@@ -427,7 +427,7 @@ KINDS: dict[str, Kind] = {
         ("Page", 0),
     ),
     "row switch of a key": Kind(
-        "the same, in a table that has no columns beside the key and the version",
+        "the same, in a table that has no columns other than the key and the version",
         _all(_of("Parent", 0), _of("Link", 0)),
         _key_switch,
         {("Link", 0): 1},

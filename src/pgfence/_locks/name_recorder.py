@@ -26,6 +26,7 @@ from pgfence._process.clock import clock
 from pgfence._process.lifecycle import PROCESS, on_disposed
 from pgfence._sql.lock_names import list_new_names, note_sql, record_names
 from pgfence._sql.params import style_of
+from pgfence._sql.pipeline import find_driver
 from pgfence._sql.storage import table_names_of
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError
@@ -66,7 +67,7 @@ class WatchedConnection:
 
     def __init__(self, connection: Connection, record: TransactionRecord) -> None:
         self.engine = connection.engine
-        self.driver: weakref.ref[object] = weakref.ref(connection.connection.driver_connection)
+        self.driver: weakref.ref[object] = weakref.ref(find_driver(connection.dialect, connection.connection))
         self.record = weakref.ref(record)
         self._transaction: weakref.ref[RootTransaction] | None = None
 

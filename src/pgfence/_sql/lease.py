@@ -44,7 +44,7 @@ class LeaseSql:
 
     Attributes:
         acquire: name, name, lease id, ttl, min_hold, lock_delay, max_hold or None, owner, host, pid, purpose, metadata as JSON or
-            None, kind. One row: the token of a lease that was not released before the statement began, if there is one, granted,
+            None, kind. One row: the token of a lease that had expired unreleased when the statement began, if there is one, granted,
             token, expires_at, remaining, hold_remaining, checkpoint as JSON, kind, owner, host, pid, backend_pid, application_name, purpose, since, set_back. If not granted, it describes the holder, and
             `remaining` is the time until the name is free. `set_back` is None, or the seconds by which the server's clock was
             set back.
@@ -131,11 +131,12 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
 
 
 def read_unreleased(place: TableNames, style: ParamStyle) -> str:
-    """Return the expression for the token of a lease that was not released before the statement began. Parameter: its name."""
-    # The expression reads the row as it was before the function of the same statement changes it.
+    """Return the expression for the token of a lease that had expired unreleased when the statement began. Parameter: its name."""
+    # The expression reads the row as it was before the function of the same statement changes it. The function may wait for a
+    # release that is being committed, so a lease that has not expired here was released.
     return (
         f"(SELECT l.token FROM {name_of(place, 'lease', style)} AS l WHERE l.name = CAST({mark(style, 1)} AS text)"
-        " AND l.released_at IS NULL AND l.lock_key IS NULL)"
+        " AND l.released_at IS NULL AND l.expires_at <= pg_catalog.clock_timestamp() AND l.lock_key IS NULL)"
     )
 
 
@@ -208,7 +209,7 @@ class SlotSql:
         home: the quoted name of the slot table. One row: its schema.
         acquire: name, name, slot, until when it counts or None, lease id, ttl, max_hold or None, owner, host, pid, purpose, metadata
             as JSON or None, zone or None, its UTC offset in seconds at the slot or None, the newest slot done as it was read.
-            One row: the token of a lease that was not released, as for `LeaseSql.acquire`, the outcome ("granted", "busy", "done", "moved", "zone"), then as for the `acquire` of a lease, and the
+            One row: the token of a lease that had expired unreleased, as for `LeaseSql.acquire`, the outcome ("granted", "busy", "done", "moved", "zone"), then as for the `acquire` of a lease, and the
             number of attempts at the slot.
     """
 

@@ -22,6 +22,7 @@ from pgfence._sql import activity, server
 from pgfence._sql import transaction as sql
 from pgfence._sql.errors import ErrorContext, raise_translated, standby_error
 from pgfence._sql.params import style_of
+from pgfence._sql.pipeline import find_driver
 from pgfence._sql.savepoints import TransactionRecord
 from pgfence._sql.sqlstate import IN_FAILED_TRANSACTION, LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence.config import Config, config_of
@@ -253,7 +254,7 @@ class TransactionLockBase(Guided):
             return False
         record.add(call.keys, shared=self._shared)
         if granted == "waited":
-            recorder_of(engine).add(engine, call.keys, call.connection.connection.driver_connection)
+            recorder_of(engine).add(engine, call.keys, find_driver(engine.dialect, call.connection.connection))
         # Instances that were loaded while another transaction held the lock may be older than its COMMIT.
         if self._expire and not isinstance(work, Connection):
             work.expire_all()
