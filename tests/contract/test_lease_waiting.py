@@ -180,6 +180,24 @@ async def test_a_wait_for_the_row_takes_nothing_off_the_ttl(
     await world.call(held.release)
 
 
+async def test_a_release_during_the_request_is_not_an_expiry(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """The statement began before the release was committed, and no event says that the last holder let the lease expire."""
+    engine, heard = world.engine(), []
+    configure(engine, on_event=lambda e: heard.append(e.event))
+    one = lease(world, engine, name)
+    rival(admin, name)
+    with psycopg.connect(dsn) as other:
+        let_go(other, name)
+        async with background(world.other().call(one.acquire, timeout=FAR)) as waiting:
+            await eventually(lambda: waits_for_row(admin))
+            other.commit()
+            held = await waiting
+    await world.call(held.release)
+    assert heard == ["acquired", "released"]
+
+
 async def test_a_grant_that_comes_too_late_is_not_held(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
