@@ -40,7 +40,7 @@ WAYS = {
     "psycopg": "psycopg, list of hosts",
     "haproxy": "psycopg, HAProxy",
     "pgbouncer": "psycopg, PgBouncer and HAProxy",
-    "asyncpg": "asyncpg, list of hosts",
+    "asyncpg": "asyncpg, `asyncpg_hosts.py`",
 }
 PRIMITIVES = {
     "sql": "plain SQL",
@@ -194,7 +194,7 @@ def _tabulate_counts(results: Sequence[Result]) -> str:
             find(f"committed in spite of an error: {table}"),
             seen(f"failed: {table}"),
         )
-    count("slots done twice", find("slots done twice"), seen("slots"))
+    count("slots done twice, by attempts that overlapped", find("slots done twice"), seen("slots"))
     count("slots begun again after they were done", find("slots begun after they were done"), seen("slots"))
     count("keys with two answers", find("keys with two answers"), seen("answered: key", "answered: effect"))
     count("versions written twice", find("versions written twice"), seen("versions"))
