@@ -6,13 +6,16 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import psycopg
 import pytest
 from sqlalchemy import create_engine, event, make_url, text
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
-from pgfence import AdvisoryLock, LockKey, TransactionLock
+from pgfence import AdvisoryLock, AsyncAdvisoryLock, AsyncTransactionLock, LockKey, TransactionLock
 from pgfence._locks import name_recorder
+from pgfence._process.clock import clock
 from pgfence.config import configure
 from support.waiting import eventually
 
@@ -51,14 +54,14 @@ def test_the_background_thread_ends_and_does_not_try_in_vain(
 
 @pytest.mark.usefixtures("tables")
 def test_a_long_transaction_has_a_name_among_many_short_ones(
-    name: str, engine: Engine, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    name: str, engine: Engine, admin: psycopg.Connection[Any]
 ) -> None:
-    """More connections than are kept until the next look come and go after it."""
-    monkeypatch.setattr(name_recorder, "MOST_PENDING", 5)
+    """The connections that come and go after it are forgotten at once, and it is not."""
     with TransactionLock.begin(engine, name):
         for _ in range(10):
             with TransactionLock.begin(engine, f"{name}:short"):
                 pass
+        assert len(name_recorder.recorder_of(engine)._watched) == 1
         query = "SELECT count(*) FROM pgfence_lock_name WHERE key = %s"
         eventually(lambda: admin.execute(query, [LockKey.of(name).value]).fetchone() == (1,))
 
@@ -94,3 +97,43 @@ def test_a_connection_that_a_creator_returns_again_is_not_touched(
             assert connection.scalar(text("SELECT 1")) == 1
             connection.commit()
         engine.dispose()
+
+
+@pytest.mark.usefixtures("tables")
+def test_after_a_failure_and_a_pause_names_are_stored_again(
+    name: str, engine: Engine, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of a connection that was open all the time."""
+    for setting, seconds in (("TICK", 0.05), ("BETWEEN", 0.0), ("PAUSE", 0.1)):
+        monkeypatch.setattr(name_recorder, setting, seconds)
+    failed: list[str] = []
+
+    def fail(message: object, *_: object) -> None:
+        failed.append(str(message))
+
+    monkeypatch.setattr(name_recorder.log, "debug", fail)
+    recorder = name_recorder.recorder_of(engine)
+    with engine.connect() as connection:
+        with monkeypatch.context() as patch:
+            patch.setattr(name_recorder, "choose_background_connection", None)
+            with connection.begin():
+                TransactionLock(connection, f"{name}:first").acquire()
+                eventually(
+                    lambda: failed and not any(thread.name == "pgfence-names" for thread in threading.enumerate())
+                )
+        eventually(lambda: clock() > recorder._paused_until)
+        with connection.begin():
+            TransactionLock(connection, name).acquire()
+            query = "SELECT count(*) FROM pgfence_lock_name WHERE key = %s"
+            eventually(lambda: admin.execute(query, [LockKey.of(name).value]).fetchone() == (1,))
+
+
+async def test_connections_of_a_pool_of_asyncpg_take_locks(name: str, dsn: str) -> None:
+    """Such a connection is a proxy, of which Python makes no weak reference."""
+    async with asyncpg.create_pool(make_url(dsn).render_as_string(hide_password=False)) as pool:
+        engine = create_async_engine("postgresql+asyncpg://", async_creator=pool.acquire, poolclass=NullPool)
+        async with AsyncTransactionLock.begin(engine, name) as connection:
+            assert await connection.scalar(text("SELECT 1")) == 1
+        async with engine.connect() as connection, AsyncAdvisoryLock(connection, name).hold():
+            await connection.commit()
+        await engine.dispose()

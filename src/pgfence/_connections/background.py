@@ -19,7 +19,6 @@ from pgfence._process.lifecycle import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from weakref import ref
 
     from sqlalchemy import Engine
 
@@ -35,7 +34,7 @@ class BackgroundConnection(ABC):
     """One connection and the thread that uses it. Other threads may only call `wake` and `abort`."""
 
     session: LockConnection | None = None
-    in_use: Collection[ref[object]] = ()
+    in_use: Collection[object] = ()
     """Driver connections of the application, in case the engine's creator returns one of them again."""
 
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:

@@ -24,7 +24,6 @@ from pgfence.errors import PgfenceError, PoolerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-    from weakref import ref
 
     from sqlalchemy import Engine
     from sqlalchemy.engine.interfaces import DBAPIConnection
@@ -41,7 +40,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEE
 
 
 def open_connection(
-    engine: Engine, pooler: PoolerSetting, *, any_pooler: bool = False, in_use: Collection[ref[object]] = ()
+    engine: Engine, pooler: PoolerSetting, *, any_pooler: bool = False, in_use: Collection[object] = ()
 ) -> tuple[DBAPIConnection, RawConnection, server.ServerInfo]:
     """Open a connection with the engine's settings, outside of any pool and in autocommit, and check its server.
 
@@ -89,7 +88,7 @@ def open_connection(
     return dbapi_connection, driver, facts
 
 
-def _connect_like(engine: Engine, in_use: Collection[ref[object]] = ()) -> PoolProxiedConnection:
+def _connect_like(engine: Engine, in_use: Collection[object] = ()) -> PoolProxiedConnection:
     # The connection comes from a copy of the engine's pool, with its creator, arguments and connect events (which provide tokens
     # for cloud logins): a full QueuePool, a StaticPool, a pre-ping or a patched engine.connect cannot interfere.
     pool = engine.pool.recreate()
@@ -104,7 +103,7 @@ def _connect_like(engine: Engine, in_use: Collection[ref[object]] = ()) -> PoolP
     def create_new(rec: ConnectionPoolEntry) -> DBAPIConnection:
         opened = create(rec)
         driver = engine.dialect.get_driver_connection(opened)
-        if any(used() is driver for used in in_use):
+        if any(used is driver for used in in_use):
             raise PgfenceError("the engine's creator returned a connection that the application is using")
         return opened
 

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
 from sqlalchemy.pool import StaticPool
 
@@ -33,7 +33,7 @@ from pgfence.errors import PgfenceError
 from pgfence.keys import LockKey, unqualify_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from sqlalchemy import Connection, Engine
     from sqlalchemy.engine import RootTransaction
@@ -42,10 +42,9 @@ if TYPE_CHECKING:
     from pgfence._sql.savepoints import TransactionRecord
     from pgfence._sql.storage import TableNames
 
-    Granted: TypeAlias = tuple[Engine, Sequence[LockKey], weakref.ref[object]]
+    Granted: TypeAlias = tuple[Engine, Sequence[LockKey], object]
     """A lock, with the driver's connection that acquired it."""
 
-T = TypeVar("T")
 TICK = 1.0
 """Seconds from one look to the next."""
 BETWEEN = 5.0
@@ -57,25 +56,23 @@ PAUSE = 300.0
 LIMIT = 5.0
 """Seconds that one statement may take."""
 MOST_PENDING = 1_000
-"""The number of locks and connections that are kept until the next look. Older ones are dropped."""
+"""The number of granted locks that are kept until the next look. Older ones are dropped."""
 
 
 class WatchedConnection:
     """A connection of the application whose transactions acquire locks."""
 
-    __slots__ = ("_transaction", "driver", "engine", "record")
+    __slots__ = ("_transaction", "driver", "engine")
 
-    def __init__(self, connection: Connection, record: TransactionRecord) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.engine = connection.engine
-        self.driver: weakref.ref[object] = weakref.ref(find_driver(connection.dialect, connection.connection))
-        self.record = weakref.ref(record)
+        # Not a weak reference, because not every driver's connection allows one: a connection of an asyncpg pool does not.
+        self.driver: object = find_driver(connection.dialect, connection.connection)
         self._transaction: weakref.ref[RootTransaction] | None = None
 
-    def list_held(self) -> list[LockKey]:
+    def list_held(self, record: TransactionRecord) -> list[LockKey]:
         """Return the keys that the connection holds, if its transaction is the same as at the previous call."""
-        record, before = self.record(), self._transaction
-        if record is None:
-            return []
+        before = self._transaction
         self._transaction, keys = record.find_open()
         if self._transaction is None or self._transaction is not before:
             return []
@@ -93,19 +90,19 @@ class NameRecorder:
         self.pid = PROCESS.pid
         self.collisions: dict[int, str] = {}
         """The keys that belong to another name, with that name."""
-        self._new: deque[WatchedConnection] = deque()
-        self._kept: deque[WatchedConnection] = deque(maxlen=MOST_PENDING)
-        """Connections that were still open when newer ones took their place in `_new`."""
+        self._watched: weakref.WeakKeyDictionary[TransactionRecord, WatchedConnection] = weakref.WeakKeyDictionary()
+        """The connections, each until its Connection object is gone, with which its record goes."""
         self._granted: deque[Granted] = deque(maxlen=MOST_PENDING)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._ending = False
-        self._disposed = False
+        self._ends_at = 0.0
+        """When a thread with nothing to do ends."""
         self._changed = threading.Event()
         """Set when the interpreter exits or the engine is disposed of, so that the thread looks at once."""
         self._opens_at = 0.0
         """Before this time no connection is opened."""
         self._paused_until = self._find_obstacle()
+        """Before this time no thread is started."""
         on_disposed(engine, self._on_engine_disposed)
         threads.register(self)
 
@@ -119,24 +116,18 @@ class NameRecorder:
 
     def watch(self, connection: Connection, record: TransactionRecord) -> None:
         """Store the names of the locks that the transactions of a connection hold for long."""
-        record.collisions = self.collisions
-        self._new.append(WatchedConnection(connection, record))
-        if len(self._new) > MOST_PENDING:
-            # Most connections of an application with many transactions are closed before the thread looks. The others must not
-            # be dropped for them.
-            with suppress(IndexError):
-                if (oldest := self._new.popleft()).record() is not None:
-                    self._kept.append(oldest)
+        if record not in self._watched:
+            self._watched[record] = WatchedConnection(connection)
         self._ensure_thread()
 
     def add(self, engine: Engine, keys: Sequence[LockKey], driver: object) -> None:
         """Store the names of a lock that was granted on a connection of the driver."""
-        self._granted.append((engine, keys, weakref.ref(driver)))
+        self._granted.append((engine, keys, driver))
         self._ensure_thread()
 
     def reject_collisions(self, keys: Iterable[LockKey]) -> None:
         """Raise KeyCollisionError for a key that belongs to another name, as this process has found out."""
-        for key in keys:
+        for key in keys if self.collisions else ():
             if key.name is not None and (other := self.collisions.get(key.value)) is not None:
                 raise build_collision_error((key.name,), other)
 
@@ -144,56 +135,63 @@ class NameRecorder:
         if self._thread is not None:
             return
         if clock() < self._paused_until or PROCESS.ending:
-            self._forget()
+            self._granted.clear()
             return
         with self._lock:
             if self._thread is None:
+                self._ends_at = clock() + LINGER
                 try:
                     self._thread = threads.start("pgfence-names", self._run)
                 except RuntimeError:  # the process can start no more threads
                     self._paused_until = clock() + PAUSE
 
-    def _forget(self) -> None:
-        for queue in (self._new, self._kept, self._granted):
-            queue.clear()
-
     def _run(self) -> None:
-        watched: list[WatchedConnection] = []
-        idle_since = clock()
-        while True:
+        while not self._end_if_idle():
             self._changed.wait(TICK)
             self._changed.clear()
-            if self._ending:
-                return
-            if disposed := self._disposed:
-                self._disposed = False
-                watched.clear()
-            watched += _drain(self._kept) + _drain(self._new)
-            watched = [one for one in watched if one.record() is not None]
-            held: list[Granted] = [(one.engine, keys, one.driver) for one in watched if (keys := one.list_held())]
-            if (now := clock()) >= self._opens_at:
-                self._store(held + _drain(self._granted), watched)
-            if now < self._paused_until:
-                watched.clear()
-                self._forget()
-            elif watched or self._granted:
-                idle_since = now
-                continue
-            elif now - idle_since < LINGER and not disposed:
-                continue
-            with self._lock:
-                self._thread = None
-                if not self._new and not self._granted:
-                    return
-                # A caller added a lock while this thread still counted as running, so no other one was started.
-                self._thread = threading.current_thread()
+            if not PROCESS.ending:
+                self._look()
 
-    def _store(self, granted: Iterable[Granted], watched: Iterable[WatchedConnection]) -> None:
+    def _end_if_idle(self) -> bool:
+        """Return whether the thread ends, because there is nothing to do. The next lock then starts another one."""
+        now = clock()
+        if PROCESS.ending:
+            return True
+        if now >= self._paused_until:
+            if self._watched or self._granted:
+                self._ends_at = now + LINGER
+            if now < self._ends_at:
+                return False
+        with self._lock:
+            self._thread = None
+            if now < self._paused_until or not (self._watched or self._granted):
+                return True
+            # A caller added a lock while this thread still counted as running, so no other one was started.
+            self._thread = threading.current_thread()
+            return False
+
+    def _look(self) -> None:
+        """Store the names of the locks that were granted, and of those of transactions that the previous look has seen too."""
+        granted: list[Granted] = []
+        in_use: list[object] = []
+        for reference in self._watched.keyrefs():
+            if (record := reference()) is not None and (one := self._watched.get(record)) is not None:
+                in_use.append(one.driver)
+                if keys := one.list_held(record):
+                    granted.append((one.engine, keys, one.driver))
+        if clock() < self._opens_at:
+            return
+        with suppress(IndexError):  # other threads may append to the queue, or clear it, in the meantime
+            while True:
+                granted.append(self._granted.popleft())
+        self._store(granted, in_use)
+
+    def _store(self, granted: Iterable[Granted], in_use: Collection[object]) -> None:
         """Store the names that are not stored yet, with one connection for each installation."""
         missing: dict[TableNames, tuple[Engine, list[dict[int, str]]]] = {}
-        in_use = [one.driver for one in watched]
+        drivers = [*in_use]
         for engine, keys, driver in granted:
-            in_use.append(driver)
+            drivers.append(driver)
             place = table_names_of(engine)
             new = list_new_names(engine.dialect, place, [key for key in keys if key.value not in self.collisions])
             if new:
@@ -202,7 +200,7 @@ class NameRecorder:
             try:
                 threads.block_during_shutdown()
                 with closing(choose_background_connection(engine, config_of(engine), lambda *_: None)) as link:
-                    link.in_use = in_use
+                    link.in_use = drivers
                     link.open()
                     if link.session is None or not link.session.facts.has_names:
                         raise LookupError("the table of names does not exist, or this role may not write to it")
@@ -213,6 +211,7 @@ class NameRecorder:
                 # standby may stay that way for a while, so the next attempt is made after `PAUSE` seconds.
                 log.debug("the names of locks cannot be stored: %s", error)
                 self._paused_until = clock() + PAUSE
+                self._granted.clear()
             self._opens_at = clock() + BETWEEN
 
     def _store_names(self, link: BackgroundConnection, place: TableNames, names: dict[int, str]) -> None:
@@ -235,25 +234,16 @@ class NameRecorder:
     def _on_engine_disposed(self, _: Engine) -> None:
         """Forget everything and end the thread, because a disposed engine should not open another connection."""
         if self.pid == PROCESS.pid:
-            self._forget()
-            self._disposed = True
+            self._watched.clear()
+            self._granted.clear()
+            self._ends_at = 0.0
             self._changed.set()
 
     def end(self, seconds: float) -> None:
         """Wait until the connection is closed, because the interpreter is exiting. Pending names are not stored."""
-        self._ending = True
         self._changed.set()
         if (thread := self._thread) is not None:
             thread.join(seconds)
-
-
-def _drain(queue: deque[T]) -> list[T]:
-    """Remove and return what a queue contains. Other threads may append to it, or clear it, in the meantime."""
-    found = []
-    with suppress(IndexError):
-        while True:
-            found.append(queue.popleft())
-    return found
 
 
 def recorder_of(engine: Engine) -> NameRecorder:

@@ -24,7 +24,7 @@ from sqlalchemy import event
 from pgfence._sql.postponed import send_postponed
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
+    from collections.abc import Hashable, Iterable
     from weakref import ref
 
     from sqlalchemy import Connection
@@ -46,7 +46,7 @@ _ENDS = re.compile(r"\b(?:ROLLBACK|ABORT|COMMIT|RELEASE|END|PREPARE)\b", re.IGNO
 class TransactionRecord:
     """The keys that one transaction has acquired, with their modes, and its open savepoints."""
 
-    __slots__ = ("__weakref__", "_keys", "_root", "_savepoints", "collisions", "first")
+    __slots__ = ("__weakref__", "_keys", "_root", "_savepoints", "first")
 
     def __init__(self) -> None:
         self._root: ref[RootTransaction] | None = None
@@ -54,8 +54,6 @@ class TransactionRecord:
         self._savepoints: list[tuple[str, dict[Hashable, Any]]] = []
         self.first = False
         """Whether only requests of pgfence have been sent in this transaction."""
-        self.collisions: Mapping[int, str] | None = None
-        """The keys that belong to another name, with that name; None if the names of the keys are not recorded yet."""
 
     @classmethod
     def of(cls, connection: Connection) -> Self:

@@ -240,11 +240,10 @@ class TransactionLockBase(Guided):
     ) -> bool:
         if len(call.keys) > MANY_KEYS:
             self._check_capacity(call)
-        record, engine = call.record, call.connection.engine
-        if record.collisions is None:
-            recorder_of(engine).watch(call.connection, record)
-        if record.collisions:
-            recorder_of(engine).reject_collisions(call.keys)
+        engine = call.connection.engine
+        recorder = recorder_of(engine)
+        recorder.watch(call.connection, call.record)
+        recorder.reject_collisions(call.keys)
         try:
             granted = self._ask(call, deadline, owner)
         except DBAPIError as error:
@@ -252,9 +251,9 @@ class TransactionLockBase(Guided):
             raise  # pgfence has no class for this error. The transaction belongs to the caller, who gets the error unchanged.
         if not granted:
             return False
-        record.add(call.keys, shared=self._shared)
+        call.record.add(call.keys, shared=self._shared)
         if granted == "waited":
-            recorder_of(engine).add(engine, call.keys, find_driver(engine.dialect, call.connection.connection))
+            recorder.add(engine, call.keys, find_driver(engine.dialect, call.connection.connection))
         # Instances that were loaded while another transaction held the lock may be older than its COMMIT.
         if self._expire and not isinstance(work, Connection):
             work.expire_all()
