@@ -100,16 +100,20 @@ def test_a_connection_that_a_creator_returns_again_is_not_touched(
 
 
 @pytest.mark.usefixtures("tables")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("handler", [None, "raises"])
 def test_after_a_failure_and_a_pause_names_are_stored_again(
-    name: str, engine: Engine, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    name: str, engine: Engine, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch, handler: str | None
 ) -> None:
-    """Also those of a connection that was open all the time."""
+    """Also those of a connection that was open all the time, and if a logging handler has raised an error."""
     for setting, seconds in (("TICK", 0.05), ("BETWEEN", 0.0), ("PAUSE", 0.1)):
         monkeypatch.setattr(name_recorder, setting, seconds)
     failed: list[str] = []
 
     def fail(message: object, *_: object) -> None:
         failed.append(str(message))
+        if handler:
+            raise RuntimeError(message)
 
     monkeypatch.setattr(name_recorder.log, "debug", fail)
     recorder = name_recorder.recorder_of(engine)

@@ -146,11 +146,15 @@ class NameRecorder:
                     self._paused_until = clock() + PAUSE
 
     def _run(self) -> None:
-        while not self._end_if_idle():
-            self._changed.wait(TICK)
-            self._changed.clear()
-            if not PROCESS.ending:
-                self._look()
+        try:
+            while not self._end_if_idle():
+                self._changed.wait(TICK)
+                self._changed.clear()
+                if not PROCESS.ending:
+                    self._look()
+        except BaseException:  # for example, of the application's logging handler: the next lock starts another thread
+            self._thread = None
+            raise
 
     def _end_if_idle(self) -> bool:
         """Return whether the thread ends, because there is nothing to do. The next lock then starts another one."""
@@ -209,9 +213,9 @@ class NameRecorder:
             except Exception as error:
                 # Only operators need names, so an error must not reach the application. A server that is unreachable, full or a
                 # standby may stay that way for a while, so the next attempt is made after `PAUSE` seconds.
-                log.debug("the names of locks cannot be stored: %s", error)
                 self._paused_until = clock() + PAUSE
                 self._granted.clear()
+                log.debug("the names of locks cannot be stored: %s", error)
             self._opens_at = clock() + BETWEEN
 
     def _store_names(self, link: BackgroundConnection, place: TableNames, names: dict[int, str]) -> None:
