@@ -16,6 +16,7 @@ from sqlalchemy.pool import NullPool
 from pgfence import AdvisoryLock, AsyncAdvisoryLock, AsyncTransactionLock, LockKey, TransactionLock
 from pgfence._locks import name_recorder
 from pgfence._process.clock import clock
+from pgfence._process.lifecycle import PROCESS
 from pgfence.config import configure
 from support.waiting import eventually
 
@@ -130,6 +131,25 @@ def test_after_a_failure_and_a_pause_names_are_stored_again(
             TransactionLock(connection, name).acquire()
             query = "SELECT count(*) FROM pgfence_lock_name WHERE key = %s"
             eventually(lambda: admin.execute(query, [LockKey.of(name).value]).fetchone() == (1,))
+
+
+@pytest.mark.usefixtures("tables")
+def test_the_exit_of_the_interpreter_ends_the_thread_between_two_names(
+    name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names that are not stored yet would keep it inside a driver while libraries are shut down."""
+    seen: list[object] = []
+
+    def exit_now(*names: object) -> None:
+        seen.append(names)
+        monkeypatch.setattr(PROCESS, "ending", True)
+
+    monkeypatch.setattr(name_recorder.NameRecorder, "_store_names", exit_now)
+    with TransactionLock.begin(engine, name), TransactionLock.begin(engine, f"{name}:2"):
+        thread = name_recorder.recorder_of(engine)._thread
+        assert thread is not None
+        eventually(lambda: not thread.is_alive())
+    assert len(seen) == 1
 
 
 async def test_connections_of_a_pool_of_asyncpg_take_locks(name: str, dsn: str) -> None:

@@ -202,13 +202,14 @@ class NameRecorder:
                 missing.setdefault(place, (engine, []))[1].append(new)
         for place, (engine, locks) in missing.items():
             try:
-                threads.block_during_shutdown()
                 with closing(choose_background_connection(engine, config_of(engine), lambda *_: None)) as link:
                     link.in_use = drivers
                     link.open()
                     if link.session is None or not link.session.facts.has_names:
                         raise LookupError("the table of names does not exist, or this role may not write to it")
                     for names in locks:
+                        if PROCESS.ending:
+                            return
                         self._store_names(link, place, names)
             except Exception as error:
                 # Only operators need names, so an error must not reach the application. A server that is unreachable, full or a
