@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pgfence._admin.doctor.finding import build_finding
+from pgfence._admin.doctor.finding import MOST_LISTED, build_finding, count_items, join_items
 from pgfence._sql.leaks import IDLE_FOR, is_leaked
 from pgfence._sql.server import REFUSE, WARN
 from pgfence._sql.storage import quote
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 LEAKED_AFTER = IDLE_FOR
 LONG_WAIT = 30.0
 """Seconds after which a wait is reported, as in pgfence's own log."""
-_LISTED = 3
 
 
 def check_lock_table(examined: Examined) -> Iterator[Finding]:
@@ -65,12 +64,14 @@ def check_waits(examined: Examined) -> Iterator[Finding]:
 def check_invalid_indexes(examined: Examined) -> Iterator[Finding]:
     found = examined.snapshot.invalid_indexes
     if found:
-        fixes = [f"{'DROP' if one['copy'] else 'REINDEX'} INDEX CONCURRENTLY {one['name']};" for one in found[:_LISTED]]
+        fixes = [
+            f"{'DROP' if one['copy'] else 'REINDEX'} INDEX CONCURRENTLY {one['name']};" for one in found[:MOST_LISTED]
+        ]
         listed = [f"{one['name']} on {one['on_table']}" for one in found]
         yield build_finding(
             "invalid-index",
             f"{count_items(len(found), 'index is', 'indexes are')} invalid: {join_items(listed)}.",
-            f"As the owner of the table: {' '.join(fixes)}{' Do the same for the others.' if len(found) > _LISTED else ''}",
+            f"As the owner of the table: {' '.join(fixes)}{' Do the same for the others.' if len(found) > MOST_LISTED else ''}",
         )
 
 
@@ -88,17 +89,6 @@ def check_visibility(examined: Examined) -> Iterator[Finding]:
             ),
             f"GRANT pg_read_all_stats TO {quote(seen.role)};",
         )
-
-
-def count_items(number: int, one: str, many: str) -> str:
-    """Return a number with its noun."""
-    return f"{number} {one if number == 1 else many}"
-
-
-def join_items(listed: list[str]) -> str:
-    """Return the first items of a list, and how many more there are."""
-    more = len(listed) - _LISTED
-    return "; ".join(listed[:_LISTED]) + (f"; and {more} more" if more > 0 else "")
 
 
 CHECKS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from pgfence._admin.doctor.activity import count_items, join_items
-from pgfence._admin.doctor.finding import build_finding
+from pgfence._admin.doctor.connection import NOTABLE_CLOCK_DIFFERENCE
+from pgfence._admin.doctor.finding import build_finding, count_items, join_items
 from pgfence._sql.storage import quote, quote_literal
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 OUTAGE_FACTOR = 1.8
 """A lease outlasts an outage if its TTL is at least so many times as long: it is renewed after a third, and lost after nine tenths."""
-NOTABLE_CLOCK_DIFFERENCE = 1.0
 LONGEST_CONNECT_TIMEOUT = 10
 _PRIMARY = ("read-write", "primary")
 _QUORUM = re.compile(r"\s*ANY\s+(\d+)\s*\(", re.IGNORECASE)

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 Severity: TypeAlias = Literal["info", "warning", "error"]
 
+MOST_LISTED = 3
+"""How many sessions, standbys or indexes a finding lists."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -194,3 +197,14 @@ def build_finding(code: str, found: str, fix: str, severity: Severity | None = N
     """Return a finding with the severity and the reason from the catalogue."""
     entry = CATALOGUE[code]
     return Finding(code, severity or entry.severity, found, entry.why, fix)
+
+
+def count_items(number: int, one: str, many: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {one if number == 1 else many}"
+
+
+def join_items(listed: list[str]) -> str:
+    """Return the first items of a list, and how many more there are."""
+    more = len(listed) - MOST_LISTED
+    return "; ".join(listed[:MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")
