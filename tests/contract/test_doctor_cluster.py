@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 import psycopg
 import pytest
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from support.servers import OwnServer
     from support.worlds import World
 
+PAGE = Path(__file__).parents[2] / "docs" / "operate" / "cluster.md"
 HOSTS = {"host-list", "target-session-attrs", "tcp-user-timeout"}
 
 
@@ -39,22 +43,49 @@ def build_list(dsn: str, driver: str, **parameters: str) -> str:
 @pytest.mark.twins
 async def test_a_host_list_that_is_no_failover_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a time limit for each host, with standbys, and with statements that wait for a dead server; asyncpg has no such limits."""
-    found = (await find(world, world.engine(dsn=build_list(world.dsn, world.name)))).keys() & HOSTS
-    assert found == (HOSTS if world.name == "psycopg" else HOSTS - {"tcp-user-timeout"})
-    given = {"connect_timeout": "2", "target_session_attrs": "read-write", "tcp_user_timeout": "5000"}
-    if world.name == "asyncpg":
-        del given["connect_timeout"], given["tcp_user_timeout"]
-    found = (await find(world, world.engine(dsn=build_list(world.dsn, world.name, **given)))).keys() & HOSTS
-    assert found == (set() if world.name == "psycopg" else {"host-list"})
+
+    async def find_faults(**parameters: str) -> dict[str, monitoring.Finding]:
+        found = await find(world, world.engine(dsn=build_list(world.dsn, world.name, **parameters)))
+        return {code: found[code] for code in HOSTS & found.keys()}
+
+    faults = await find_faults()
     assert not (await find(world, world.engine())).keys() & HOSTS
-    if world.name == "psycopg":
-        for timeout in ("0", "60"):
-            slow = build_list(world.dsn, world.name, **given | {"connect_timeout": timeout})
-            assert (await find(world, world.engine(dsn=slow))).keys() & HOSTS == {"host-list"}
-        monkeypatch.setenv("PGCONNECT_TIMEOUT", "2")
-        monkeypatch.setenv("PGTARGETSESSIONATTRS", "primary")
-        found = (await find(world, world.engine(dsn=build_list(world.dsn, world.name)))).keys() & HOSTS
-        assert found == {"tcp-user-timeout"}
+    if world.name == "asyncpg":
+        assert faults.keys() == {"host-list", "target-session-attrs"}
+        assert (await find_faults(target_session_attrs="read-write")).keys() == {"host-list"}
+        return
+    assert faults.keys() == HOSTS
+    advised = {code: read_advice(finding) for code, finding in faults.items()}
+    everything = {name: value for given in advised.values() for name, value in given.items()}
+    assert everything == read_page()
+    assert not await find_faults(**everything)
+    for code, given in advised.items():
+        assert (await find_faults(**{name: everything[name] for name in everything.keys() - given})).keys() == {code}
+    for timeout in ("0", "60"):
+        assert (await find_faults(**everything | {"connect_timeout": timeout})).keys() == {"host-list"}
+    del everything["keepalives_idle"]
+    assert "and no keepalives_idle." in (await find_faults(**everything))["tcp-user-timeout"].found
+    monkeypatch.setenv("PGCONNECT_TIMEOUT", "2")
+    monkeypatch.setenv("PGTARGETSESSIONATTRS", "primary")
+    assert (await find_faults()).keys() == {"tcp-user-timeout"}
+
+
+def read_advice(finding: monitoring.Finding) -> dict[str, str]:
+    """Return the parameters that a fix adds to the URL."""
+    advice = re.match(r"Add (\S+) to the URL", finding.fix)
+    assert advice is not None
+    return dict(parse_qsl(advice[1]))
+
+
+def read_page() -> dict[str, str]:
+    """Return the parameters of the URL that the page On a cluster shows, without the hosts."""
+    wrapped = re.search(
+        r"^postgresql\+psycopg://app@/shop\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert wrapped is not None
+    given = dict(parse_qsl("".join(wrapped[1].split()).removeprefix("?")))
+    assert given.pop("host") == "db1,db2,db3"
+    return given
 
 
 @contextmanager

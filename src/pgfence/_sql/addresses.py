@@ -40,6 +40,7 @@ class HostList(NamedTuple):
     connect_timeout: str
     target_session_attrs: str
     tcp_user_timeout: str
+    keepalives_idle: str
 
 
 def describe_server(engine: Engine) -> str:
@@ -58,6 +59,7 @@ def read_host_list(engine: Engine) -> HostList:
         str(_read_parameter(given, "connect_timeout") or ""),
         str(_read_parameter(given, "target_session_attrs") or ""),
         str(given.get("tcp_user_timeout") or ""),
+        str(given.get("keepalives_idle") or ""),
     )
 
 

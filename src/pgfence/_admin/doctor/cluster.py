@@ -18,6 +18,7 @@ OUTAGE_FACTOR = 1.8
 """A lease outlasts an outage if its TTL is at least so many times as long: it is renewed after a third, and lost after nine tenths."""
 LONGEST_CONNECT_TIMEOUT = 10
 _PRIMARY = ("read-write", "primary")
+_DRIVER_LIMITS = ("tcp_user_timeout", "keepalives_idle")
 _QUORUM = re.compile(r"\s*ANY\s+(\d+)\s*\(", re.IGNORECASE)
 
 
@@ -132,12 +133,16 @@ def check_target_session_attrs(examined: Examined) -> Iterator[Finding]:
 
 def check_tcp_user_timeout(examined: Examined) -> Iterator[Finding]:
     for one in examined.hosts:
-        # asyncpg has no such parameter.
-        if len(one.hosts) > 1 and one.driver != "asyncpg" and _read_number(one.tcp_user_timeout) <= 0:
+        # asyncpg has no such parameters.
+        if len(one.hosts) < 2 or one.driver == "asyncpg":
+            continue
+        # The first one limits statements that are being sent, the second one those that wait for their response.
+        missing = [name for name in _DRIVER_LIMITS if _read_number(getattr(one, name)) <= 0]
+        if missing:
             yield build_finding(
                 "tcp-user-timeout",
-                f"The engine has several hosts ({','.join(one.hosts)}) and no tcp_user_timeout.",
-                "Add tcp_user_timeout=5000&keepalives_idle=5 to the URL.",
+                f"The engine has several hosts ({','.join(one.hosts)}) and no {' and no '.join(missing)}.",
+                "Add tcp_user_timeout=5000&keepalives_idle=5&keepalives_interval=5&keepalives_count=3 to the URL.",
             )
             return
 
