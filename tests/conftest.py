@@ -63,6 +63,7 @@ def pytest_configure() -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Run two workers for each core: most of a test is a wait for a server, a lease or a process."""
     return 2 * (os.cpu_count() or 1)

@@ -91,6 +91,7 @@ def at_every_moment(
                 name_free(name)
     else:
         raise AssertionError("more moments than expected")
+    assert at > 100, "hardly anything was interrupted"
     assert (leaks, strange) == ([], [])
     # CPython looks for signals at a call, and not when a function of Python returns.
     assert [where for where in places if " return " not in where] == []

@@ -64,6 +64,7 @@ async def at_every_step(
                 break
         else:
             raise AssertionError(f"more than {most} suspensions")
+        assert at > 0, "nothing was cancelled, because the work was never suspended"
     return at
 
 
