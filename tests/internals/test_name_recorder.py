@@ -37,20 +37,22 @@ def engine(dsn: str) -> Iterator[Engine]:
 
 
 def test_the_background_thread_ends_and_does_not_try_in_vain(
-    name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    name: str, engine: Engine, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the table it opens one connection in five minutes, closes it, and ends; dispose() drops what is pending."""
+    """Without the table it opens one connection in five minutes, closes it, and ends."""
     for setting, seconds in (("TICK", 0.05), ("BETWEEN", 0.0), ("LINGER", 0.2)):
         monkeypatch.setattr(name_recorder, setting, seconds)
     configure(engine, prefix="no_such_")
-    events: list[str] = []
+    opened: list[int] = []
     with engine.connect():  # so that only the thread opens connections from here on
         pass
-    event.listen(engine, "connect", lambda *_: events.append("connect"))
+
+    event.listen(engine, "connect", lambda connection, _: opened.append(connection.info.backend_pid))
     for n in range(2):
         with TransactionLock.begin(engine, f"{name}:{n}"):
-            eventually(lambda: events and not any(thread.name == "pgfence-names" for thread in threading.enumerate()))
-    assert events == ["connect"]
+            eventually(lambda: opened and not any(thread.name == "pgfence-names" for thread in threading.enumerate()))
+    assert len(opened) == 1
+    eventually(lambda: admin.execute("SELECT FROM pg_stat_activity WHERE pid = ANY (%s)", [opened]).rowcount == 0)
 
 
 @pytest.mark.usefixtures("tables")
@@ -67,16 +69,19 @@ def test_a_long_transaction_has_a_name_among_many_short_ones(
         eventually(lambda: admin.execute(query, [LockKey.of(name).value]).fetchone() == (1,))
 
 
+@pytest.mark.usefixtures("tables")
 def test_disposing_of_an_engine_ends_its_thread(name: str, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that creates an engine for each job has no more threads than jobs."""
+    """Also while a transaction holds a lock, for whose name no connection is opened any more."""
+    opened: list[object] = []
     monkeypatch.setattr(name_recorder, "LINGER", 600.0)
     engine = create_engine(make_url(dsn).set(drivername="postgresql+psycopg"), poolclass=NullPool)
     with TransactionLock.begin(engine, name):
-        pass
-    thread = name_recorder.recorder_of(engine)._thread
-    assert thread is not None and thread.is_alive()
-    engine.dispose()
-    eventually(lambda: not thread.is_alive())
+        thread = name_recorder.recorder_of(engine)._thread
+        assert thread is not None and thread.is_alive()
+        event.listen(engine, "connect", lambda *_: opened.append(1))
+        engine.dispose()
+        eventually(lambda: not thread.is_alive())
+    assert opened == []
 
 
 @pytest.mark.usefixtures("tables")
