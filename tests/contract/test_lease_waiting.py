@@ -198,6 +198,29 @@ async def test_a_release_during_the_request_is_not_an_expiry(
     assert heard == ["acquired", "released"]
 
 
+@pytest.mark.one_driver
+async def test_a_release_that_is_committed_after_the_expiry_is_not_an_expiry(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """The lease had not expired when the statement began, and was released before the statement went on."""
+    engine, heard = world.engine(), []
+    configure(engine, on_event=lambda e: heard.append(e.event))
+    one = lease(world, engine, name)
+    warm = await world.call(lease(world, engine, f"{name}:warm").acquire)  # opens the connection
+    await world.call(warm.release)
+    heard.clear()
+    rival(admin, name, ttl=1.5)
+    with psycopg.connect(dsn) as other:
+        let_go(other, name)
+        async with background(world.other().call(one.acquire, timeout=FAR)) as waiting:
+            await eventually(lambda: waits_for_row(admin))
+            await eventually(lambda: row(admin, name).left < 0)
+            other.commit()
+            held = await waiting
+    await world.call(held.release)
+    assert heard == ["acquired", "released"]
+
+
 async def test_a_grant_that_comes_too_late_is_not_held(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:

@@ -132,11 +132,11 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
 
 def read_unreleased(place: TableNames, style: ParamStyle) -> str:
     """Return the expression for the token of a lease that had expired unreleased when the statement began. Parameter: its name."""
-    # The expression reads the row as it was before the function of the same statement changes it. The function may wait for a
-    # release that is being committed, so a lease that has not expired here was released.
+    # The expression reads the row as it was before the function of the same statement changes it, but PostgreSQL evaluates it
+    # afterwards. The function may have waited for a release, so a lease that expired in the meantime does not count.
     return (
         f"(SELECT l.token FROM {name_of(place, 'lease', style)} AS l WHERE l.name = CAST({mark(style, 1)} AS text)"
-        " AND l.released_at IS NULL AND l.expires_at <= pg_catalog.clock_timestamp() AND l.lock_key IS NULL)"
+        " AND l.released_at IS NULL AND l.expires_at <= pg_catalog.statement_timestamp() AND l.lock_key IS NULL)"
     )
 
 
