@@ -9,7 +9,7 @@ import pytest
 
 from pgfence import AdvisoryLock, Lease, LockKey, TransactionLock, monitoring, schema
 from pgfence.errors import LockTimeoutError, PgfenceError, SchemaError, UnreachableError
-from support.locking import elsewhere
+from support.locking import background, elsewhere
 from support.servers import role
 from support.waiting import eventually
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from support.faults import Pair
+    from support.proxy import Proxy
     from support.servers import OwnServer
     from support.worlds import World
 
@@ -91,3 +92,20 @@ def test_a_rejected_query_is_not_called_a_failed_connection(
         with pytest.raises(PgfenceError, match="rejected a statement: canceling statement") as rejected:
             monitoring.audit(hurried)
     assert not isinstance(rejected.value, UnreachableError) and rejected.value.sqlstate == "57014"
+
+
+@pytest.mark.every_driver
+@pytest.mark.usefixtures("tables")
+async def test_a_connection_that_is_lost_during_a_statement_is_reported_without_the_statement(
+    world: World, dsn: str, admin: psycopg.Connection[Any], proxy: Proxy
+) -> None:
+    """The message is one line for an operator: the server, the driver's reason, and that the outcome is unknown."""
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'relation' AND query LIKE '%%pgfence_audit%%'"
+    with psycopg.connect(dsn) as other:
+        other.execute("LOCK TABLE pgfence_audit")
+        async with background(world.call(monitoring.audit, world.engine(dsn=proxy.dsn))) as reading:
+            await eventually(lambda: admin.execute(waits).fetchone() == (1,))
+            proxy.cut()
+            with pytest.raises(UnreachableError, match=r"was lost: .+\. It is unknown whether") as lost:
+                await reading
+    assert "SELECT" not in str(lost.value) and "\n" not in str(lost.value)

@@ -74,5 +74,8 @@ def translate_statement_error(engine: Engine, error: Exception) -> PgfenceError 
         return told
     where, reason = describe_server(engine), message_of(error)
     if is_connection_lost(error):
-        return UnreachableError(f"the connection to {where} was lost: {reason}", sqlstate=told.sqlstate)
+        return UnreachableError(
+            f"the connection to {where} was lost: {reason.rstrip('.')}. It is unknown whether the statement was executed",
+            sqlstate=told.sqlstate,
+        )
     return PgfenceError(f"{where} rejected a statement: {reason}", sqlstate=told.sqlstate)

@@ -296,12 +296,12 @@ def detail_of(error: BaseException) -> dict[str, Any]:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the server's message, without position and context."""
+    """Return the server's message, or the driver's in one line, without position, context, statement and parameters."""
     for layer in _iterate_layers(error):
         message = getattr(getattr(layer, "diag", None), "message_primary", None) or getattr(layer, "message", None)
         if isinstance(message, str):
             return message
-    return str(error)
+    return " ".join(str(getattr(error, "orig", None) or error).split())
 
 
 # ---------------------------------------------------------------- connections
