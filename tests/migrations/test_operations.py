@@ -455,7 +455,7 @@ def test_an_index_in_a_callers_transaction_is_rejected(engine: Engine) -> None:
         connection.execute(text("CREATE TABLE entry (book int)"))
         op: Any = Operations(MigrationContext.configure(connection))
         for directive in (op.create_index_safely, op.drop_index_safely):
-            with pytest.raises(TransactionStateError, match="let Alembic begin it"):
+            with pytest.raises(TransactionStateError, match="Let Alembic begin it"):
                 directive("ix", "entry", *([["book"]] if directive == op.create_index_safely else []))
         assert connection.scalar(text("SELECT count(*) FROM pg_index WHERE indrelid = 'entry'::regclass")) == 0
 

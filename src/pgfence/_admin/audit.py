@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pgfence._sql.params import Row
 
 _FREE_KEY = "free key"
-# An age that PostgreSQL's timestamps cannot represent would be an error.
+# PostgreSQL raises an error for an age that its timestamps cannot represent.
 _LONGEST = timedelta(days=36_525).total_seconds()
 
 
@@ -35,10 +35,10 @@ class AuditEntry:
         namespace: the namespace of the name; empty if it has none.
         resource: the name of the lock or election; for a key, its scope and the key, separated by a space; for a leaked lock,
             the session.
-        actor: the person or program that did it.
+        actor: the person or program that performed the action.
         reason: the reason that was given.
         at: the time of the action, by the server's clock.
-        detail: what was found, for example the holder, as JSON values.
+        detail: what the action found, for example the holder, as JSON values.
     """
 
     action: str

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Translate: TypeAlias = Callable[[Engine, Exception], PgfenceError | None]
 
 R = TypeVar("R")
-# Independent of the engine's default: each statement must see what was committed before it.
+# Set whatever the engine's default is, because each statement must see what was committed before it.
 _ISOLATION = "READ COMMITTED"
 
 
@@ -68,7 +68,7 @@ def _raise_translated(engine: Engine, error: Exception, translate: Translate) ->
 
 
 def translate_statement_error(engine: Engine, error: Exception) -> PgfenceError | None:
-    """Return the error for an error while connecting or in any statement, or None if neither server nor driver raised it."""
+    """Return the error to raise for a failed connection or statement, or None if neither server nor driver raised the error."""
     told = translate_connect_error(engine, error)
     if told is None or find_connect_error(engine, error, LOCK_OUTCOME_UNKNOWN) is not None:
         return told

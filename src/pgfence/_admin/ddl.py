@@ -61,7 +61,8 @@ def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
     """
     if guarded := fences.list_fenced(connection, place):
         raise SchemaError(
-            f"still fenced: {', '.join(guarded)}. First call pgfence.schema.drop_fence(engine, table)",
+            f"cannot drop pgfence's tables, because these tables are still fenced: {', '.join(guarded)}. First call"
+            " pgfence.schema.drop_fence(engine, table) for each of them",
             needed=VERSION,
             command=f"pgfence.schema.drop_fence(engine, {guarded[0]!r})",
         )
@@ -75,11 +76,11 @@ def perform_on(connection: Connection, place: TableNames, work: Callable[[Connec
         PgfenceError, ValueError: as documented for `schema.create_all` and the other functions.
     """
     check_version(connection.dialect)
-    # In autocommit each statement would commit separately, and an error would leave only a part of the objects.
+    # In autocommit each statement would commit separately, and an error would leave behind only some of the objects.
     if read_driver_state(connection).autocommit:
         raise TransactionStateError(
-            "tables and functions are created in one transaction, but this Connection is in autocommit: pass the engine, or, in"
-            " a migration, call it outside of autocommit_block() and of an env.py in autocommit"
+            "tables and functions are created in one transaction, but this Connection is in autocommit. Pass the engine. In a"
+            " migration, use neither autocommit_block() nor an env.py that sets autocommit"
         )
     try:
         work(connection, texts.resolve_schema(connection, place))

@@ -21,7 +21,7 @@ MIGRATION = "migration"
 
 @lru_cache(maxsize=16)
 def list_known_keys(database: str) -> tuple[tuple[LockKey, str, str | None], ...]:
-    """Return known keys, each with a name and a kind; without a kind, it is that of the session or transaction.
+    """Return the known keys, each with a name and a kind. If the kind is None, it is that of the session or transaction.
 
     Args:
         database: the name of the database, from which some programs compute their key.
@@ -32,7 +32,7 @@ def list_known_keys(database: str) -> tuple[tuple[LockKey, str, str | None], ...
         (LockKey.of("version trigger", namespace="pgfence"), "pgfence version trigger", MIGRATION),
         # ActiveRecord::Migrator.generate_migrator_advisory_lock_id
         (LockKey.raw(_RAILS_SALT * zlib.crc32(database.encode())), "Rails migration", MIGRATION),
-        # database.GenerateAdvisoryLockId, with the default schema and table, and as older releases had it
+        # database.GenerateAdvisoryLockId, with the default schema and table, and as in older releases
         (_compute_golang_migrate_key("public", "schema_migrations", database), "golang-migrate migration", MIGRATION),
         (_compute_golang_migrate_key(database), "golang-migrate migration", MIGRATION),
         # PostgreSQLAdvisoryLockTemplate, with the default schema and table
@@ -55,7 +55,7 @@ def recognize_key(key: LockKey, database: str) -> str | None:
 def list_keys_of_libraries(name: str) -> Iterator[tuple[LockKey, str]]:
     """Yield the keys that libraries compute from a name, each with a description of the lock.
 
-    A name `APP.NAME` is tried for pals, too.
+    A name `APP.NAME` is also tried as the name of a pals lock.
     """
     yield LockKey.of(name), f"pgfence lock {name!r}"
     namespace, colon, rest = name.partition(":")
@@ -70,7 +70,7 @@ def list_keys_of_libraries(name: str) -> Iterator[tuple[LockKey, str]]:
     yield compat.sha256_hex15_key(name), f"first 15 hexadecimal digits of SHA-256 of {name!r}"
     # Alembic's version table of another name or schema
     yield LockKey.of(name, namespace="pgfence migrations"), f"Alembic migration (pgfence), version table {name!r}"
-    # Both of these compute the key from the name of the database.
+    # Rails and golang-migrate compute the key from the name of the database.
     yield LockKey.raw(_RAILS_SALT * zlib.crc32(name.encode())), f"Rails migration of the database {name!r}"
     yield (
         _compute_golang_migrate_key("public", "schema_migrations", name),

@@ -220,8 +220,9 @@ def _check_choices(given: str | Sequence[str] | None, what: str, choices: tuple[
 
 
 def look(connection: Connection, query: HoldQuery) -> Listing:
-    """Return the list. Of two round trips in one transaction, the first finds out what the role may read."""
-    # Committed, because psycopg drops its prepared statements at a rollback, and planning takes as long as executing.
+    """Return the list, in two round trips of one transaction. The first round trip finds out what the role may read."""
+    # The transaction is committed, because psycopg drops its prepared statements at a rollback, and planning takes as long as
+    # executing.
     with connection.begin():
         access = statements.probe(connection, query.place)
         known = replace(query, known=list_known_keys(access.database))
@@ -230,7 +231,7 @@ def look(connection: Connection, query: HoldQuery) -> Listing:
 
 
 def build_listing(query: HoldQuery, access: Access, holds: list[HoldRow], waits: list[WaitRow]) -> Listing:
-    """Return the list, with the waits at the holds that they are for."""
+    """Return the list, in which each hold contains its waiters."""
     limited = query.limit is not None and len(holds) >= query.limit
     shown = holds[: query.limit - 1] if limited and query.limit is not None else holds
     waiters = _Waiters(shown, waits)
@@ -243,7 +244,7 @@ def _list_hidden(query: HoldQuery, access: Access) -> Iterable[str]:
     if not access.all_stats:
         yield (
             "This role is not a member of pg_read_all_stats: it cannot see the address, the state and the time of other roles'"
-            " sessions. GRANT pg_read_all_stats TO <role>"
+            " sessions. To allow it, run GRANT pg_read_all_stats TO <role>"
         )
     lacking = [
         query.place.name(table)
@@ -251,16 +252,16 @@ def _list_hidden(query: HoldQuery, access: Access) -> Iterable[str]:
         if access.is_denied(table)
     ]
     if lacking:
-        yield f"This role may not read {', '.join(lacking)}: GRANT SELECT ON {', '.join(lacking)} TO <role>"
+        yield f"This role may not read {', '.join(lacking)}. To allow it, run GRANT SELECT ON {', '.join(lacking)} TO <role>"
     if access.is_readable("idempotency_key") and not statements.should_list_attempts(query, access):
         yield (
-            f"{query.place.name('idempotency_key')} has about {access.tables['idempotency_key']:,.0f} rows, and was not read: request"
-            " the kind idempotency to read it"
+            f"{query.place.name('idempotency_key')} has about {access.tables['idempotency_key']:,.0f} rows, so it was not read."
+            " To read it, request the kind idempotency"
         )
 
 
 class _Waiters:
-    """The waits, by the key that they are for."""
+    """The waiters, grouped by the key that they wait for."""
 
     def __init__(self, holds: Sequence[HoldRow], waits: Sequence[WaitRow]) -> None:
         self._found: dict[tuple[int, int], list[Waiter]] = defaultdict(list)
@@ -268,7 +269,7 @@ class _Waiters:
         self._owners = {wait.ticket: wait.pid for wait in waits if wait.ticket is not None}
         self._queues: dict[int, tuple[int, int]] = {}
         self._read_queues(holds, waits)
-        # Sorted by ticket too, for waiters that took theirs in the same second.
+        # Also sorted by ticket, for waiters that took their tickets in the same second.
         for wait in sorted(waits, key=lambda each: each.ticket or 0):
             if (place := self._find_place(wait)) is not None:
                 self._found[place].append(self._build_waiter(wait, place))
@@ -285,7 +286,8 @@ class _Waiters:
                 self._holders[place].append(row.backend_pid or 0)
                 if waits:
                     self._queues.setdefault(find_queue((_to_key(*place),)), place)
-        # The first of a queue waits for the key itself. A lock with several names has its own queue, which only this shows.
+        # The first waiter of a queue waits for the key itself. A lock with several names has a separate queue, and only this
+        # wait shows to which key that queue belongs.
         for wait in waits:
             if wait.ticket is not None and wait.value is not None and wait.value not in self._owners:
                 self._queues.setdefault(find_queue_of(wait.ticket), (wait.space or 1, wait.value))

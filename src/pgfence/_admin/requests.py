@@ -72,7 +72,8 @@ def build_resign_request(engine: Engine | AsyncEngine, name: str, *, reason: str
 
 def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, found: Found) -> Found:
     """Mark what this process holds under the evicted name as lost. Return the result of the eviction."""
-    # Other processes need the notification. This process already knows of the eviction, so it does not wait for it.
+    # Other processes need the notification. This process already knows of the eviction, so it does not wait for the
+    # notification.
     heartbeat = ManagerRegistry.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("heartbeat")
     if isinstance(heartbeat, HeartbeatService) and found.newest is not None and found.token is not None:
         heartbeat.note_eviction(order.place, order.name, found.token)

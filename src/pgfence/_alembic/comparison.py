@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Found(NamedTuple):
-    """A guard of a table, with whether it is effective, and whether a partition has it from its parent."""
+    """A guard (fence or version trigger) of a table: whether it is effective, and whether a parent table passed it on."""
 
     guard: Guard
     holds: bool
@@ -62,8 +62,8 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
                 _remove_changes(context, ops, place)
             # pgfence's tables are created first, because other tables may refer to them.
             ops.ops.insert(0, making)
-    # Guards are dropped at the front and added at the end: one is removed before its table is dropped, so the reversed migration
-    # adds it after it has created the table again.
+    # Guards are dropped at the front and added at the end. A guard is dropped before its table, so the reversed migration
+    # creates the table first and then adds the guard.
     for name, found in sorted(standing.items(), key=str):
         if not found.copied and (name not in wanted or wanted[name].definition != found.guard.definition):
             ops.ops.insert(0, found.guard.reverse())
@@ -74,7 +74,7 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
 
 
 def _find_home(configured: TableNames, own: set[TableNames]) -> TableNames:
-    """Return the installation that guards belong to, which is the configured one, or the only one among the models."""
+    """Return the installation that guards belong to: the configured one, or else the only one among the models."""
     return next(iter(own)) if configured == TableNames() and len(own) == 1 else configured
 
 
@@ -105,7 +105,7 @@ def _list_wanted(context: AutogenContext, connection: Connection, home: TableNam
                 yield AddVersionTrigger(table.name, column=column, **where)
         except (TypeError, ValueError) as error:
             raise CommandError(
-                f"the fence or version that table {table} declares cannot be created: {error}"
+                f"the fence or version trigger that table {table} declares cannot be created: {error}"
             ) from error
 
 
@@ -126,9 +126,9 @@ def _list_found(context: AutogenContext, connection: Connection, home: TableName
 
 
 def _is_concerned(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
-    """Return whether a table is one that the models have, or that this migration drops."""
+    """Return whether the models contain a table, or this migration drops it."""
     key = _key_of(context, guard.target.schema, guard.target.name)
-    # The default schema is None, as in the models, because the guard is compared with theirs.
+    # The default schema is None, as in the models, because the guard is compared with those of the models.
     guard.target = type(guard.target)(key[1], key[0])
     for table in context.sorted_tables:
         if _key_of(context, table.schema, table.name) == key:
@@ -139,7 +139,7 @@ def _is_concerned(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> boo
 def _find_creation(connection: Connection, place: TableNames, *, whole: bool) -> CreatePgfence | UpgradePgfence | None:
     """Return the operation that creates or upgrades an installation, or None if it is complete.
 
-    For fences an older version suffices.
+    For fences, an older version of the tables is sufficient.
     """
     if tables.is_installed(connection, place):
         return None

@@ -96,7 +96,7 @@ def _refuse_while_used(used: Sequence[str]) -> None:
         raise SchemaError(
             f"{used[0]} is held: its holder would continue with a token that the next holder gets as well, or with an effect that"
             f" is no longer recorded. Stop the processes that hold leases or keys ({len(used)} held), or wait until these have"
-            " expired, and run this again",
+            " expired, and run the migration again",
             needed=VERSION,
         )
 

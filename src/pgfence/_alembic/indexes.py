@@ -157,7 +157,7 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
 
 @contextmanager
 def leave_transaction(operations: Operations) -> Iterator[None]:
-    """Leave the transaction of the migration for the block, unless it was already left.
+    """Leave the migration's transaction for the duration of the block, unless it was left before.
 
     A concurrent build waits for all older transactions, but no reader or writer waits behind it. A lock_timeout that is set for
     other DDL would end the build unnecessarily.
@@ -171,7 +171,8 @@ def leave_transaction(operations: Operations) -> Iterator[None]:
     in_autocommit = connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
     if not in_autocommit and context._in_external_transaction:
         raise TransactionStateError(
-            "an index is built concurrently outside a transaction, but env.py or its caller began this one: let Alembic begin it"
+            "an index can be built concurrently only outside a transaction, but env.py or its caller began one. Let Alembic"
+            " begin it"
             " (context.begin_transaction()), or use op.create_index()"
         )
     with nullcontext() if in_autocommit else context.autocommit_block(), migration_scripts.wait_for_locks(connection):

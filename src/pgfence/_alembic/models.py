@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Column, Table
 
 COUNTED = "pgfence_version"
-"""The key in the `info` of a version column, or in that of a table, where it contains the column's name or None."""
+"""The key in the `info` of a version column, or in the `info` of a table, where its value is the column's name or None."""
 
 _MARK = "\0"
 """Marks the name of a column in the result of a resource function; resources cannot contain it."""

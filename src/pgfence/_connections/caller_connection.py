@@ -147,11 +147,11 @@ class CallerConnection(LockConnection):
 
     @property
     def shared(self) -> bool:
-        """Whether the caller's Connection still uses the driver's connection after another one was closed (StaticPool)."""
+        """Whether the caller's Connection still uses the driver's connection after another Connection was closed (StaticPool)."""
         return bool(getattr(self._fairy, "_counter", 0))
 
     def on_checkin(self, record: ConnectionPoolEntry) -> None:
-        """End the lock because the Connection is returned to its pool, which opens another one for the next user."""
+        """End the lock because the Connection is returned to its pool. The pool opens another connection for the next user."""
         with self._closing:
             if self.closed:
                 return
@@ -159,7 +159,8 @@ class CallerConnection(LockConnection):
             self.dead = self.dead or "returned"
             with contextlib.suppress(Exception):
                 self.driver.close()
-        # Soft for an async driver: otherwise its close would be awaited, and a cancellation there would lose a pool slot.
+        # For an async driver the invalidation is soft. Otherwise the driver's close would be awaited, and a cancellation of
+        # that wait would lose a pool slot.
         record.invalidate(soft=self.connection.dialect.is_async)
         self.on_connection_lost(self.dead)
 

@@ -104,7 +104,10 @@ def _connect_like(engine: Engine, in_use: Collection[object] = ()) -> PoolProxie
         opened = create(rec)
         driver = engine.dialect.get_driver_connection(opened)
         if any(used is driver for used in in_use):
-            raise PgfenceError("the engine's creator returned a connection that the application is using")
+            raise PgfenceError(
+                "the engine's creator returned a connection that the application is using. It must open a new connection for"
+                " each call"
+            )
         return opened
 
     if in_use:
@@ -185,8 +188,8 @@ def wrap_dbapi(engine: Engine, dbapi_connection: DBAPIConnection, *, reconnects:
 def wrong_backend_error(engine: Engine) -> PoolerError:
     """Return the error for a connection that was switched to another server process. Nothing was locked there."""
     return PoolerError(
-        f"{describe_server(engine)}: the server process changed within one connection, so it goes through a pooler in"
-        " transaction mode. Pass an engine with a direct URL as configure(engine, lock_engine=...)",
+        f"{describe_server(engine)}: the server process changed within one connection, which shows that the connection goes"
+        " through a pooler in transaction mode. Pass an engine with a direct URL as configure(engine, lock_engine=...)",
         mode="transaction",
     )
 

@@ -289,7 +289,7 @@ class LockConnection(ABC):
             raise wrong_backend_error(engine)
         self.token = token or 0
         if token is None and (left := milliseconds / 1000 - (time.monotonic() - began)) > 0:
-            await self.carrier.sleep(left)  # a lease blocks the lock, and no statement can wait for it
+            await self.carrier.sleep(left)  # a lease blocks the lock, and no statement can wait for a lease
         return token is not None
 
     async def run_script(self, engine: Engine, script: tuple[str, ...], *, limit: float) -> bool:

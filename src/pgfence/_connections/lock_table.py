@@ -14,7 +14,7 @@ COUNT_EVERY = 1.0
 
 
 class LockTable:
-    """The last count of the server's locks, and what this process has acquired since."""
+    """The last count of the server's locks, and the number of locks that this process has acquired since."""
 
     def __init__(self) -> None:
         self._counted_at = 0.0

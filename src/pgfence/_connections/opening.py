@@ -91,7 +91,8 @@ def close_all(sessions: set[LockConnection]) -> None:
 
 async def close_with_loop(sessions: set[LockConnection]) -> AsyncGenerator[None]:
     """Close connections before the event loop closes."""
-    # asyncio.run() closes async generators first, which is the last time that connections can be closed cleanly.
+    # asyncio.run() closes async generators before the event loop. This is the last moment at which connections can be closed
+    # cleanly.
     try:
         yield
     finally:

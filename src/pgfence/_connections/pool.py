@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 WARM = 5
 OPEN_BUDGET = 5.0
-"""The minimum of seconds that opening a connection may take, even if the caller's timeout is shorter."""
+"""Opening a connection may take at least this many seconds, even if the caller's timeout is shorter."""
 OPEN_LIMIT = 30.0
 
 
@@ -314,7 +314,7 @@ class LockPool:
         return await self._callers_kind.borrow(self.carrier, connection, self._driver_kind)
 
     async def borrow(self, connection: Connection, limit: float) -> LockConnection:
-        """Borrow the caller's connection for one lock. If facts about the server must be read, there is a time limit."""
+        """Borrow the caller's connection for one lock. Facts that are not cached are read within a time limit."""
         session = await self.borrow_unjudged(connection)
         if session.facts is server.UNKNOWN:
             await session.learn(self.config.pooler, limit)
@@ -339,7 +339,7 @@ class LockPool:
             self.discard(session)
 
     def discard(self, session: LockConnection) -> None:
-        """Close a connection. The server releases what it held."""
+        """Close a connection. The server then releases the locks that it held."""
         session.close()
         with MUTEX:
             if session in self.sessions:

@@ -28,7 +28,7 @@ MANY_NAMES = 1000
 
 
 class HoldersSeen:
-    """Per name, when the last known holder's lease expires at the latest, on this process's monotonic clock."""
+    """For each name, the latest time at which the last known holder's lease can expire, on this process's monotonic clock."""
 
     def __init__(self) -> None:
         self._until: dict[str, float] = {}

@@ -51,7 +51,7 @@ def translate_failure(asker: Asker, error: Exception, claim: AcquireRequest, *, 
 
 
 def _translate(asker: Asker, error: Exception, place: TableNames, needed: int | None) -> PgfenceError | None:
-    # A pooled connection can outlive a switchover that turned its server into a standby.
+    # A pooled connection can survive a switchover that turned its server into a standby.
     context = ErrorContext(needed or asker.needed, on_primary="pgfence writes its rows on the primary")
     return translate_error(error, place, context, asker.engine)
 

@@ -33,9 +33,9 @@ CLOSE = 0.001
 """Seconds by which two times from the server may differ and still count as the same."""
 
 _BY_CLOCK = {
-    "expired": "has let expire",
-    "overdue": "has ended, because its max_hold is over,",
-    "superseded": "has granted to another holder",
+    "expired": "it has expired",
+    "overdue": "its max_hold is over",
+    "superseded": "it was granted to another holder",
 }
 
 
@@ -121,13 +121,13 @@ class Grant(BaseHold):
         self.failures = 0
         """The number of renewals in a row without a response."""
         self.renewal_pending = False
-        """A renewal has been sent, or is waiting for the connection."""
+        """Whether a renewal has been sent, or is waiting for the connection."""
         self.progressed = False
-        """`progress()` was called since the last renewal was sent."""
+        """Whether `progress()` was called since the last renewal was sent."""
         self.idle = False
-        """A renewal was due and skipped for lack of progress."""
+        """Whether a renewal was due and skipped for lack of progress."""
         self.request_renewal: Callable[[Grant], object] | None = None
-        """Notifies the heartbeat that this grant needs a renewal now."""
+        """The function that notifies the heartbeat that this grant needs a renewal now."""
         self.schedule_entry = 0
         """The number of this grant's current entry in the schedule; entries with an older number are stale."""
         self.next_renewal = math.inf
@@ -177,7 +177,7 @@ class Grant(BaseHold):
             self.request_renewal(self)
 
     def lose(self, reason: LossReason) -> bool:
-        """Mark it lost, log the loss, emit the event and call the listeners, once.
+        """Mark the grant as lost, log the loss, emit the event and call the listeners, once.
 
         Any thread may call it, but not under the mutex.
         """
@@ -189,35 +189,35 @@ class Grant(BaseHold):
         return True
 
     def resign(self) -> bool:
-        """Mark it lost because its holder gives it up, and call the listeners, once. The row is released afterwards."""
+        """Mark the grant as lost because its holder gives it up, and call the listeners, once. The row is released afterwards."""
         if not super().lose("resigned"):
             return False
         log.info("the holder of %s resigns", format_names(self.names))
         return True
 
     def lose_rejected(self, reason: LossReason) -> None:
-        """Mark it lost because the server rejected a renewal. The caller must not hold the mutex."""
+        """Mark the grant as lost because the server rejected a renewal. The caller must not hold the mutex."""
         # The rejection of a renewal that was sent during a release says nothing about clocks.
         if self.reason is None and not self.released:
             self.warn_of_clock(reason)
         self.lose(reason)
 
     def warn_of_clock(self, reason: str) -> None:
-        """Log a warning if the server ended it although, by this host's clock, it had time left."""
+        """Log a warning if the server ended the grant although it had time left by this host's clock."""
         left = self.deadline - clock()
         # An attempt is also superseded when an operator frees its key, which says nothing about clocks.
         if left > 0 and reason in _BY_CLOCK and (reason != "superseded" or self.family == "lease"):
             log.warning(
-                "the server %s the %s %s with %.1f s left by this host's clock: the server's clock was set forward, or this"
-                " server is a copy that lacks the last commits (a failover, a restore)",
-                _BY_CLOCK[reason],
+                "the server ended the %s %s because %s, but by this host's clock %.1f s were left: the server's clock was set"
+                " forward, or this server is a copy that lacks the last commits (a failover, a restore)",
                 self.noun,
                 format_names(self.names),
+                _BY_CLOCK[reason],
                 left,
             )
 
     def expire(self) -> bool:
-        """Mark it lost if its deadline has passed, and return whether it is lost. The caller must not hold the mutex."""
+        """Mark the grant as lost if its deadline has passed, and return whether it is lost. The caller must not hold the mutex."""
         if self.reason is None and (reason := self.loss_reason) is not None:
             self.lose(reason)
         return self.state == "lost"
@@ -249,8 +249,8 @@ class Grant(BaseHold):
         before, self.server_time = self.server_time, expires_at - timedelta(seconds=remaining)
         if (step := (before - self.server_time).total_seconds()) >= terms.NOTABLE_STEP:
             log.warning(
-                "the database server's clock was set back by %.0f s or more while the %s %s was held. It stays held and is"
-                " renewed from the new time on. Check the time service of that server",
+                "the database server's clock was set back by %.0f s or more while the %s %s was held. The holder keeps it, and"
+                " renewals count from the new time on. Check the time service of that server",
                 step,
                 self.noun,
                 format_names(self.names),
@@ -263,7 +263,7 @@ class Grant(BaseHold):
             self._note_cap()
 
     def _note_cap(self) -> None:
-        """Note that max_hold limits it, so no renewal can extend its deadline any more."""
+        """Record that max_hold now limits the grant, so that no renewal can extend its deadline."""
         self.capped = True
         self.next_renewal = math.inf
 
@@ -284,7 +284,7 @@ class Pauses:
         self._late = 0.0
         """How late the thread woke up last."""
         self._ttl: float | None = None
-        """The TTL that this put at risk."""
+        """The shortest TTL that this delay put at risk."""
 
     def note(self, late: float, held: Iterable[Grant]) -> None:
         """Note how late a sleeping thread woke up, and whether that puts the lease with the shortest TTL at risk."""

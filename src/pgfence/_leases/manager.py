@@ -147,7 +147,8 @@ class LeaseManager(LeaseStatements):
                         event = self.carrier.make_event()
                         stop_listening = heartbeat.listen(claim.place, claim.stored, wake)
                         if heartbeat.is_listening(claim.place):
-                            continue  # already listening before, so a release since the attempt has not woken this waiter
+                            # The connection already listened, so a release since the attempt did not wake this waiter: try again.
+                            continue
                 await (event or self.carrier.make_event()).wait(pause, call.cancel)
                 # The event is reset before the attempt, so that a release during the attempt ends the next sleep.
                 if event is not None:

@@ -107,12 +107,12 @@ class AcquireRequest(ABC):
 
     @property
     def once_only(self) -> str:
-        """Why its holder cannot acquire it again, for messages."""
+        """The reason why its holder cannot acquire it again, for messages."""
         return "a lease is not re-entrant. Pass the handle on"
 
     @property
     def weight(self) -> int | None:
-        """The number of requested permits. Contenders of this process do not wait for each other, because several may hold some."""
+        """The number of requested permits, or None. Contenders for permits do not queue here, because several may hold some."""
         return None
 
     @property
@@ -181,8 +181,8 @@ def warn_of_clock(claim: AcquireRequest, set_back: float | None) -> None:
     """Log a warning, which states the consequence, if the server's clock was set back while the name was blocked."""
     if set_back is not None and set_back >= terms.NOTABLE_STEP:
         log.warning(
-            "the database server's clock was set back by %.0f s or more while the %s %s was held. Its times were moved back too,"
-            " so that it is free at the latest one TTL from now if its holder is dead. Check the time service of that server",
+            "the database server's clock was set back by %.0f s or more while the %s %s was held. Its times were moved back"
+            " too. If its holder is dead, it becomes free within one TTL from now. Check the time service of that server",
             set_back,
             claim.kind,
             format_names(claim.names),

@@ -132,7 +132,7 @@ def build_terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lo
     most = None if max_hold is None or seconds(max_hold, "max_hold") == math.inf else seconds(max_hold, "max_hold")
     if most is not None:
         if most <= 0:
-            raise ValueError("max_hold must be above 0 seconds; None does not limit the hold")
+            raise ValueError("max_hold must be above 0 seconds; pass None for an unlimited hold")
         if least > most:
             raise ValueError(f"min_hold={least:g} is longer than max_hold={most:g}")
         _check_finite(most, "max_hold")

@@ -45,7 +45,7 @@ class Wanted(Protocol):
 
     @property
     def once_only(self) -> str:
-        """Why its holder cannot acquire it again, for messages."""
+        """The reason why its holder cannot acquire it again, for messages."""
         ...
 
     @property

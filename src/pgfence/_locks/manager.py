@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 HandleT = TypeVar("HandleT")
 
 RETRY_AFTER = 1.0
-"""A connection that is lost sooner than this after a wait began counts as a failure. Only the first is replaced immediately."""
+"""A connection lost sooner than this after a wait began counts as a failure. Only the first one is replaced immediately."""
 
 
 class LockManager:
@@ -136,7 +136,7 @@ class LockManager:
                 # Until the handle exists, the clean-up below is responsible for the grant; then the handle's finaliser is.
                 return make(self, self._record(call, entry.handed_over or entry.session))
             entry.leave()
-        except BaseException as error:  # the exception may come from a signal, and a second one may follow
+        except BaseException as error:  # the exception may come from a signal, and a second signal may follow
             self.carrier.run_cleanup(lambda: self._abort_acquire(call))
             if isinstance(error, Cancelled):
                 raise build_cancelled_error(names) from None

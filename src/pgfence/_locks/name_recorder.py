@@ -1,9 +1,10 @@
 """Store the names of locks that are held on the application's own connections, on a connection of pgfence.
 
-The statement that acquires such a lock belongs to the caller, often in the caller's transaction, so nothing else is sent there.
-Instead, a thread looks once a second at the transactions of this process that have acquired locks, and stores the names of locks
-that it has seen in the same transaction before. Most transactions are shorter, and a name for each of them would cost more than
-the lock. The thread ends after ten seconds without such a transaction, and its connection is open only while it stores names.
+The statement that acquires such a lock belongs to the caller, often in the caller's transaction, so nothing else is sent on
+that connection. Instead, a thread looks once a second at the transactions of this process that have acquired locks, and stores
+the names of locks that it has seen in the same transaction before. Most transactions are shorter, and a name for each of them
+would cost more than the lock. The thread ends after ten seconds without such a transaction, and its connection is open only
+while it stores names.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ BETWEEN = 5.0
 LINGER = 10.0
 """Seconds after which a thread with nothing to do ends."""
 PAUSE = 300.0
-"""Seconds without an attempt, after names could not be stored."""
+"""Seconds until the next attempt, after names could not be stored."""
 LIMIT = 5.0
 """Seconds that one statement may take."""
 MOST_PENDING = 1_000
@@ -91,23 +92,24 @@ class NameRecorder:
         self.collisions: dict[int, str] = {}
         """The keys that belong to another name, with that name."""
         self._watched: weakref.WeakKeyDictionary[TransactionRecord, WatchedConnection] = weakref.WeakKeyDictionary()
-        """The connections, each until its Connection object is gone, with which its record goes."""
+        """The watched connections. The entry of a connection disappears with the record of its Connection object."""
         self._granted: deque[Granted] = deque(maxlen=MOST_PENDING)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ends_at = 0.0
-        """When a thread with nothing to do ends."""
+        """The time at which a thread with nothing to do ends."""
         self._changed = threading.Event()
-        """Set when the interpreter exits or the engine is disposed of, so that the thread looks at once."""
+        """Set when the interpreter exits or the engine is disposed of, so that the thread runs immediately."""
         self._opens_at = 0.0
-        """Before this time no connection is opened."""
+        """The time before which no connection is opened."""
         self._paused_until = self._find_obstacle()
-        """Before this time no thread is started."""
+        """The time before which no thread is started."""
         on_disposed(engine, self._on_engine_disposed)
         threads.register(self)
 
     def _find_obstacle(self) -> float:
-        # A StaticPool has one connection for everything, and it is the caller's. Without native threads there is no background.
+        # The only connection of a StaticPool is in use by the caller. Without native threads, nothing can run in the
+        # background.
         try:
             threads.require_native_threads()
         except PgfenceError:
@@ -126,7 +128,7 @@ class NameRecorder:
         self._ensure_thread()
 
     def reject_collisions(self, keys: Iterable[LockKey]) -> None:
-        """Raise KeyCollisionError for a key that belongs to another name, as this process has found out."""
+        """Raise KeyCollisionError for a key that, as this process has found out, belongs to another name."""
         for key in keys if self.collisions else ():
             if key.name is not None and (other := self.collisions.get(key.value)) is not None:
                 raise build_collision_error((key.name,), other)
@@ -152,12 +154,14 @@ class NameRecorder:
                 self._changed.clear()
                 if not PROCESS.ending:
                     self._look()
-        except BaseException:  # for example, of the application's logging handler: the next lock starts another thread
+        except (
+            BaseException
+        ):  # for example, an error of the application's logging handler; the next lock starts another thread
             self._thread = None
             raise
 
     def _end_if_idle(self) -> bool:
-        """Return whether the thread ends, because there is nothing to do. The next lock then starts another one."""
+        """Return whether the thread ends because there is nothing to do. The next lock then starts another thread."""
         now = clock()
         if PROCESS.ending:
             return True
@@ -170,12 +174,12 @@ class NameRecorder:
             self._thread = None
             if now < self._paused_until or not (self._watched or self._granted):
                 return True
-            # A caller added a lock while this thread still counted as running, so no other one was started.
+            # A caller added a lock while this thread still counted as running, so no other thread was started.
             self._thread = threading.current_thread()
             return False
 
     def _look(self) -> None:
-        """Store the names of the locks that were granted, and of those of transactions that the previous look has seen too."""
+        """Store the names of granted locks; those of a transaction only if the previous look has seen that transaction too."""
         granted: list[Granted] = []
         in_use: list[object] = []
         for reference in self._watched.keyrefs():
@@ -213,7 +217,7 @@ class NameRecorder:
                         self._store_names(link, place, names)
             except Exception as error:
                 # Only operators need names, so an error must not reach the application. A server that is unreachable, full or a
-                # standby may stay that way for a while, so the next attempt is made after `PAUSE` seconds.
+                # standby may stay in that state, so the next attempt is made only after `PAUSE` seconds.
                 self._paused_until = clock() + PAUSE
                 self._granted.clear()
                 log.debug("the names of locks cannot be stored: %s", error)
@@ -237,7 +241,7 @@ class NameRecorder:
         )
 
     def _on_engine_disposed(self, _: Engine) -> None:
-        """Forget everything and end the thread, because a disposed engine should not open another connection."""
+        """Clear all records and end the thread, because a disposed engine should not open another connection."""
         if self.pid == PROCESS.pid:
             self._watched.clear()
             self._granted.clear()

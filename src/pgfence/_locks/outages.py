@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 
 Away = UnreachableError | StandbyError
-"""The errors of an outage. A standby counts, because it may be a former primary while a cluster switches over."""
+"""The errors of an outage. `StandbyError` is one, because a former primary may be a standby while a cluster switches over."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,9 @@ class Patience:
             message += f"the server could not be reached. {LOCK_OUTCOME_UNKNOWN}"
         else:
             by = f" by {', '.join(map(str, self.holders))}" if self.holders else ""
-            message += f"{clock() - self.heard_at:.1f} s ago it was held{by}; since then the server cannot be reached"
+            message += (
+                f"{clock() - self.heard_at:.1f} s ago it was held{by}; since then the server could not be reached"
+            )
         if isinstance(error, StandbyError):
             return StandbyError(message, sqlstate=error.sqlstate)
         return UnreachableError(message, sqlstate=error.sqlstate, retryable=error.retryable)

@@ -70,7 +70,7 @@ def find_self_deadlock(
         names: the names that it would wait for.
         holds: its own session locks on those keys.
         found: the holders of those keys in the database where it would wait.
-        started: when that server was started. A backend pid alone proves nothing, because another server may use the same one.
+        started: when that server was started. A backend pid alone proves nothing, because another server may use the same pid.
     """
     there = {(holder.key, holder.backend_pid) for holder in found}
     own = tuple(

@@ -25,7 +25,8 @@ def check_lock_table(examined: Examined) -> Iterator[Finding]:
         yield build_finding(
             "lock-table",
             f"{used} of at least {limit} entries of the server's lock table are used ({used / limit:.0%}).",
-            "Hold fewer locks at a time, or use leases for thousands of names. Or ALTER SYSTEM SET max_locks_per_transaction ="
+            "Hold fewer locks at a time, or use leases for thousands of names. Alternatively, run ALTER SYSTEM SET"
+            " max_locks_per_transaction ="
             f" {2 * int(examined.snapshot.settings['max_locks_per_transaction'])}; and restart the server.",
             "error" if used >= REFUSE * limit else None,
         )
@@ -42,7 +43,8 @@ def check_leaked_locks(examined: Examined) -> Iterator[Finding]:
             "leaked-locks",
             f"{count_items(len(leaked), 'idle session holds', 'idle sessions hold')} {count_items(locks, 'advisory lock', 'advisory locks')}"
             f" that pgfence did not take: {join_items(listed)}.",
-            'List them, then end them without --dry-run: pgfence release-leaked --dry-run --reason "..."',
+            'List these sessions with pgfence release-leaked --dry-run --reason "...". To end them, run the command'
+            " without --dry-run.",
         )
 
 
@@ -50,14 +52,15 @@ def check_waits(examined: Examined) -> Iterator[Finding]:
     long = [one for one in examined.snapshot.waits if (one["waited"] or 0) >= LONG_WAIT]
     if long:
         listed = [
-            f"backend {one['pid']} for {one['waited']:.0f} s, blocked by {', '.join(map(str, one['blockers'])) or 'nothing now'}"
+            f"backend {one['pid']} for {one['waited']:.0f} s, blocked by"
+            f" {', '.join(map(str, one['blockers'])) or 'no session at the moment'}"
             for one in long
         ]
         yield build_finding(
             "long-wait",
             f"{count_items(len(long), 'session has', 'sessions have')} waited for at least {LONG_WAIT:g} s: {join_items(listed)}.",
-            'Find the holder with `pgfence ps`, and end it with pgfence evict NAME --reason "..."; of a transaction lock, with'
-            " SELECT pg_terminate_backend(...).",
+            'Find the holder with `pgfence ps`, and evict it with pgfence evict NAME --reason "...". If it holds a'
+            " transaction lock, end its session with SELECT pg_terminate_backend(...).",
         )
 
 

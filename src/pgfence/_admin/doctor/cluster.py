@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from pgfence._admin.doctor.finding import Examined, Finding
 
 OUTAGE_FACTOR = 1.8
-"""A lease outlasts an outage if its TTL is at least so many times as long: it is renewed after a third, and lost after nine tenths."""
+"""A lease survives an outage if its TTL is at least this many times as long: it is renewed after a third of the TTL, and lost
+after nine tenths."""
 LONGEST_CONNECT_TIMEOUT = 10
 _PRIMARY = ("read-write", "primary")
 _DRIVER_LIMITS = ("tcp_user_timeout", "keepalives_idle")
@@ -31,7 +32,7 @@ def check_standbys(examined: Examined) -> Iterator[Finding]:
         yield build_finding(
             "synchronous-standby",
             f"synchronous_standby_names is {names!r}, but no such standby is connected.",
-            "Start the standby. To accept commits without it: ALTER SYSTEM SET synchronous_standby_names = ''; SELECT"
+            "Start the standby. To commit without a standby, run ALTER SYSTEM SET synchronous_standby_names = ''; SELECT"
             " pg_reload_conf();",
         )
     elif not names and seen.standbys:
@@ -39,11 +40,11 @@ def check_standbys(examined: Examined) -> Iterator[Finding]:
         named = sorted({one["application"] for one in seen.standbys if one["application"]})
         setting = quote_literal(f"ANY 1 ({', '.join(map(quote, named))})")
         fix = f"ALTER SYSTEM SET synchronous_standby_names = {setting}; SELECT pg_reload_conf();"
+        unnamed = "Set application_name in primary_conninfo on each standby, then set synchronous_standby_names here."
         yield build_finding(
             "asynchronous-standbys",
             f"{count_items(len(listed), 'standby follows', 'standbys follow')} asynchronously: {join_items(listed)}.",
-            f"{fix if named else 'Set application_name in primary_conninfo on each standby, then synchronous_standby_names here;'}"
-            " with Patroni: synchronous_mode: true.",
+            f"{fix if named else unnamed} With Patroni, set synchronous_mode: true instead.",
         )
 
 
@@ -65,8 +66,8 @@ def check_wal_sender_timeout(examined: Examined) -> Iterator[Finding]:
     yield build_finding(
         "wal-sender-timeout",
         found,
-        f"ALTER SYSTEM SET wal_sender_timeout = '{advised}ms'; SELECT pg_reload_conf(); with Patroni: under parameters. Or hold"
-        " leases with a longer TTL.",
+        f"ALTER SYSTEM SET wal_sender_timeout = '{advised}ms'; SELECT pg_reload_conf(); With Patroni, change it under"
+        " parameters. Alternatively, hold leases with a longer TTL.",
     )
 
 
@@ -136,7 +137,7 @@ def check_tcp_user_timeout(examined: Examined) -> Iterator[Finding]:
         # asyncpg has no such parameters.
         if len(one.hosts) < 2 or one.driver == "asyncpg":
             continue
-        # The first one limits statements that are being sent, the second one those that wait for their response.
+        # tcp_user_timeout limits statements that are being sent, and the keepalives those that wait for their response.
         missing = [name for name in _DRIVER_LIMITS if _read_number(getattr(one, name)) <= 0]
         if missing:
             yield build_finding(

@@ -47,16 +47,16 @@ def check_pooler(examined: Examined) -> Iterator[Finding]:
             "pooler-transaction",
             "A connection pooler in transaction mode is between this client and the server: one server process served two"
             " clients.",
-            "Give pgfence an engine with a direct URL: configure(engine, lock_engine=direct). If you use no session locks, say"
-            ' so: configure(engine, pooler="transaction"), on the command line --pooler transaction.',
+            "Give pgfence an engine with a direct URL: configure(engine, lock_engine=direct). If you use no session locks,"
+            ' declare the pooler: configure(engine, pooler="transaction"), or --pooler transaction on the command line.',
             "info" if declared == "transaction" else None,
         )
     elif examined.pooler == "unknown" and declared not in ("session", "transaction"):
         yield build_finding(
             "pooler-undeclared",
             "A connection pooler whose mode is unknown is between this client and the server.",
-            'In session mode: configure(engine, pooler="session"), on the command line --pooler session. Otherwise:'
-            " configure(engine, lock_engine=direct), with an engine that has a direct URL.",
+            'If it is in session mode, declare that: configure(engine, pooler="session"), or --pooler session on the command line.'
+            " Otherwise, give pgfence an engine with a direct URL: configure(engine, lock_engine=direct).",
         )
 
 

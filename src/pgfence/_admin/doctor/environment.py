@@ -30,8 +30,8 @@ def check_environment(ini: Path) -> Iterator[Finding]:
         yield build_finding(
             "alembic-lock",
             f"{script} does not use pgfence's migration_lock.",
-            "from pgfence.migrations import migration_lock; and around context.begin_transaction(): with"
-            " migration_lock(connection, timeout=600): ...",
+            "Import it from pgfence.migrations, and put context.begin_transaction() inside: with migration_lock(connection,"
+            " timeout=600): ...",
         )
     if "autogenerate_plugins" not in names | texts or not any(_is_plugin(text) for text in texts):
         yield build_finding(

@@ -45,7 +45,7 @@ class Diagnosis:
         version: the version of the server.
         role: the role whose rights and settings were examined.
         findings: the findings, the most severe first.
-        checked: the codes that were looked for.
+        checked: the codes of all checks that ran.
     """
 
     server: str

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Severity: TypeAlias = Literal["info", "warning", "error"]
 
 MOST_LISTED = 3
-"""How many sessions, standbys or indexes a finding lists."""
+"""The largest number of sessions, standbys or indexes that a finding lists."""
 
 
 @dataclass(frozen=True, slots=True)

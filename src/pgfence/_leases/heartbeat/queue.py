@@ -1,4 +1,4 @@
-"""Decide what one heartbeat has to do and when, and record the results, without threads and I/O.
+"""Decide what one heartbeat must do and when, and record the results, without threads and I/O.
 
 The caller holds the heartbeat's lock and passes the current time. A grant is in the schedule until it is dropped, lost or
 ended. While its renewal waits for the connection or has been sent, `renewal_pending` is set and only its deadline is

@@ -195,7 +195,7 @@ class RevokeTask(ReleaseTask):
     """Seconds after which that statement has finished: on the server, it waits at most two seconds for its row."""
 
     _answered: float | None = None
-    """When the server responded first."""
+    """When the server first responded."""
 
     def needs_retry(self, now: float) -> bool:
         if self.answer is None:
@@ -213,7 +213,7 @@ def revoke_permits(place: TableNames, name: str, lease_id: UUID, seconds: float)
 
 
 def leave_queue(place: TableNames, name: str, waiter: str, seconds: float) -> ReleaseTask:
-    """Return the task that takes a waiter out of the queue of a fair semaphore; after `seconds` the server does so itself."""
+    """Return the task that removes a waiter from the queue of a fair semaphore. After `seconds`, the server removes it itself."""
     return ReleaseTask(place, lambda sql: sql.permits.leave_late, (name, name, name, waiter), clock() + seconds)
 
 
@@ -236,7 +236,7 @@ def translate_renewal_error(error: Exception, place: TableNames) -> Exception:
         return told
     reason = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
     answer = UnreachableError(
-        f"no response to the renewal: {reason}. The lease is held until its deadline, see remaining()"
+        f"no response to the renewal: {reason}. The lease is held until its deadline; remaining() returns the seconds left"
     )
     answer.__cause__ = error
     return answer
