@@ -94,8 +94,8 @@ def render(results: Sequence[Result], idle: Result | None = None) -> str:
     if idle:
         parts.append(
             f"The times until the first success are from {_count_failovers(idle)} failovers on an otherwise idle machine with two"
-            " cores, and without those in which Patroni hangs, because the former primary still serves then. All other figures"
-            " are from a machine that was busy with other work, too."
+            " cores. They exclude the failovers in which Patroni hangs, because the former primary then continues to serve. All"
+            " other figures are from a machine that was also busy with other work."
         )
     parts.append(_tabulate_counts(results))
     parts.append("\n".join(f"- {line}" for line in _list_doubts(results)))
@@ -135,7 +135,7 @@ def _tabulate_failovers(results: Sequence[Result]) -> str:
             rows.append([name, result["mode"], str(number), _summarize(leaders), held, longest])
     return _tabulate(
         [
-            "The primary",
+            "Failure",
             "Replication",
             "Cases",
             "New leader after, median (longest)",
@@ -176,8 +176,8 @@ def _tabulate_counts(results: Sequence[Result]) -> str:
         return lambda result: sum(int(result["counts"].get(name, 0)) for name in names)
 
     rows: list[list[str]] = []
-    count("tokens given out twice", find("tokens given out twice"), seen("tokens"))
-    count("tokens below an earlier one", find("tokens below an earlier one"), seen("tokens"))
+    count("tokens issued twice", find("tokens given out twice"), seen("tokens"))
+    count("tokens lower than an earlier one", find("tokens below an earlier one"), seen("tokens"))
     for kind, name in HELD.items():
         clean = f"overlaps of {kind} after a clean end"
         count(
@@ -196,7 +196,11 @@ def _tabulate_counts(results: Sequence[Result]) -> str:
         )
     count("slots done twice, by attempts that overlapped", find("slots done twice"), seen("slots"))
     count("slots begun again after they were done", find("slots begun after they were done"), seen("slots"))
-    count("keys with two answers", find("keys with two answers"), seen("answered: key", "answered: effect"))
+    count(
+        "keys for which two different results were returned",
+        find("keys with two answers"),
+        seen("answered: key", "answered: effect"),
+    )
     count("versions written twice", find("versions written twice"), seen("versions"))
     count("claimed rows done twice", find("jobs done twice"), seen("jobs"))
     count("steps of effects called twice", seen("steps called twice"), seen("steps"))

@@ -58,7 +58,7 @@ def test_a_report_has_medians_and_the_longest_times_and_counts_of_all(tmp_path: 
         "| Patroni and the server are paused | synchronous | 1 | 21.5 s (21.5 s) | 1 of 2 | 2 (6.0 s) |",
         "| a synchronous standby hangs | synchronous | 1 | - | - | 0 |",
         "| psycopg, list of hosts | synchronous | - | - | 0.4 s (none) | - | - | - |",
-        "| tokens given out twice | 1 of 1,200 | 1 of 1,200 |",
+        "| tokens issued twice | 1 of 1,200 | 1 of 1,200 |",
         "| overlaps of leases | 0 of 7 | 0 of 7 |",
         "| overlaps of `AdvisoryLock` | 3 of 9 | 3 of 9 |",
         "| acknowledged and lost: fenced writes | 0 of 500 | 0 of 500 |",

@@ -90,22 +90,22 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "target-session-attrs": CodeEntry(
         "warning",
-        "The driver may connect to a standby of the list, where every call raises StandbyError.",
+        "The driver may connect to a standby in the list, where every call raises StandbyError.",
     ),
     "tcp-user-timeout": CodeEntry(
         "warning",
         "If the primary's machine dies or is cut off, the application's own statements to it wait for many minutes before the"
-        " driver raises an error. pgfence limits this only on the connections that it opens itself.",
+        " driver raises an error. pgfence limits this wait only on the connections that it opens itself.",
     ),
     "keepalives": CodeEntry(
         "warning",
         "If a client vanishes without closing its connection, the server keeps its transaction, and with it transaction locks"
-        " and entered gates. pgfence sets this only on the connections that it opens itself.",
+        " and entered gates. pgfence sets keepalives only on the connections that it opens itself.",
     ),
     "clock": CodeEntry(
         "warning",
-        "pgfence uses the server's clock, so locks are safe. But `expires_at`, `since` and the slots of Once do not match this"
-        " host's logs; and if the server's clock is the wrong one, a failover changes when leases expire.",
+        "pgfence uses the server's clock, so locks are safe. However, `expires_at`, `since` and the slots of Once do not"
+        " match this host's logs. If the server's clock is the wrong one, a failover changes when leases expire.",
     ),
     "idle-in-transaction": CodeEntry(
         "warning",
@@ -114,8 +114,9 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "idle-session-timeout": CodeEntry(
         "warning",
-        "The server ends the session of a holder that sends no statement for that long, and with it the session lock. pgfence"
-        " switches the setting off on its own connections, but not through a pooler and not on a connection of yours.",
+        "The server ends the session of a holder that sends no statement for the time of the setting, and releases its session"
+        " lock. pgfence switches the setting off on its own connections, but not through a pooler and not on a connection of"
+        " yours.",
     ),
     "statement-timeout": CodeEntry(
         "info",
@@ -143,13 +144,13 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "lock-table": CodeEntry(
         "warning",
-        "A full lock table fails the statements of all programs, and prevents logins. From 90 % on, pgfence rejects requests "
-        "with CapacityError.",
+        "If the lock table is full, statements of all programs fail, and new logins are rejected. From 90 % on, pgfence rejects"
+        " requests with CapacityError.",
     ),
     "leaked-locks": CodeEntry(
         "warning",
         "An idle session that holds an advisory lock has often been returned to a connection pool without releasing it. No"
-        " other session can acquire that lock until this one ends.",
+        " other session can acquire that lock until the idle session ends.",
     ),
     "long-wait": CodeEntry(
         "warning", "The process makes no progress, and what it holds itself keeps further processes waiting."
@@ -165,17 +166,17 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     "asynchronous-standbys": CodeEntry(
         "warning",
         "After a failover the last commits may be missing: a lease can be granted to a second process while the first still"
-        " relies on it. The fence rejects the first one's writes on the new primary.",
+        " relies on it. The fence rejects the first holder's writes on the new primary.",
     ),
     "wal-sender-timeout": CodeEntry(
         "warning",
         "If a synchronous standby hangs, every COMMIT waits until the server ends that standby's connection, and so does every"
-        " renewal. A lease whose TTL is less than 1.8 times that long is lost.",
+        " renewal. A lease whose TTL is less than 1.8 times this wait is lost.",
     ),
     "standby-clock": CodeEntry(
         "warning",
         "After a failover to this standby, leases expire early: another process can acquire a lease while the first still"
-        " relies on it. The fence rejects the first one's writes.",
+        " relies on it. The fence rejects the first holder's writes.",
     ),
     "hidden-sessions": CodeEntry(
         "info",
