@@ -93,7 +93,7 @@ def test_help_of_run_says_what_it_excludes(capsys: pytest.CaptureFixture[str]) -
     """As the table in the docs does: a plain lock and a lease of one name do not meet."""
     assert main(["run", "--help"]) == 0
     assert (
-        "excludes other runs, AdvisoryLock and TransactionLock. With --lease or --once-per, it excludes Lease and Once instead."
+        "excludes other runs, and AdvisoryLock and TransactionLock with that name. With --lease or --once-per, it excludes Lease and Once instead."
         in " ".join(capsys.readouterr().out.split())
     )
 

@@ -306,7 +306,7 @@ def test_asking_shows_whom_it_asked(
     assert main(["evict", name, "--ask", *WHY, "--yes"]) == 0
     out = capfd.readouterr().out
     assert out.startswith(f"{name!r} is held by a term of pod-1 ")
-    assert out.endswith("Asked to resign, and recorded in the audit table.\n")
+    assert out.endswith("The leader was asked to resign. The request is recorded in the audit table.\n")
     eventually(lambda: leader.lost)
     assert leader.loss_reason == "resigned"
     assert audited(admin, name) == [("ann", "hung since 3 a.m.")]
@@ -344,7 +344,7 @@ def test_asking_without_a_leader(
 ) -> None:
     """67 if nothing is held; one line and 64 if the holder is not a leader, whose lease is left alone."""
     assert main(["evict", name, "--ask", *WHY, how]) == 67
-    assert capfd.readouterr().out == f"No process leads the election {name!r}: nothing to ask.\n"
+    assert capfd.readouterr().out == f"No process leads the election {name!r}, so there is no leader to ask.\n"
     token = lease(admin, name)
     assert main(["evict", name, "--ask", *WHY, how]) == 64
     err = capfd.readouterr().err

@@ -135,7 +135,7 @@ def test_an_empty_list_and_a_limit_are_explained(name: str, engine: Engine, capf
         assert main(["ps", name, "--limit", "1"]) == 0
         out = capfd.readouterr().out
         assert f"{name}:a" in out and f"{name}:b" not in out
-        assert out.splitlines()[-1] == "There are more than 1 rows; --limit shows more."
+        assert out.splitlines()[-1] == "There are more than 1 rows; increase --limit to see more."
         assert main(["ps", name, "--limit", "0", "--state", "held"]) == 0
         assert f"{name}:b" in capfd.readouterr().out
 

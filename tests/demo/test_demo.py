@@ -234,7 +234,7 @@ def test_keep_leaves_the_tables_of_the_last_look(
     acts(transaction.ACT)
     assert demo(dsn, "--keep", "--json", seconds="0.5", processes="3") == 0
     said = capfd.readouterr()
-    assert f"DROP SCHEMA {SCHEMA} CASCADE removes them" in said.err
+    assert f"to remove them, run DROP SCHEMA {SCHEMA} CASCADE" in said.err
     (lines,) = admin.execute(f"SELECT count(*) FROM {SCHEMA}.pgbench_history").fetchone() or ()
     assert lines == 2 * json.loads(said.out)["acts"][0]["transfers"]
     admin.execute(f"DROP SCHEMA {SCHEMA} CASCADE")

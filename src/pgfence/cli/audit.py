@@ -50,7 +50,7 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
     cls=Option,
     heading="Filter",
     type=click.Choice(ACTIONS),
-    help="Print only entries of this action.",
+    help="Print only entries with this action.",
 )
 @options.add_table_options
 @options.as_json
@@ -87,7 +87,7 @@ def parse_since(text: str) -> datetime | timedelta:
         try:
             return timedelta(**{_UNITS[match[2]]: float(match[1])})
         except OverflowError:
-            raise MisuseError(f"--since {text}: too long ago") from None
+            raise MisuseError(f"--since {text}: this is too long ago; give a later time") from None
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):

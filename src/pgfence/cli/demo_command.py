@@ -11,20 +11,20 @@ from pgfence.cli.report import Console
 
 @click.command(
     "demo",
-    short_help="Watch how pgfence works on a throwaway PostgreSQL.",
+    short_help="Watch how pgfence works on a temporary PostgreSQL server.",
     cls=Command,
     examples={
         "pgfence demo": "Start a server and watch",
         "pgfence demo --seconds 1 --json": "Run briefly, and print JSON for a program",
     },
     codes=[
-        ("0", "Everything went as it should."),
+        ("0", "The guards prevented every loss, and the unguarded control lost money."),
         ("1", "A guarded act lost money, or no process took over from a dead holder."),
         ("3", "The unguarded control lost nothing, so the demo proves nothing."),
         ("64", "Misuse: an option or the URL cannot be used."),
         (
             "69",
-            "The server did not respond or closed the connection; or there are no PostgreSQL binaries to start one.",
+            "The server did not respond or closed the connection; or no PostgreSQL binaries were found to start a server.",
         ),
         ("75", "Another demo is running in this database."),
         ("78", "The server cannot run the demo: it is a pooler or a standby, or the role may not create a schema."),
@@ -33,15 +33,22 @@ from pgfence.cli.report import Console
 )
 @click.option("--dsn", cls=Option, metavar="URL", help="Run in this database instead of starting a server.")
 @click.option(
-    "--seconds", cls=Option, type=float, default=4.0, metavar="SECONDS", help="Length of each act. Default: 4."
+    "--seconds",
+    cls=Option,
+    type=float,
+    default=4.0,
+    metavar="SECONDS",
+    help="Length of each act of the demo. Default: 4.",
 )
-@click.option("--processes", cls=Option, type=int, default=8, metavar="NUMBER", help="Worker processes. Default: 8.")
+@click.option(
+    "--processes", cls=Option, type=int, default=8, metavar="NUMBER", help="Number of worker processes. Default: 8."
+)
 @click.option("--keep", cls=Option, is_flag=True, help="Keep the server and its tables, and print how to connect.")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="Print one JSON object instead of the table.")
 def demo(dsn: str | None, seconds: float, processes: int, keep: bool, as_json: bool) -> None:
     """Watch processes transfer money without a lock, then with one, while lock holders are being killed.
 
-    Use it to see what pgfence guarantees. It starts a throwaway PostgreSQL and takes less than a minute.
+    Use it to see what pgfence guarantees. It starts a temporary PostgreSQL server and takes less than a minute.
     """
     from pgfence.cli.demo import DemoOptions
     from pgfence.cli.demo import demo as play

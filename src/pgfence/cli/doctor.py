@@ -38,7 +38,7 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
     examples={
         "pgfence doctor": "Examine the server of DATABASE_URL",
         "pgfence doctor --engine shop.db:engine --strict": "In CI, with the application's engine: fail on warnings, too",
-        "pgfence doctor --ttl close:2026-04": "Measure for some seconds, and advise a TTL for a lease",
+        "pgfence doctor --ttl close:2026-04": "Measure for at most 5 seconds, and advise a TTL for a lease",
     },
     codes=[
         ("0", "No finding is an error; with --strict, none is an error or a warning."),
@@ -86,7 +86,7 @@ def doctor(
 ) -> None:
     """Examine the server, the role and the settings, and print what could cause problems with pgfence, with a fix for each.
 
-    Use it before the first deployment, in CI, and when something is wrong. It changes nothing and takes no lock. Run it with the
+    Use it before the first deployment, in CI, and when something is wrong. The command changes nothing and takes no lock. Run it with the
     URL and the role of the application, because privileges and settings depend on them.
     """
     ini = alembic_ini or (_INI if _INI.is_file() else None)

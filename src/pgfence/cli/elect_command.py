@@ -28,7 +28,7 @@ DEFAULT_TTL = 15.0
         "COMMAND": "Program that the leader runs, with its arguments. It must stay in the foreground.",
     },
     examples={
-        "pgfence elect scheduler -- bin/scheduler": "On every host; one of them runs the scheduler, and another takes over",
+        "pgfence elect scheduler -- bin/scheduler": "Run on every host; one host starts the scheduler, and another host takes over if that host dies",
         "pgfence elect --restart always mailbox -- bin/poll": "Start the command again whenever it ends, on any host",
     },
     codes=[

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
         ),
         ("67", "No lease and no session has that name; with --ask, there is no leader. Nothing was done."),
         ("69", "The server did not respond."),
-        ("75", "A transaction under the token is still open, or the holder has changed. Nothing was done."),
-        ("77", "Not confirmed. Nothing was done."),
+        ("75", "A transaction that writes under the token is still open, or the holder has changed. Nothing was done."),
+        ("77", "You did not confirm. Nothing was done."),
         ("78", "The tables or a permission are missing, or the server is read-only. Nothing was done."),
     ],
 )
@@ -76,10 +76,10 @@ def evict(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """End the current hold on NAME and reject its token from then on.
+    """End the current hold on NAME. From then on, PostgreSQL rejects the token of that hold.
 
-    Use it when a holder hangs and others need its lock or lease. It shows the holder and asks for confirmation. With --ask, the
-    leader of an election hands over in an orderly way; a leader that hangs does not respond.
+    Use it when a holder hangs and other processes need its lock or lease. The command shows the holder and asks for
+    confirmation. With --ask, the leader of an election is asked to stop its work and resign; a leader that hangs does not respond.
     """
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         report = (_Request if ask else _Eviction)(target, name, reason, actor).run(dry_run=dry_run, yes=yes)
@@ -125,7 +125,7 @@ class _Eviction:
     def _describe_absence(self, seen: Found) -> str | None:
         """Return the message if there is nothing to do."""
         if seen.token is None and not seen.holders:
-            return f"No lease and no session has the name {self._name!r}: nothing to evict."
+            return f"No lease and no session has the name {self._name!r}, so there is nothing to evict."
         return None
 
     def _perform(self, seen: Found) -> AdminReport[Found]:
@@ -133,17 +133,22 @@ class _Eviction:
         order = replace(self._order, only=seen)
         found = requests.perform(self._engine, statements.evict, order)
         if found.newest is None:
-            who = "; ".join(map(str, found.holders)) or "no holder"
+            who = (
+                f"the holder is now {'; '.join(map(str, found.holders))}"
+                if found.holders
+                else "no process holds it now"
+            )
             return AdminReport(
                 "changed",
                 Code.BUSY,
-                [f"the holder of {self._name!r} has changed, so nothing was done; it is now {who}"],
+                [f"the holder of {self._name!r} has changed, so nothing was done; {who}"],
                 found,
             )
         raised = (
             f" From now on token {found.token} is rejected; the newest token is {found.newest}." if found.token else ""
         )
-        done = "Evicted, and recorded in the audit table." if found.holders else "Recorded in the audit table."
+        done = "The holder was evicted. " if found.holders else ""
+        done += "The eviction is recorded in the audit table."
         return AdminReport("evicted", Code.OK, [*self._list_holders(found), done + raised], found)
 
     def _list_holders(self, found: Found) -> list[str]:
@@ -159,7 +164,7 @@ class _Request(_Eviction):
 
     def _describe_absence(self, seen: Found) -> str | None:
         if not seen.holders:
-            return f"No process leads the election {self._name!r}: nothing to ask."
+            return f"No process leads the election {self._name!r}, so there is no leader to ask."
         if all(holder.kind != "term" for holder in seen.holders):
             raise MisuseError(
                 f"{self._name!r} is held by a {seen.holders[0].kind}, not by the leader of an election: omit --ask to evict "
@@ -179,7 +184,7 @@ class _Request(_Eviction):
                 "nobody", Code.NOBODY, [f"The leader of {self._name!r} has resigned in the meantime."], seen
             )
         found = replace(seen, holders=(leader,), token=leader.token)
-        done = "Asked to resign, and recorded in the audit table."
+        done = "The leader was asked to resign. The request is recorded in the audit table."
         return AdminReport("asked", Code.OK, [*self._list_holders(found), done], found)
 
 

@@ -111,7 +111,7 @@ class GuardedRun:
             return self._report_not_started(error)
         self._report.ran = clock() - start
         self._report.command_code = ended.code
-        self._speaker.trace(f"the command ended with {ended.code} after {self._report.ran:.3f} s")
+        self._speaker.trace(f"the command ended with exit code {ended.code} after {self._report.ran:.3f} s")
         return self._report_end(ended.code, stopped=ended.stopped, lost=self._release(well=ended.code == 0))
 
     def _report_end(self, code: int, *, stopped: bool, lost: bool) -> Report:
@@ -120,7 +120,7 @@ class GuardedRun:
         if self._job.on_lost is OnLost.WARN:
             return self._report.end("lost", code)
         why = self._report.loss_reason
-        late = f"the {self._job.hold} was lost ({why}) before it was released: the command may have finished without it"
+        late = f"the {self._job.hold} was lost ({why}) before it was released: the command may have finished without the lock"
         return self._report.end("lost", Code.LOST, None if stopped else late)
 
     def _on_continue(self, supervisor: Supervisor) -> None:

@@ -20,7 +20,7 @@ from pgfence.migrations import _environment as environment
     cls=Command,
     arguments={"DIR": "Directory of the environment; must be new or empty."},
     examples={
-        "pgfence init migrations": "Create the folder migrations and alembic.ini",
+        "pgfence init migrations": "Create the directory migrations and the file alembic.ini",
         "pgfence init -t async migrations": "For an application with an AsyncEngine",
     },
     codes=[
@@ -52,7 +52,7 @@ from pgfence.migrations import _environment as environment
     "--path",
     cls=Option,
     is_flag=True,
-    help="Print the template's folder, for `alembic init -t`, and create nothing.",
+    help="Print the template's directory, for `alembic init -t`, and create nothing.",
 )
 @options.quiet
 def init(directory: Path | None, template: str, ini: Path, path: bool, quiet: bool) -> None:

@@ -18,9 +18,9 @@ from pgfence.config import DEFAULT
     short_help="Create pgfence's tables and functions.",
     cls=Command,
     examples={
-        "pgfence install": "Create what is missing, in the schema that the search path finds first",
+        "pgfence install": "Create what is missing, in the first schema on the search path",
         "pgfence install --schema locks": "In a separate schema",
-        "pgfence install --sql | psql shop": "Through psql, for a role that may not log in from here",
+        "pgfence install --sql | psql shop": "Print the script, and run it with psql",
     },
     codes=[
         ("0", "Everything is installed."),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     cls=Group,
     invoke_without_command=True,
     examples={
-        "pgfence keys --older-than 900": "Keys that were claimed a quarter of an hour ago or earlier",
+        "pgfence keys --older-than 900": "Keys that were first claimed at least 15 minutes ago",
         "pgfence keys --scope checkout --json": "Keys whose scope begins with checkout, as JSON",
     },
     codes=[
@@ -77,7 +77,8 @@ def keys(
 ) -> None:
     """List idempotency keys whose effect was started but not finished, with the attempts that are running or lost.
 
-    Use it when requests with a key get "in progress" responses for too long. It takes no lock and never shows stored results.
+    Use it when requests with a key get "in progress" responses for too long. The command takes no lock and never
+    shows stored results.
     """
     if context.invoked_subcommand is not None:
         sources = {name: context.get_parameter_source(name) for name in context.params}
@@ -125,7 +126,7 @@ def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
         ("67", "The key is unknown, finished or free. Nothing was done."),
         ("69", "The server did not respond."),
         ("75", "The result is being stored, or another attempt has started. Nothing was done."),
-        ("77", "Not confirmed. Nothing was done."),
+        ("77", "You did not confirm. Nothing was done."),
         ("78", "The tables or a permission are missing, or the server is read-only. Nothing was done."),
     ],
 )
@@ -155,8 +156,8 @@ def free(
 
     The command shows the attempt and asks for confirmation.
 
-    Use it for a key that `pgfence keys` lists. It does not undo what the attempt did outside the database, so check that
-    first.
+    Use it for a key that `pgfence keys` lists. The command does not undo what the attempt did outside the
+    database, so check its effects first.
     """
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         report = _Freeing(target, scope, key, reason, actor).run(dry_run=dry_run, yes=yes)
@@ -196,9 +197,11 @@ class _Freeing:
         freed = perform(self._engine, statements.free, replace(self._order, only=row))
         if freed is None or freed.claim_id != row.claim_id:
             now = None if freed is None else stuck_keys.to_stuck_key(freed)
-            said = f"the key has changed, so nothing was done; now {now or 'nothing is stuck there'}"
+            said = (
+                f"the key has changed, so nothing was done; {f'it is now {now}' if now else 'it is not stuck any more'}"
+            )
             return AdminReport("changed", Code.BUSY, [said], now)
-        done = f"Freed, and recorded in the audit table. The next caller runs attempt {seen.attempt + 1}."
+        done = f"The key was freed, and this is recorded in the audit table. The next caller runs attempt {seen.attempt + 1}."
         return AdminReport("freed", Code.OK, [_format_line(seen), done], seen)
 
 

@@ -61,7 +61,7 @@ class Terms:
         if self.ttl is not None and self.ttl < SHORTEST_TTL:
             raise MisuseError(
                 f"--ttl must be {SHORTEST_TTL:g} seconds or more, not {self.ttl:g}: the lease is renewed while the command"
-                " runs. 30 to 60 suit most work"
+                " runs. 30 to 60 seconds suit most work"
             )
         if self.ttl is not None and self.ttl > DAY:
             raise MisuseError("--ttl must be at most 86400 seconds: the lease is renewed while the command runs")

@@ -63,7 +63,7 @@ def _describe_nothing(prefix: str) -> str:
 
 
 def _list_notes(listing: Listing) -> list[str]:
-    more = [f"There are more than {len(listing)} rows; --limit shows more."] if listing.limited else []
+    more = [f"There are more than {len(listing)} rows; increase --limit to see more."] if listing.limited else []
     return [*more, *listing.hidden]
 
 

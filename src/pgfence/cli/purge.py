@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     short_help="Delete expired idempotency keys.",
     cls=Command,
     examples={
-        "pgfence purge --quiet": "In the crontab of one host or of all of them",
+        "pgfence purge --quiet": "In the crontab of one host, or of all hosts",
     },
     codes=[
         ("0", "The purge is complete, even if no key had expired."),
@@ -84,5 +84,5 @@ def _perform(engine: Engine, batch: int) -> tuple[int | None, Code, str]:
     except PgfenceError as error:
         return None, choose_code(error), str(error)
     except DBAPIError as error:
-        return None, Code.BUSY, f"{message_of(error)}. Batches that were finished before stay deleted"
+        return None, Code.BUSY, f"{message_of(error)}. Batches that were finished before the error stay deleted"
     return purged, Code.OK, f"deleted {purged} expired keys"

@@ -1,4 +1,4 @@
-"""`pgfence release-leaked`: end the idle sessions that hold advisory locks which pgfence did not take."""
+"""`pgfence release-leaked`: end the idle sessions that hold advisory locks that pgfence did not take."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _QUERY = 60
     cls=Command,
     examples={
         'pgfence release-leaked --reason "look" --dry-run': "Only list the sessions",
-        'pgfence release-leaked --reason "leaked by the old importer"': "List them, ask for confirmation, and end them",
+        'pgfence release-leaked --reason "leaked by the old importer"': "List the sessions, and end them if you confirm",
     },
     codes=[
         ("0", "The sessions were ended or, with --dry-run, shown."),
@@ -42,7 +42,7 @@ _QUERY = 60
         ("67", "No session holds a leaked lock. Nothing was done."),
         ("69", "The server did not respond."),
         ("75", "All of the sessions were used again after they were shown. Nothing was done."),
-        ("77", "Not confirmed. Nothing was done."),
+        ("77", "You did not confirm. Nothing was done."),
         ("78", "A permission is missing, or the server is read-only."),
     ],
 )
@@ -73,14 +73,14 @@ def release_leaked(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """End the idle sessions that hold advisory locks which pgfence did not take.
+    """End the idle sessions that hold advisory locks that pgfence did not take.
 
-    The command shows them and asks for confirmation.
+    The command shows the sessions and asks for confirmation.
 
     Use it when `pgfence doctor` reports leaked locks, that is, locks of sessions that were returned to a connection pool or a
     pooler without releasing their lock. PostgreSQL does not record whether a program still needs a lock, so check the list first.
-    A program that holds a lock on an idle session while it works on another connection looks the same. For a lock that
-    pgfence took, use `pgfence evict`.
+    A program that holds a lock on an idle session while it works on another connection looks the same in the list. For a
+    lock that pgfence took, use `pgfence evict`.
     """
     check_seconds(idle_for, "--idle-for")
     with open_engine(dsn, engine, schema=schema, prefix=prefix) as target:
@@ -117,8 +117,10 @@ class _Release:
         done = perform(self._engine, leaks.release, replace(self._order, only=seen))
         if not done.sessions:
             return AdminReport("changed", Code.BUSY, ["the sessions are in use again, so nothing was done"], seen)
-        recorded = "recorded in the audit table" if done.audited else "not recorded, because there is no audit table"
-        ended = f"Ended {len(done.sessions)} of {len(seen)} sessions, {recorded}."
+        recorded = (
+            " and recorded this in the audit table" if done.audited else ". There is no audit table to record this in"
+        )
+        ended = f"Ended {len(done.sessions)} of {len(seen)} sessions{recorded}."
         return AdminReport("released", Code.OK, [*map(_format_line, done.sessions), ended], done.sessions)
 
 

@@ -75,7 +75,10 @@ class Report:
 
 def describe(holders: Sequence[Holder]) -> str:
     """Return the holders of a lock as text."""
-    return "; ".join(map(str, holders)) or "a process that has released it since, or whose grant is not yet committed"
+    return (
+        "; ".join(map(str, holders))
+        or "an unknown process, which has released it since or has not committed its grant yet"
+    )
 
 
 def as_data(holder: Holder) -> dict[str, str | int | None]:

@@ -18,8 +18,8 @@ from pgfence.cli.run import run as run_guarded
 from pgfence.cli.server import Pooler
 
 _HELD = "Kind of lock"
-_BUSY = "If the lock is held elsewhere"
-_FAILURES = "If the lock is lost or there is no server"
+_BUSY = "If another process holds the lock"
+_FAILURES = "If the lock is lost or no server can be reached"
 
 
 @click.command(
@@ -32,7 +32,7 @@ _FAILURES = "If the lock is lost or there is no server"
         "COMMAND": "Program to run while the lock is held, with its arguments.",
     },
     examples={
-        "pgfence run nightly-billing -- bin/close-day": "Run a job on one host at a time; if it is running elsewhere, exit with 75",
+        "pgfence run nightly-billing -- bin/close-day": "Run a job on one host at a time; if another host runs it, exit with 75",
         "pgfence run --wait 60 deploy-shop -- bin/deploy": "Wait up to a minute for the lock",
         "pgfence run --once-per day --on-busy ok report -- bin/report": "In the crontab of every host; run once a day, on one "
         "of them",
@@ -47,7 +47,7 @@ _FAILURES = "If the lock is lost or there is no server"
         ),
         ("69", "The server could not be reached, rejected the login or has no room for another lock."),
         ("70", "An unexpected error; its traceback is printed."),
-        ("75", "Busy: another process holds the lock, or the slot is done. Change it with -E."),
+        ("75", "Busy: another process holds the lock, or the slot is done. Change this code with -E."),
         ("76", "The lock was lost before it was released; a command that was still running was stopped."),
         ("78", "Locks are not safe on this server (a pooler, a standby, not PostgreSQL), or tables are missing."),
         ("126", "The command could not be executed."),
@@ -93,7 +93,7 @@ _FAILURES = "If the lock is lost or there is no server"
     heading=_HELD,
     type=float,
     metavar="SECONDS",
-    help="Keep the lease for at least SECONDS, even if the command is shorter.",
+    help="Keep the lease for at least SECONDS, even if the command ends sooner.",
 )
 @click.option(
     "--max-hold",
@@ -199,8 +199,8 @@ def run(
     """Run a command while this host holds a lock, like flock(1), but across all your hosts.
 
     Use it for cron jobs, deployments and any program that only one host should run at a time. The lock NAME excludes other runs,
-    AdvisoryLock and TransactionLock. With --lease or --once-per, it excludes Lease and Once instead. AdvisoryLock(token=True)
-    excludes all of these.
+    and AdvisoryLock and TransactionLock with that name. With --lease or --once-per, it excludes Lease and Once instead.
+    AdvisoryLock(token=True) excludes all of these.
     """
     if nonblock and wait is not None:
         raise MisuseError("use --wait or --nonblock, not both")

@@ -128,7 +128,9 @@ def _create_unnamed(name: str) -> Engine:
             return dialect.connect(*words, **options)
         except failure as error:
             way = "give --dsn or --engine, or set DATABASE_URL, PGSERVICE or PGHOST"
-            raise failure(f"no server was given: {way}. Connecting to libpq's default failed: {error}") from error
+            raise failure(
+                f"no server was given: {way}. Connecting to libpq's default server failed: {error}"
+            ) from error
 
     return engine
 
@@ -137,7 +139,7 @@ def _parse(text: str, source: str) -> URL:
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
-        raise MisuseError(f"{source} is not a database URL; the form is postgresql://user@host:port/database") from None
+        raise MisuseError(f"{source} is not a database URL; write it as postgresql://user@host:port/database") from None
     if url.get_backend_name() not in {"postgresql", "postgres"}:
         raise MisuseError(f"{source} is a URL for {url.get_backend_name()}: pgfence needs PostgreSQL")
     return url
@@ -151,7 +153,7 @@ def _create(url: URL, source: str, name: str) -> Engine:
             " write postgresql://... or postgresql+psycopg://..."
         )
     if driver and driver not in DRIVERS:
-        raise MisuseError(f"{source} selects the driver {driver}: the command line works with {' and '.join(DRIVERS)}")
+        raise MisuseError(f"{source} selects the driver {driver}: the command line supports {' and '.join(DRIVERS)}")
     url = url.set(drivername=f"postgresql+{_find_driver(driver)}")
     # Other processes see this as the holder of the lock, unless the user has set an application name.
     arguments = {"fallback_application_name": _build_application_name(name)}
@@ -162,7 +164,7 @@ def _create(url: URL, source: str, name: str) -> Engine:
         # Looking up the hstore type would take three round trips, and no command reads one.
         return create_engine(url, connect_args=arguments, use_native_hstore=False)
     except (ArgumentError, TypeError):
-        raise MisuseError(f"{source} contains an option that SQLAlchemy does not accept") from None
+        raise MisuseError(f"{source} contains an option that SQLAlchemy does not accept; remove the option") from None
 
 
 def _build_application_name(name: str) -> str:
@@ -187,7 +189,7 @@ def _find_driver(wanted: str) -> str:
 def _import(path: str) -> Engine:
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
-        raise MisuseError(f"--engine {path}: the form is package.module:attribute")
+        raise MisuseError(f"--engine {path}: write it as package.module:attribute")
     # As `python -m` does. For a console script the first entry is the folder of the script, not the current one.
     sys.path.insert(0, str(Path.cwd()))
     try:

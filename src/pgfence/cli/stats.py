@@ -1,4 +1,4 @@
-"""`pgfence stats`: sample the list of holders for a while, and show which names were waited for most and held longest."""
+"""`pgfence stats`: sample the list of holders repeatedly, and show which names were waited for most and held longest."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class HoldSamples:
 )
 @click.argument("names", metavar="[PREFIX]", default="")
 @click.option(
-    "--for", "length", cls=Option, type=float, default=10.0, metavar="SECONDS", help="Time to sample. Default: 10."
+    "--for", "length", cls=Option, type=float, default=10.0, metavar="SECONDS", help="How long to sample. Default: 10."
 )
 @click.option(
     "--interval", cls=Option, type=float, default=1.0, metavar="SECONDS", help="Time between two samples. Default: 1."
@@ -144,7 +144,7 @@ def stats(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """Sample the list of `pgfence ps` for a while, and show which names were waited for most and held longest.
+    """Sample the list of `pgfence ps` repeatedly, and show which names were waited for most and held longest.
 
     Use it to find the lock that slows an application down. The command takes no lock and writes nothing.
     """
