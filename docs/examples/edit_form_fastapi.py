@@ -1,4 +1,4 @@
-"""The same edit form on FastAPI, with an AsyncSession.
+"""The edit form of edit_form_flask.py on FastAPI, with an AsyncSession.
 
 pip install "pgfence[fastapi,asyncpg]" uvicorn
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...

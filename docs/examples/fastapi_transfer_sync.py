@@ -1,4 +1,4 @@
-"""The same transfer with a sync Session, and a job that takes the same locks.
+"""A sync version of fastapi_transfer.py, and a job that takes the same lock.
 
 pip install "pgfence[fastapi,psycopg]" uvicorn
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...

@@ -1,4 +1,4 @@
-"""An APScheduler on every replica, of which only the leader's runs the jobs."""
+"""APScheduler on every replica, where only the leader's scheduler runs jobs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Choose one of several databases by name.
 
-Every process uses the same database for a name.
+Every process chooses the same database for the same name.
 """
 
 from __future__ import annotations

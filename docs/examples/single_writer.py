@@ -63,7 +63,7 @@ def serve(partition: int, lease: HeldLease) -> None:
 
 def main(address: str) -> None:
     signals = [signal.SIGINT, signal.SIGTERM]
-    # They are blocked in all threads, so that only sigwait receives them.
+    # Block the signals in all threads, so that only sigwait receives them.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     with accounts.join(serve, address=address) as worker:
         print("owns", len(worker.owned), flush=True)

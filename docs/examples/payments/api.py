@@ -32,7 +32,7 @@ from pgfence.fastapi import (
 )
 
 PROVIDER = os.environ.get("PROVIDER", "http://127.0.0.1:8001")
-TTL = 30.0  # seconds until another process continues the request of a dead one
+TTL = 30.0  # seconds until another process can take over from a dead one
 engine = create_engine("postgresql+psycopg://")  # reads PGHOST, PGDATABASE, ...
 SessionLocal = sessionmaker(engine)
 
@@ -85,7 +85,7 @@ class ProviderUnavailable(Exception):
 
 
 class AmountMismatch(Exception):
-    """The key has expired, but its order exists, with another amount."""
+    """The key has expired, but its order exists with a different amount."""
 
 
 def get_session() -> Iterator[Session]:
@@ -125,7 +125,7 @@ install_error_handlers(app)
 async def reject_invalid(
     request: object, error: RequestValidationError
 ) -> JSONResponse:
-    # FastAPI's default echoes the input, and fails if that is NaN or not valid text.
+    # FastAPI's default handler echoes the input, and fails if it is NaN or not text.
     errors = [{"loc": one["loc"], "msg": one["msg"]} for one in error.errors()]
     return JSONResponse({"detail": errors}, 422)
 
@@ -190,7 +190,7 @@ def charge_card(key: str, order: int, amount: int) -> str:
             raise Declined("the card was declined") from error
         raise ProviderUnavailable from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        # A lost connection, a timeout, or an error page of a proxy.
+        # The connection was lost or timed out, or a proxy sent an error page.
         raise ProviderUnavailable from error
 
 
