@@ -259,7 +259,7 @@ _LATE = {
     "partition_for": "pgfence.partitions",
     "run_transaction": "pgfence.retrying",
 }
-"""The modules of names that not every program uses. Each module is imported on first access."""
+"""The modules of the exported names that few programs use. Each module is imported when one of its names is first accessed."""
 
 _LATE_MODULES = {"compat", "schema"}
 

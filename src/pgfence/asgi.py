@@ -53,13 +53,13 @@ class IdempotencyMiddleware:
     The key is claimed, in a separate transaction, before the application is called. The response is stored when it is complete,
     and then sent. While the application runs, a thread renews the claim, and no connection is held.
 
-    Guarantees: of all requests with the same key, principal, method and path, at most one runs at a time, and at most one
-    response, with a status below `record_below`, is stored. Later requests get the status, body and headers of that
-    response, without connection-specific headers, `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`.
-    Requests that arrive while the first one runs get a 409 with `Retry-After`. Requests with another query, content type or body
-    get a 422. If the client disconnects before the response is sent, the request still runs to its end.
+    Guarantees: among the requests with the same key, principal, method and path, at most one runs at a time, and at most one
+    response is stored, whose status is below `record_below`. Later requests get the status, body and headers of that response,
+    without connection-specific headers, `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`. Requests that
+    arrive while the first one runs get a 409 with `Retry-After`. A request whose query, content type or body differs from that of
+    the first one gets a 422. If the client disconnects before the response is sent, the request still runs to completion.
 
-    Limitations: a handler that failed or died may have done part of its work, and runs again on the next request. Do its database
+    Limitations: a handler that fails or dies may have done part of its work, and the next request runs it again. Do its database
     work in one transaction, and other work in an `IdempotentEffect`, whose steps are stored.
 
     A response larger than `max_body`, or of type `text/event-stream`, is sent as it is produced and not stored. The key then
@@ -67,21 +67,21 @@ class IdempotencyMiddleware:
     `Retry-After`. Scopes other than `http`, and requests that need no key, pass through unchanged.
 
     Inside another IdempotencyMiddleware that has already claimed the key, this middleware claims and stores nothing. It returns
-    400 if it finds no principal, 413 if the announced body is too long for it, and otherwise passes the request on. The settings
-    of the outer middleware apply, for example `on_failure`.
+    400 if it finds no principal, 413 if the announced body is longer than its own `max_body`, and otherwise passes the request
+    on. The settings of the outer middleware apply, for example `on_failure`.
 
     Args:
         app: the application.
         engine: an AsyncEngine, or a function that returns one. The tables must exist: run `pgfence install`.
         principal: a function of the ASGI scope that returns who sent the request, after authentication. It must never return a
-            constant, or a value that the client can choose. The principal must be unique among all applications and tenants
-            that share the tables. If the function returns None, the request gets a 400. Without the function, the principal is
-            a digest of `Authorization` and `Cookie`. Use this only if these headers authenticate the client. A retry with other
-            values of these headers runs again.
+            constant, or a value that the client can choose. The principal must be unique among all applications and tenants that
+            share the tables. If the function returns None, the request gets a 400. Without `principal`, a digest of the headers
+            `Authorization` and `Cookie` identifies the client. Omit it only if these headers authenticate the client. A retry
+            with other values of these headers runs again.
         methods: the HTTP methods that the middleware handles.
-        routes: paths below the application's root path, such as `/payments`, `/orders/{id}/payments` or `/v1/*`. On these, a
-            request without a key gets a 400. `{name:path}` matches any number of segments, and a trailing slash makes no
-            difference. None means all paths, and a request without a key is passed on.
+        routes: paths below the application's root path, such as `/payments`, `/orders/{id}/payments` or `/v1/*`. On these paths,
+            a request without a key gets a 400. `{name:path}` matches any number of segments, and a trailing slash makes no
+            difference. None means all paths; a request without a key is then passed on.
         record_below: responses with this status or above are failures, which are sent and not stored. The same applies to 401,
             408, 425 and 429, and to responses with `Retry-After` whose status is 400 or above, because the same request may
             succeed later.
@@ -90,8 +90,8 @@ class IdempotencyMiddleware:
             take.
         keep: seconds for which a response is kept, at least the ttl.
         on_failure: what happens to the key after a failure, that is, an error, no response, or a response that is not stored.
-            With "free", the next request runs immediately. With "lapse", the next request runs when the ttl has expired; use this
-            for handlers that leave work running. After a cancellation the key always lapses.
+            With "free", the next request runs immediately. With "lapse", the next request runs after the ttl has expired; use
+            "lapse" for handlers that leave work running. After a cancellation the key always lapses.
 
     Raises:
         TypeError, ValueError: an argument is unusable.
@@ -163,7 +163,7 @@ class IdempotencyMiddleware:
 
 
 class _AsgiExchange(Exchange):
-    """One claimed request of ASGI."""
+    """An ASGI request whose key is claimed."""
 
     def __init__(
         self, running: RunningAttempt, rules: Rules, request: HttpRequest, body: bytes, receive: Receive, send: Send
@@ -190,7 +190,7 @@ class _AsgiExchange(Exchange):
         await self._end_stopped("no response")
 
     async def receive(self) -> Message:
-        """Return the body, and after that the client's messages, but only once the response is being sent."""
+        """Return the body, then the client's further messages, which are read only while the response is being sent."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -262,9 +262,9 @@ class _AsgiExchange(Exchange):
         await self._flush(more=False)
 
     async def _end_stopped(self, how: str) -> None:
-        """End the attempt of an application that has stopped, unless it has already ended."""
+        """End the attempt after the application has stopped, unless the attempt has already ended."""
         if self._gone and self._start is not None and not self._marker.ended:
-            # The application has responded; only the client has kept it from sending all of it.
+            # The application has responded, but the client disconnected before it had received the whole response.
             reply = self._rules.build_record(self._start["status"], _decode_headers(self._start), None)
             if reply is not None:
                 await self.store(reply)

@@ -1,8 +1,9 @@
 """Keys of other libraries, so that old and new code exclude each other during a migration.
 
-Each function returns the key that the other library would lock for the same name, as a `LockKey`. Use it alone or together with
-a name, as in `AdvisoryLock(engine, pals_key("myapp", "billing"), "billing")`. Use these keys only during the migration, and
-plain names in new code, because the keys are shorter, have no namespace or depend on the kind of machine.
+Each function returns the key that the other library would lock for the same name, as a `LockKey`. Use it alone or together with a
+name, as in `AdvisoryLock(engine, pals_key("myapp", "billing"), "billing")`. Use these keys only during the migration, and plain
+names in new code, because, depending on the library, these keys have fewer bits, have no namespace or depend on the machine's
+byte order.
 
 pals and sqlalchemy-dlock use the byte order of the host. This module computes the keys of little-endian machines, such as x86 and
 ARM. On a big-endian machine, such as s390x, the old code locks other keys.
@@ -53,7 +54,7 @@ def dlock_key(name: str | bytes | int) -> LockKey:
 
 
 def pglock_key(name: str) -> LockKey:
-    """Return the key of `pglock.advisory(name)`. Its integer ids are `LockKey.raw(id)`.
+    """Return the key of `pglock.advisory(name)`. For an integer id, use `LockKey.raw(id)`.
 
     In that library, a function that is decorated without a name has the name `module.function`.
 
@@ -70,9 +71,9 @@ def pglock_key(name: str) -> LockKey:
 def with_advisory_lock_key(name: str) -> LockKey:
     """Return the key of `Model.with_advisory_lock(name)` in Rails, which is the pair (31 bits of CRC-32, 0).
 
-    It is the key without `WITH_ADVISORY_LOCK_PREFIX`. If that setting is used, its leading digits are the second half of the
-    pair, so use `LockKey.pair(with_advisory_lock_key(name).value >> 32, digits)`. With about 50,000 names or more, unrelated
-    names are likely to share a key, because 31 bits are few.
+    This key applies if `WITH_ADVISORY_LOCK_PREFIX` is not set. Otherwise the leading digits of that setting are the second half
+    of the pair, so use `LockKey.pair(with_advisory_lock_key(name).value >> 32, digits)`. With about 50,000 names or more,
+    unrelated names are likely to share a key, because it has only 31 bits.
 
     Raises:
         TypeError: `name` is not a str. That library uses a number unchanged, so the key of a number is `LockKey.pair(number, 0)`.
@@ -98,10 +99,10 @@ def hashtext_key(connection: Connection, name: str) -> LockKey: ...
 def hashtext_key(connection: Connection | AsyncConnection, name: str) -> object:
     """Return the key of `pg_advisory_lock(hashtext(name))`, which the server computes in one round trip.
 
-    Only the server can compute it, because PostgreSQL does not guarantee that `hashtext` is the same in every release. Use the
-    server on which the lock is held, and do not store the result. A connection outside a transaction stays outside a transaction,
-    and an open transaction continues. The key is that of the function with one argument. For `pg_advisory_lock(hashtext(a),
-    hashtext(b))`, use a `LockKey.pair` of both values.
+    Only the server can compute this key, because PostgreSQL does not guarantee that `hashtext` is the same in every release. Use
+    the server on which the lock is held, and do not store the result. The call neither begins nor ends a transaction on the
+    connection. The key is that of `pg_advisory_lock` with a single argument. For `pg_advisory_lock(hashtext(a), hashtext(b))`,
+    use a `LockKey.pair` of both values.
 
     Raises:
         TypeError: `connection` is neither a Connection nor an AsyncConnection, or `name` is not a str.

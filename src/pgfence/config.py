@@ -25,7 +25,7 @@ _UNPINNED = "_pgfence_default_config"
 _EVENTS = "_pgfence_events"
 
 LONGEST_PREFIX = 40
-"""PostgreSQL names have at most 63 bytes, and pgfence's longest name needs the rest."""
+"""The longest prefix in bytes. PostgreSQL names have at most 63 bytes, of which pgfence's longest name needs the other 23."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Config:
     pooler: PoolerSetting = "auto"
     on_event: Callable[[Event], object] | None = None
     events: EventHub = field(default_factory=EventHub, compare=False, repr=False)
-    """Who is notified of events, `on_event` included. Telemetry can be added at any time."""
+    """The listeners that are notified of events, including `on_event`. Telemetry can be added at any time."""
 
 
 DEFAULT = Config()
@@ -73,14 +73,14 @@ def configure(
         default_timeout: seconds that a call with `timeout=None` waits; `math.inf` means to wait indefinitely.
         lock_engine: the engine on which session locks are acquired instead, for example with a direct URL if `engine` uses a
             pooler; or a function that returns it.
-        max_lock_connections: the maximum number of connections that session locks of this process use at a time. Further
-            requests wait for one within their timeout.
+        max_lock_connections: the maximum number of connections that session locks of this process use at a time. Further requests
+            wait for a connection until their timeout.
         pooler: the pooler between client and server. "auto" rejects session locks if a pooler is detected. "session" asserts that
             the pooler gives each client a dedicated server session. "transaction" rejects session locks, unless there is a
             `lock_engine`, whose own `pooler` setting then applies.
-        on_event: called with every `Event`, in the thread or task in which it happens. It must be quick: some events happen
-            on the thread that renews leases, and while the function runs, no lease of the engine is renewed. Its exceptions
-            are logged.
+        on_event: called with every `Event`, in the thread or task in which the event happens. The function must return quickly:
+            some events happen on the thread that renews leases, and no lease of the engine is renewed while the function runs.
+            Exceptions that it raises are logged.
 
     Raises:
         ValueError: a value is out of range, or the engine was already configured with other values or is already in use.
@@ -117,7 +117,7 @@ def configure(
 
 
 def expect_place(schema: str | None, prefix: str) -> None:
-    """Raise an error if pgfence's tables could not be found by this schema and prefix.
+    """Raise an error if the schema or the prefix cannot be used for pgfence's tables.
 
     Raises:
         ValueError: the schema is empty, the prefix is too long, or one of them contains NUL.
@@ -140,7 +140,7 @@ class HasDialect(Protocol):
 
     @property
     def dialect(self) -> Dialect:
-        """The dialect, which holds what SQLAlchemy knows of the server and its driver."""
+        """The SQLAlchemy dialect, which is specific to the server and its driver."""
         ...
 
 

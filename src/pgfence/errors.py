@@ -4,7 +4,7 @@ Each exception can be pickled and has its data as attributes, and its message sa
 attribute, never by their text. All exceptions have these attributes:
 
 - `retryable`: whether the same call may succeed later without a change by the caller;
-- `retry_after`: seconds to wait before a retry, or None if the caller's own backoff is as good;
+- `retry_after`: seconds to wait before a retry, or None if pgfence knows no better value than the caller's own backoff;
 - `http_status`: the status with which a web application should respond;
 - `sqlstate`: the SQLSTATE, if PostgreSQL itself rejected the statement.
 """
@@ -35,7 +35,7 @@ def _restore(cls: type[PgfenceError], args: tuple[object, ...], state: dict[str,
 
 
 class PgfenceError(DontWrapMixin, Exception):
-    """Base class of the exceptions that pgfence raises on purpose. SQLAlchemy does not wrap them in a StatementError."""
+    """Base class of the exceptions that pgfence defines. SQLAlchemy does not wrap them in a StatementError."""
 
     http_status: int = 500
     retryable: bool = False
@@ -50,10 +50,10 @@ class PgfenceError(DontWrapMixin, Exception):
 
 
 class LockTimeoutError(PgfenceError, TimeoutError):
-    """The lock did not become free within the timeout. No lock is held, and the caller's transaction is usable.
+    """The lock did not become free within the timeout. It was not acquired, and the caller's transaction is usable.
 
-    If a fence raises it, another transaction is still inside the gate, and PostgreSQL has aborted the transaction that tried to
-    enter.
+    If a fence raises this error, another transaction is still inside the gate, and PostgreSQL has aborted the transaction that
+    tried to enter.
 
     `holders` lists the holders that were last seen, and may be empty. `held_here` lists the names of the session locks that the
     same task or thread already held while it waited.
@@ -82,7 +82,7 @@ class LockTimeoutError(PgfenceError, TimeoutError):
 
 
 class WaitCancelledError(PgfenceError):
-    """The event of `cancel_waits()` ended a wait. No lock is held.
+    """The wait ended because the event of `cancel_waits()` was set. The lock was not acquired.
 
     `names` are the names for which the call waited.
     """
@@ -133,7 +133,7 @@ class DeadlockError(PgfenceError):
 
 
 class PoolerError(PgfenceError):
-    """There is a connection pooler between client and server, and session locks do not work through it as configured."""
+    """A connection pooler between client and server is configured in a way in which session locks do not work."""
 
     def __init__(self, message: str, *, mode: PoolerMode = "unknown") -> None:
         super().__init__(message)
@@ -141,10 +141,10 @@ class PoolerError(PgfenceError):
 
 
 class StandbyError(PgfenceError):
-    """The server is a standby, on which a lock would exclude no process on the primary, or it rejects writes.
+    """The server is a standby, whose locks exclude no process on the primary, or it is a primary that rejects writes.
 
-    A primary rejects writes if it is configured to be read-only. The error is `retryable`, because a cluster that fails over
-    will soon have a primary again. If the URL leads to a standby, correct it.
+    A primary rejects writes if it is configured to be read-only. The error is `retryable`, because a cluster that fails over will
+    soon have a primary again. If the engine's URL leads to a standby, change the URL.
     """
 
     http_status = 503
@@ -156,7 +156,7 @@ class UnsupportedServerError(PgfenceError):
 
 
 class UnreachableError(PgfenceError):
-    """The server cannot be reached. This error means neither that a lock is free nor that it is held.
+    """The server cannot be reached. It is not known whether the lock is free or held.
 
     It is not `retryable`, and `http_status` is 500 instead of 503, if the server rejected the password, the user or the database,
     or if the host does not exist. A wait then ends immediately, and `unreachable=` does not apply. Correct the configuration.
@@ -164,7 +164,7 @@ class UnreachableError(PgfenceError):
 
     http_status = 503
     _held_until: float | None = None
-    """The time until which a known holder may continue without a server, on the clock of this process."""
+    """The time, on the clock of this process, until which a known holder may continue although the server cannot be reached."""
 
     def __init__(self, message: str, *, sqlstate: str | None = None, retryable: bool = True) -> None:
         super().__init__(message, sqlstate=sqlstate)
@@ -190,7 +190,7 @@ class CapacityError(PgfenceError):
 
 
 class KeyCollisionError(PgfenceError):
-    """Two names have the same 64-bit key, so a lock of one excludes a lock of the other. Nothing is held."""
+    """Two names have the same 64-bit key, so a lock on one name would also lock the other. Neither lock was acquired."""
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -216,8 +216,9 @@ class SchemaError(PgfenceError):
 class StaleFencingTokenError(PgfenceError):
     """PostgreSQL rejected a write (SQLSTATE PF001), because another token is valid for the resource. Nothing is committed.
 
-    If `token` is below `newest`, a newer holder has taken over. If it is above, this connection leads to a server that does not
-    have the newest tokens, such as a former primary or a restored server, or the token was never issued for this resource.
+    If `token` is below `newest`, a newer holder has taken over. If it is above `newest`, this connection leads to a server that
+    does not have the newest tokens, such as a former primary or a restored server, or the token was never issued for this
+    resource.
     """
 
     http_status = 409
@@ -256,9 +257,9 @@ class VersionConflict(NamedTuple):
 class VersionConflictError(PgfenceError):
     """Another transaction has written the rows since they were read. Nothing of this flush is committed.
 
-    After a flush, the error is `retryable` and its status is 409, because the unit of work can be repeated from its first read,
-    as `run_transaction` does. If the version came from a client (`load_for_version`), the error is not `retryable` and its status
-    is 412, because the client must read the row again.
+    If a flush raised the error, it is `retryable` and its status is 409, because the unit of work can be repeated from its first
+    read, as `run_transaction` does. If the version came from a client (`load_for_version`), the error is not `retryable` and its
+    status is 412, because the client must read the row again.
     """
 
     def __init__(
@@ -283,14 +284,14 @@ class VersionRequiredError(PgfenceError):
 class CommitOutcomeUnknownError(PgfenceError):
     """The connection was lost during COMMIT, so the transaction may or may not have been committed.
 
-    Check for its effects before you retry; an idempotency key makes the retry harmless.
+    Check whether its changes are stored before you retry. With an idempotency key, you can retry without checking.
     """
 
     http_status = 503
 
 
 class IdempotencyKeyReusedError(PgfenceError):
-    """The key belongs to a request with another payload, which is finished or in progress. The transaction is usable."""
+    """The key belongs to a request with another payload, finished or in progress. The caller's transaction is usable."""
 
     http_status = 422
 
@@ -303,13 +304,13 @@ class IdempotencyKeyReusedError(PgfenceError):
 class IdempotencyInProgressError(PgfenceError):
     """Another caller has the key and did not finish within the timeout. The caller's transaction is usable.
 
-    `retry_after` is the number of seconds until the key is free, if the attempt that has it ended with an error or no longer
-    renews its claim. While the attempt runs, `retry_after` is 1 second.
+    If the attempt that has claimed the key ended with an error or no longer renews its claim, `retry_after` is the number of
+    seconds until the key is free. While the attempt runs, `retry_after` is 1 second.
 
     `ended_with` is the name of the error with which the attempt ended, such as "TimeoutError"; it is None while the attempt runs.
 
-    With SQLSTATE 40001, the other transaction has committed, but the snapshot of this one is older than that commit, so only a
-    new transaction can read the result.
+    If `sqlstate` is 40001, the other transaction has committed, but the snapshot of the caller's transaction is older than that
+    commit, so only a new transaction can read the result.
     """
 
     http_status = 409
@@ -337,9 +338,9 @@ class IdempotencyInProgressError(PgfenceError):
 class AttemptLostError(PgfenceError):
     """This attempt has been superseded; its result was not stored.
 
-    Its claim has expired and `newest` has taken over, or an operator has freed the key. What it has done outside the database
-    remains, and the provider can recognize it by the derived keys. `retry_after` is set, because the same call returns the result
-    of the newest attempt, or runs another one.
+    Its claim has expired and `newest` has taken over, or an operator has freed the key. What the attempt has done outside the
+    database remains, and the provider can recognize it by the derived keys. `retry_after` is set, because the same call returns
+    the result of the newest attempt, or runs another one.
 
     For a claim of a row, `scope` is the table, `key` the primary key, `attempt` the token of the claim and `newest` that of the
     row.
@@ -362,8 +363,8 @@ class AttemptLostError(PgfenceError):
 
 
 class IdempotencyMisuseError(PgfenceError):
-    """A block did not do what its key requires, or a result cannot be stored or read. Roll the transaction back.
+    """A block ended without completing its key correctly, or a result cannot be stored or read. Roll the transaction back.
 
-    If COMMIT raises it, with SQLSTATE PF004, work under a key was begun and not finished, and nothing of the transaction is
-    committed.
+    If COMMIT raises this error, with SQLSTATE PF004, work under a key was begun and not finished, and nothing of the transaction
+    is committed.
     """

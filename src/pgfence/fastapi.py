@@ -58,13 +58,13 @@ def install_error_handlers(app: FastAPI) -> None:
     """Turn each pgfence error into a problem response (RFC 9457), and describe these responses in the OpenAPI document.
 
     The response is `application/problem+json`, with the `http_status` of the error, a `code` for programs and a `detail` for
-    people. The reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is
-    `retryable`. Such a response is not stored by an `IdempotencyMiddleware`. The message of the error, which may name keys and
-    holders, is not sent but logged to `pgfence.fastapi`. From status 500 on, it is logged at ERROR with its traceback. In a
-    WebSocket, the error propagates. An application that is mounted in this one needs its own handlers.
+    people. The reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is `retryable`.
+    Such a response is not stored by an `IdempotencyMiddleware`. The message of the error, which may name keys and holders, is not
+    sent but logged to `pgfence.fastapi`. From status 500 on, it is logged at ERROR with its traceback. In a WebSocket, the error
+    propagates. Call this function for each mounted application too, because it needs its own handlers.
 
     The OpenAPI document lists these problems for the operations that use `idempotency_key`, `Idempotent` or `Locked`, that an
-    `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also contains the request header
+    `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also describes the request header
     that the middleware reads.
     """
     app.add_exception_handler(PgfenceError, _answer)  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ async def _check_key(request: Request) -> str:
 async def idempotency_key(request: Request, **_: object) -> str:
     """Return the key of a request. Use it as a dependency, `Depends(idempotency_key)`. Quotes around the key make no difference.
 
-    In the OpenAPI document the header is required.
+    The OpenAPI document declares the header as required.
 
     Raises:
         HTTPException: 400, if the header `Idempotency-Key` is missing, repeated, malformed or too long.
@@ -148,7 +148,8 @@ class Locked:
 
     Write `Depends(Locked("account:{account_id}", session=get_session), scope="function")` in the decorator or as a parameter.
     Dependencies in the decorator run first, in the order of the list, so put authentication before this one. A timeout results in
-    423, and an unusable value in 422. It cannot be used for a WebSocket. See `TransactionLock` for its guarantees.
+    status 423, and a path parameter that cannot be used in a lock name in 422. `Locked` cannot be used for a WebSocket. See
+    `TransactionLock` for the guarantees.
 
     Args:
         names: names in which a field in braces is a path parameter, converted as declared. If it is declared as `int`, 007
@@ -212,8 +213,8 @@ class IdempotentCall(Generic[T]):
                 await the result.
 
         Raises:
-            TypeError: it was called with a Session on an event loop, where waiting would block the commit of the request that
-                has the key.
+            TypeError: `run` was called with a Session on an event loop, where waiting would block the commit of the request that
+                has claimed the key.
             PgfenceError: the same errors as `idempotent`.
         """
         if isinstance(self._once, AsyncIdem):

@@ -57,7 +57,7 @@ def _check_integer(value: object, bits: int, what: str) -> int:
 
 
 class KeyFamily(Protocol):
-    """A function that returns the keys of one family. Call it with the id, which is the part that varies."""
+    """A function that maps the ids of one family to keys; see `LockKey.family`."""
 
     def __call__(self, ident: str | int, /) -> LockKey:
         """Return the key of one id."""
@@ -117,7 +117,7 @@ class LockKey:
 
     @classmethod
     def pair(cls, classid: int, objid: int) -> LockKey:
-        """Return the key that other programs pass to these functions as two int4 values, in the key space of pairs.
+        """Return the key that other programs pass to PostgreSQL's advisory lock functions as two int4 values.
 
         Raises:
             TypeError: one of the numbers is not an int, or is a bool.
@@ -130,8 +130,8 @@ class LockKey:
     def family(cls, name: str, *, namespace: str = "") -> KeyFamily:
         """Return a function that maps an id to the key `LockKey.of(f"{name}:{id}", namespace=namespace)`.
 
-        The ids 42 and "42" have the same key. A colon in an id has no special meaning, so choose family names that cannot lead
-        to the same key.
+        The ids 42 and "42" have the same key. A colon in an id has no special meaning, so choose family names for which no two
+        ids can produce the same text.
 
         Raises:
             TypeError, ValueError: the name is not usable; see `of`. The returned function raises the same errors for an id.
@@ -166,10 +166,10 @@ class LockKey:
 
     @property
     def sql(self) -> ColumnElement[int]:
-        """The same key as a SQL expression that the server computes from the name. For a pair it is the 64-bit value."""
+        """The key as a SQL expression, which the server computes from the name. For a pair, it is the 64-bit value."""
         if self._hashed is None:
             return cast(literal(self._value, BigInteger), BigInteger)
-        # Imported here, because it loads every driver's dialect: more than half of the time of importing pgfence.
+        # Imported here because it loads every driver's dialect, which would take more than half of the time of `import pgfence`.
         from sqlalchemy.dialects.postgresql import BIT
 
         pg = func.pg_catalog
@@ -243,7 +243,7 @@ def _key_of(name: str, namespace: str) -> LockKey:
 Name: TypeAlias = str | LockKey
 
 _FEW = 100
-"""Locks with more names bypass the cache, which they would fill, and check all of their names at once."""
+"""Locks with more names bypass the cache, which they would fill, and have all of their names checked at once."""
 
 
 def check_names(names: Sequence[Name], namespace: str = "") -> None:
@@ -328,5 +328,5 @@ def qualify_name(name: object, namespace: str, what: str = "a name") -> str:
 
 
 def unqualify_name(text: str) -> str:
-    """Return a stored name as it is shown in messages."""
+    """Return a stored name as messages show it, with a colon after the namespace."""
     return text.replace(SEPARATOR, ":")

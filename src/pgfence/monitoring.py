@@ -1,4 +1,4 @@
-"""Functions with which operators examine the server, end holds, free and purge keys, and read the audit table."""
+"""Functions for operators: examine the server, end holds, free and purge keys, and read the audit table."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ def evict(
 def evict(
     engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None = None, dry_run: bool = False
 ) -> object:
-    """End the hold of a lease or a session lock, fence its holder off, and record this, all in one transaction.
+    """End the hold of a lease or a session lock, fence off its holder, and record the eviction, all in one transaction.
 
-    The token in the name's row and in its gate is incremented, the lease ends, and a row with reason and actor is written to
-    the audit table. The call waits at most 2 s for writers with the old token that are inside the gate. After that, no write
-    with the old token can commit. The handle of a lease is lost with the reason "evicted". For handles of the same engine in
-    this process, this has happened when the function returns. Other processes are notified by the server within moments,
-    or, if no notification arrives (behind a pooler), at the next renewal. A holder that has held its lease for less than a
-    second is notified when that second has passed. Sessions that hold an advisory lock with that name are terminated, and
-    their holders are notified immediately, with the reason "killed". A name whose lease was already released still gets a
-    higher token, so that a late writer is rejected.
+    The token in the name's row and in its gate is incremented, the lease ends, and a row with reason and actor is written to the
+    audit table. The call waits at most 2 s for writers with the old token that are inside the gate. After that, no write with the
+    old token can commit. The handle of a lease is lost with the reason "evicted". Handles of the same engine in this process are
+    lost by the time the function returns. The server notifies other processes within moments. If no notification arrives (behind
+    a pooler), their handles are lost at the next renewal. A holder that has held its lease for less than a second is notified
+    when that second has passed. Sessions that hold an advisory lock with that name are terminated, and their holders are notified
+    immediately, with the reason "killed". A name whose lease was already released still gets a higher token, so that a late
+    writer is rejected.
 
     Limitations: the holder may still be running. Only transactions that enter the gate of this name are fenced.
 
@@ -83,7 +83,7 @@ def evict(
         dry_run: whether to evict nothing and only return who would be evicted.
 
     Returns:
-        The holders that were evicted, or would be.
+        The holders that were evicted, or, with `dry_run`, would be evicted.
 
     Raises:
         ValueError: the name, the reason or the actor cannot be used; or it is the name of a semaphore or of partitions.
@@ -108,7 +108,7 @@ def ask_to_resign(
 @overload
 def ask_to_resign(engine: Engine, name: str, *, reason: str, actor: str | None = None) -> Holder | None: ...
 def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None = None) -> object:
-    """Ask the leader of an election to resign, and record that, in one transaction.
+    """Ask the leader of an election to resign, and record the request, in one transaction.
 
     The leader is notified immediately, or, if no notification arrives (behind a pooler), at its next renewal, at most a
     third of a TTL later. It calls `on_lost`, ends its work, releases the term, and waits a second before it is a
@@ -152,8 +152,7 @@ def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix:
 
     `prefix` applies to scopes. On the command line, the same filter is `--scope`, while `--prefix` is the prefix of the tables.
 
-    Guarantees: no lock is taken. Of the data that is stored under a key, only the names of its steps leave the server, but no
-    result and no payload. The whole table is read.
+    Guarantees: no lock is taken. The names of a key's steps leave the server, but its result and payload do not.
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.
@@ -177,14 +176,13 @@ def free_key(
 @overload
 def free_key(engine: Engine, scope: str, key: str, *, reason: str, actor: str | None = None) -> StuckKey | None: ...
 def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None = None) -> object:
-    """Free an idempotency key whose attempt was lost or is running, so that the next caller begins immediately, and record that.
+    """Free an idempotency key whose attempt was lost or is running, so that the next caller begins immediately, and record it.
 
     In one transaction the claim of the attempt ends and a row with reason and actor is written to the audit table. The next
-    caller runs the next attempt, with the steps that are done so far. An attempt that is still running gets AttemptLostError at
-    its next renewal or step, and PostgreSQL rejects what it stores after that.
+    caller runs the next attempt, which does not repeat the steps that were saved. An attempt that is still running gets
+    AttemptLostError at its next renewal or step, and PostgreSQL rejects any result that it tries to store after that.
 
-    The scope comes first, as in `pgfence keys free`. In the other order, the arguments do not match any key, and the result is
-    None.
+    The scope comes first, as in `pgfence keys free`. If scope and key are swapped, no key matches, and the result is None.
 
     Limitations: the attempt may still be running, and may have had effects outside the database. Check these effects first,
     because the next caller repeats the step that was not finished, under the same derived key.
@@ -261,8 +259,8 @@ def doctor(engine: Engine | AsyncEngine, *, alembic_ini: str | PathLike[str] | N
     The list of findings is in the documentation, on the page "Check an installation". Call it with the engine of your
     application, because settings and privileges belong to its role.
 
-    Guarantees: nothing is changed, and no lock is taken. No privilege is needed. If the role may not read something, that is a
-    finding too.
+    Guarantees: nothing is changed, and no lock is taken. No privilege is needed. Anything that the role may not read is reported
+    as a finding.
 
     Limitations: the findings describe a single moment. If no pooler is found, there may still be one, because a proxy that
     passes on the server's process ids looks like a direct connection.
@@ -300,11 +298,11 @@ def release_leaked(
     idle_for: Seconds = 300,
     dry_run: bool = False,
 ) -> object:
-    """End the idle sessions that hold advisory locks which pgfence did not take, and record that.
+    """End the idle sessions that hold advisory locks which pgfence did not take, and record each release.
 
-    Such a session has usually been returned to a connection pool, or to a pooler, without releasing its lock. Each one is ended
-    in a separate transaction that also writes a row to the audit table, if the tables are installed. Only sessions of this
-    database are examined.
+    Such a session has usually been returned to a connection pool, or to a pooler, without releasing its lock. Each session is
+    ended in a separate transaction, which also writes a row to the audit table, if the tables are installed. Only sessions of
+    this database are examined.
 
     Limitations: PostgreSQL does not record whether a program still needs a lock. A program that holds a lock on an idle
     session while it works on another connection looks the same, as does the connection of `AdvisoryLock.connect()` while
@@ -319,7 +317,7 @@ def release_leaked(
         dry_run: whether to end no session and only return which locks would be released.
 
     Returns:
-        The holders, one for each lock. A session that was used in the meantime is not ended.
+        The holders, one for each lock. A session that was used after the list was read is not ended.
 
     Raises:
         ValueError: the reason or the actor is blank, or idle_for is negative.
@@ -349,7 +347,7 @@ def audit(
 def audit(
     engine: Engine | AsyncEngine, *, since: datetime | timedelta | None = None, action: str | None = None
 ) -> object:
-    """Return the rows of the audit table, the oldest first. They say who intervened, when and why.
+    """Return the rows of the audit table, the oldest first. Each row says who intervened, when and why.
 
     The rows of all namespaces are returned. pgfence never deletes any of them.
 

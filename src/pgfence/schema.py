@@ -90,7 +90,7 @@ def create_all(engine: AnyEngine) -> object:
         TransactionStateError: the Connection is in autocommit.
         StandbyError: the server accepts no writes.
         UnreachableError: the server did not respond.
-        UnsupportedServerError: the server is not PostgreSQL or is older than 14, or the driver is unknown.
+        UnsupportedServerError: the server is not PostgreSQL or is older than PostgreSQL 14, or the driver is not supported.
     """
     return perform(engine, texts.create)
 
@@ -124,7 +124,7 @@ def add_fence(engine: Engine | Connection, table: str | Table | type[object], *,
 def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
     """Make PostgreSQL reject every write to a table in a transaction that has not entered the gate of its resource.
 
-    Calling it again changes nothing. Calling it with another resource replaces the fence.
+    A repeated call changes nothing. A call with another resource replaces the fence.
 
     Limitations: the fence does not stop a superuser who disables triggers, or the apply process of logical replication. Tables
     that inherit from this one with INHERITS need separate fences. Partitions are covered, but a new partition can be truncated
@@ -163,9 +163,8 @@ def drop_fence(engine: Engine | Connection, table: str | Table | type[object]) -
 def drop_fence(engine: AnyEngine, table: object) -> object:
     """Remove the fence from a table. After this transaction every writer may write. It is not an error if there is no fence.
 
-    The table and its partitions are locked in ACCESS EXCLUSIVE mode. The
-    call waits for transactions that have read or written them, and new readers and writers wait for the call, up to the session's
-    `lock_timeout`. By default there is no limit.
+    The table and its partitions are locked in ACCESS EXCLUSIVE mode. The call waits for transactions that have read or written
+    them, and new readers and writers wait for the call, up to the session's `lock_timeout`. By default there is no limit.
 
     Args:
         engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
@@ -191,16 +190,16 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
     """Add the trigger that increments the version of each row of a table, for `__version_mode__ = "server"`.
 
     Every UPDATE of a row adds 1, including upserts, plain SQL and other programs. A value that a statement assigns to the column
-    is ignored. Calling it again changes nothing. It needs none of pgfence's tables, only a function that it creates in the same
-    schema.
+    is ignored. A repeated call changes nothing. The trigger needs none of pgfence's tables, only a function, which this call
+    creates in the same schema.
 
     Limitations: the trigger does not count changes by a superuser who disables triggers, or by the apply process of logical
     replication. Tables that inherit from this one with INHERITS need separate triggers. Partitions are covered.
 
     Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode. The call waits for
     transactions that have written to them, and new writers wait for the call, up to the session's `lock_timeout`. By default
-    there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, if it replaces a trigger for another column or a
-    disabled one.
+    there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, if the call replaces a trigger for another column
+    or a disabled one.
 
     Args:
         engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. Creating the

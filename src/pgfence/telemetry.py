@@ -1,4 +1,4 @@
-"""OpenTelemetry metrics and spans of locks, leases, idempotency keys, fences and versions.
+"""OpenTelemetry metrics and spans for locks, leases, idempotency keys, fences and versions.
 
 This module requires the extra `otel`, which installs the API of OpenTelemetry. An application also needs the SDK and an exporter.
 """
@@ -52,8 +52,8 @@ def instrument(
     `pgfence.hold` for the time from the grant to the release, and `pgfence.transaction.attempt` for each attempt of
     `run_transaction`. A span is created when it ends, so spans of the work inside a hold are its siblings.
 
-    Limitations: locks on your own Connection are not part of the gauges. A process that ends without a last collection loses the
-    events since the previous one.
+    Limitations: locks on your own Connection are not part of the gauges. A process that ends without a final collection loses the
+    events since the previous collection.
 
     Args:
         engine: an Engine or AsyncEngine.

@@ -133,7 +133,7 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 
 
 class LeaseRef(TypedDict):
-    """A lease that was handed over, as plain JSON for a queue. Any process that has this reference can adopt the lease, once."""
+    """A handed-over lease, as plain JSON for a queue. Any process that has this reference can adopt the lease, but only once."""
 
     name: str
     lease_id: str

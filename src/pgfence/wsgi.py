@@ -50,13 +50,13 @@ class IdempotencyMiddleware:
 
     Guarantees, arguments and responses are the same as for `pgfence.asgi.IdempotencyMiddleware`, with an Engine, a WSGI
     application, and a `principal` that takes the WSGI environment and does not read the body. The path below the application's
-    root is `PATH_INFO`. Inside another IdempotencyMiddleware that has claimed the key already, this one claims and stores
+    root is `PATH_INFO`. Inside another IdempotencyMiddleware that has already claimed the key, this middleware claims and stores
     nothing.
 
-    An iterable, a generator, the function `write` and the server's file wrapper are supported. Their output is collected to its
-    end before the response is stored and sent, and `close()` is called when the server has sent it. The status code is stored,
-    but the reason phrase is not. A server that joins repeated headers turns two keys into a malformed one, which gets a 400. A
-    body needs a length, or a server that terminates it (`wsgi.input_terminated`). Otherwise the request gets a 411.
+    An iterable, a generator, the function `write` and the server's file wrapper are supported. The whole output is collected
+    before the response is stored and sent, and `close()` is called when the server has sent it. The status code is stored, but
+    the reason phrase is not. A server that joins repeated headers turns two keys into a malformed one, which gets a 400. A body
+    needs a length, or a server that terminates it (`wsgi.input_terminated`). Otherwise the request gets a 411.
 
     Raises:
         TypeError, ValueError: an argument is unusable.
@@ -123,7 +123,7 @@ class IdempotencyMiddleware:
 
 
 class _WsgiExchange(Exchange):
-    """One claimed request of WSGI."""
+    """A WSGI request whose key is claimed."""
 
     def __init__(
         self, running: RunningAttempt, rules: Rules, request: HttpRequest, start_response: StartResponse
@@ -202,8 +202,8 @@ class _WsgiExchange(Exchange):
         return self._server(*self._begun)
 
     def _start_streaming(self, rest: Iterator[bytes]) -> Iterator[bytes]:
-        """Send what there is and what follows. The part that completes an announced length is held back until it is recorded."""
-        held: list[bytes] = []
+        """Send the collected parts, then each further part. The part that completes the announced length is sent last."""
+        held: list[bytes] = []  # not sent before the response is recorded
         try:
             if self._write is None:
                 self._write = self._begin()
@@ -248,8 +248,8 @@ class _WsgiExchange(Exchange):
         self._end_stopped(None)
 
     def _end_stopped(self, error: BaseException | None) -> None:
-        """End the attempt of an application that has stopped, unless it has already ended."""
-        # The application has responded; only the client has kept it from sending all of it.
+        """End the attempt after the application has stopped, unless the attempt has already ended."""
+        # The application has responded, but the client disconnected before it had received the whole response.
         answered = self._started is not None and isinstance(error, Exception | None)
         if self._gone and answered and not self._marker.ended:
             self._record(None)

@@ -1,4 +1,4 @@
-"""Cancel the block of a task when its lock is lost, and distinguish that from a cancellation by other code."""
+"""Cancel the block of a task when its lock is lost, and distinguish this cancellation from one by other code."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CancelOnLoss:
 async def await_work(task: asyncio.Task[object], handle: AsyncHeld) -> None:
     """Await the work of a holder, and cancel it if the lock is lost.
 
-    That cancellation ends here; one of the caller propagates.
+    The cancellation that a loss causes ends here. A cancellation by the caller propagates.
     """
     loop = asyncio.get_running_loop()
 
@@ -81,7 +81,7 @@ async def await_work(task: asyncio.Task[object], handle: AsyncHeld) -> None:
         await task
     except asyncio.CancelledError:
         caller = asyncio.current_task()
-        # The loss cancels the work alone. If the caller was cancelled, that must propagate.
+        # The loss cancels only the work. If the caller was cancelled too, that cancellation must propagate.
         if caller is None or caller.cancelling() or not handle.lost:
             raise
 

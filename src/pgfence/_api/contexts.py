@@ -22,7 +22,7 @@ class _NoDecorator:
 
 
 class EnterOnly(_NoDecorator, AbstractContextManager[None, None]):
-    """Acquire on entering, and check on leaving that it is still held. An exception of the block takes precedence."""
+    """Acquire on entering, and check on leaving that the lock is still held. An exception of the block takes precedence."""
 
     def __init__(self, acquire: Callable[[], Callable[[], None]]) -> None:
         self._acquire = acquire

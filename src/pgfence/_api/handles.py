@@ -1,8 +1,8 @@
 """Handles of locks that are held.
 
 A handle reports without I/O what its process knows. Its `state` is "held", "unknown" (a request was sent and has no response
-yet), "lost" or "released". It does not prove that the lock is still held, because a process that was suspended notices a loss
-only when it runs again. If a former holder must not do some work, do that work on the connection that holds the lock
+yet), "lost" or "released". The state does not prove that the lock is still held, because a process that was suspended notices a
+loss only when it runs again. If a former holder must not do some work, do that work on the connection that holds the lock
 (`AdvisoryLock.connect`) or behind a fence.
 
 In a forked child, a handle is in the state "released" from the start, because the lock belongs to the parent, and the child
@@ -149,7 +149,7 @@ class _Handle:
 class Held(_Handle):
     """A lock that is held. Release it, or use it as a context manager: leaving the block releases it.
 
-    Any thread may release it, once.
+    Any thread may release it, but only once.
 
     Limitations: work is not protected after a loss. Calling `check()` before each step shortens the time in which a loss goes
     unnoticed, but cannot reduce it to zero.
@@ -201,8 +201,8 @@ class Held(_Handle):
 class AsyncHeld(_Handle):
     """A lock that is held. Release it, or use it as an async context manager: leaving the block releases it.
 
-    Any task of its event loop may release it, once. A release that is cancelled closes the connection, so the lock is released in
-    that case too.
+    Any task of its event loop may release it, but only once. A release that is cancelled closes the connection, so the lock is
+    released in that case too.
 
     Limitations: work is not protected after a loss, as with `Held`.
     """

@@ -229,7 +229,7 @@ def check_text(value: object, what: str) -> str:
 
 
 def check_path(value: object, what: str) -> Path:
-    """Return a path.
+    """Return a path, after checking its type.
 
     Raises:
         TypeError: the value is neither a str nor a path.
@@ -298,7 +298,7 @@ def check_keep(keep: Seconds) -> float:
 
 
 def check_error_classes(given: Sequence[type[Exception]], what: str = "record") -> tuple[type[Exception], ...]:
-    """Return exception classes.
+    """Return exception classes, after checking them.
 
     Raises:
         TypeError: one of the values is not an exception class.

@@ -169,7 +169,7 @@ class LockBase(Guided, ABC, Generic[H]):
 
 
 class HoldContext(AbstractContextManager[H, None]):
-    """What `hold()` returns. Several threads may share one, each for its own block."""
+    """The context manager that `hold()` returns. Several threads may share it, each for its own block."""
 
     __slots__ = ("_flag", "_handles", "_lock", "_timeout")
 
@@ -313,7 +313,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
 
 
 class AsyncHoldContext(CancelOnLoss, AbstractAsyncContextManager[AH, None]):
-    """What `hold()` returns. Several tasks may share one, each for its own block."""
+    """The context manager that `hold()` returns. Several tasks may share it, each for its own block."""
 
     def __init__(self, lock: AsyncLockBase[AH], timeout: Seconds | None, *, flag: bool) -> None:
         super().__init__(flag=flag)

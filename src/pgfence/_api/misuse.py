@@ -97,7 +97,7 @@ class Guided:
 class Absent:
     """An attribute that locks of other libraries have. hasattr() returns False, and the AttributeError says what to use instead.
 
-    Not implemented with `__getattr__`, which would slow down every attribute access on the object.
+    It is not implemented with `__getattr__`, which would slow down every attribute access on the object.
     """
 
     def __init__(self, name: str, hint: str) -> None:

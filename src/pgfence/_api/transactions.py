@@ -53,7 +53,7 @@ def raise_connecting(engine: Engine, error: Exception) -> None:
 
 
 class BeginFactory(Protocol[W_co]):
-    """An Engine or a sessionmaker, or an async one."""
+    """An Engine or a sessionmaker, or the async counterpart of either."""
 
     def begin(self) -> AbstractContextManager[W_co, bool | None] | AbstractAsyncContextManager[W_co, bool | None]: ...
 
@@ -61,7 +61,7 @@ class BeginFactory(Protocol[W_co]):
 class _BegunSteps(_SafeSteps[W]):
     """A separate transaction that begins with a lock or gate.
 
-    If the connection is lost during COMMIT, it raises CommitOutcomeUnknownError.
+    If the connection is lost during COMMIT, the end of the block raises CommitOutcomeUnknownError.
     """
 
     def __init__(self, factory: BeginFactory[W], enter: Callable[[W], object], what: str) -> None:

@@ -122,8 +122,8 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holder.
             SelfDeadlockError: this task holds the lock, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
-            UnreachableError: the server cannot be reached, or could no longer be reached at the end of the wait. The message
-                then contains the server's last response.
+            UnreachableError: the server cannot be reached, or could no longer be reached at the end of the wait. In the second
+                case, the message contains the server's last response.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             CapacityError: the server's lock table is nearly full.
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
@@ -140,7 +140,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
 
         If the lock is lost, its connection is lost too, so the block can no longer write on it.
 
-        Yields an ordinary AsyncConnection outside the engine's pool, like the sync class. A loss also cancels the block.
+        Yields an ordinary AsyncConnection outside the engine's pool; see `AdvisoryLock.connect`. A loss also cancels the block.
 
         Args:
             timeout: the same as for `acquire`.

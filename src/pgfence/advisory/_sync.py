@@ -51,13 +51,13 @@ class AdvisoryLock(LockNames, LockBase[H]):
     slices of at most 0.5 s, so that it holds back neither VACUUM nor CREATE INDEX CONCURRENTLY. Threads that wait for the same
     names queue inside the process, and one connection serves them.
 
-    Guarantees: at most one holder per key, database and server, among all clients that use PostgreSQL's advisory locks on that
-    key. The lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or
-    SIGKILL, this takes milliseconds. The holder is notified of a loss within milliseconds if the socket is closed, and
-    after about 20 s if the network is cut, which is before the server gives up the session. An interrupt or
-    cancellation at any point closes the connection, and thereby releases the lock. `engine.dispose()` does not release
-    it. A forked child holds no lock and cannot affect the parent's lock. Locking on a standby, through a pooler in
-    transaction mode or on a server that is not PostgreSQL raises an error that says what to do.
+    Guarantees: each key has at most one holder per database and server, among all clients that use PostgreSQL's advisory locks.
+    The lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or
+    SIGKILL of the holder, the release takes milliseconds. The holder is notified of a loss within milliseconds if the socket is
+    closed, and after about 20 s if the network is cut. The server gives up the session later than that. An interrupt or
+    cancellation at any point closes the connection, and thereby releases the lock. `engine.dispose()` does not release it. A
+    forked child holds no lock and cannot affect the parent's lock. Locking on a standby, through a pooler in transaction mode or
+    on a server that is not PostgreSQL raises an error that says what to do.
 
     Limitations: a paused or disconnected holder may still be writing. Do its database work on the connection of `connect()`,
     which is closed when the lock is lost, or use a fence. Within one process, waiters are served in the order of their arrival.
@@ -71,8 +71,8 @@ class AdvisoryLock(LockNames, LockBase[H]):
 
     Args:
         engine: an Engine; a function that returns one, called at each use; or your own Connection, outside a transaction. That
-            Connection then holds the lock, which must be released outside a transaction too. Release it before you close the
-            Connection, because closing ends the lock, and the pool opens another connection.
+            Connection then holds the lock, which must be released outside a transaction too. Release the lock before you close
+            the Connection. Otherwise closing it ends the lock, and the pool opens another connection.
         names: one or more names or LockKeys.
         namespace: replaces the configured namespace, for names that are str.
         token: whether each grant has a fencing token (`FencedHeld`), a number that only grows for this name. It is issued in
@@ -157,8 +157,8 @@ class AdvisoryLock(LockNames, LockBase[H]):
             WaitCancelledError: the event of `cancel_waits()` was set.
             SelfDeadlockError: this thread holds the lock, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
-            UnreachableError: the server cannot be reached, or could no longer be reached at the end of the wait. The message
-                then contains the server's last response.
+            UnreachableError: the server cannot be reached, or could no longer be reached at the end of the wait. In the second
+                case, the message contains the server's last response.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             CapacityError: the server's lock table is nearly full.
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.

@@ -1,4 +1,4 @@
-"""Claims assign each row of a table to one worker at a time, and no worker waits for another one."""
+"""Claims assign each row of a table to one worker at a time, without one worker waiting for another."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def claim(
             for job in claim(session, Job, Job.state == "new", order_by=Job.id, limit=10):
                 job.state = "done"
 
-    Guarantees: each row is returned to one transaction at a time, and never more than `limit` of them. Rows that another
+    Guarantees: each row is returned to one transaction at a time, and a call returns at most `limit` rows. Rows that another
     transaction has locked are skipped, so the statement does not wait. The rows are locked until the transaction ends (FOR NO KEY
     UPDATE), and free again if it is rolled back or its process dies. Rows of other tables in the statement are not locked, and an
     INSERT of a row that refers to a claimed one does not wait. Attributes are read again even if the session already has the row.
@@ -81,17 +81,17 @@ def claim(
     a new claim, with a token that is larger by one. Commit, then work without a transaction; see `Claimable`. If the transaction is
     rolled back, the row is not claimed.
 
-    Limitations: if the result has fewer rows than `limit`, other rows may still match, because they may be locked. A join that
-    returns a row several times counts it several times, so use `where(Job.tags.any(...))` instead. The rows are in the order of
-    `order_by` as of the start of the statement. The order in which different workers finish is not guaranteed. In REPEATABLE
-    READ and SERIALIZABLE a row that was changed since the snapshot raises SQLSTATE 40001. A statement that does not lock the
-    row, such as a plain SELECT, reads it as unclaimed, and a transaction that writes the row waits.
+    Limitations: if the result has fewer rows than `limit`, other rows may match that were skipped because they were locked. A
+    join that returns a row several times counts it several times, so use `where(Job.tags.any(...))` instead. The rows are in the
+    order of `order_by` as of the start of the statement. The order in which different workers finish is not guaranteed. In
+    REPEATABLE READ and SERIALIZABLE a row that was changed after the snapshot causes an error with SQLSTATE 40001. A statement
+    that does not lock the row, such as a plain SELECT, reads it as unclaimed, and a transaction that writes the row waits.
 
     Args:
         session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited.
         entity: a mapped class.
-        statement: a select() of one mapped class, with joins, criteria, order and loader options, in place of `entity` and what
-            follows it.
+        statement: a select() of one mapped class, with joins, criteria, order and loader options, in place of `entity`,
+            `criteria` and `order_by`.
         criteria: SQL expressions that a row must satisfy.
         ttl: seconds after which the claim expires, from 0.3 to a day (a timedelta may be longer), for a class with
             `Claimable`. Call `extend_claim` if the work takes longer.
@@ -150,8 +150,8 @@ def finish_claim(session: SyncSession, row: Claimable) -> None: ...
 def finish_claim(session: Any, row: Claimable) -> object:
     """End a claim, in the transaction that writes the result of the work. It takes effect with the commit.
 
-    It sets `claimed_until` and `claimed_by` to None and keeps `claim_token`. Change the row in the same transaction so that the
-    criteria of `claim` no longer match it: a row without a claim is available to the next call of `claim`.
+    The call sets `claimed_until` and `claimed_by` to None and keeps `claim_token`. Change the row in the same transaction so that
+    the criteria of `claim` no longer match it: a row without a claim is available to the next call of `claim`.
 
     Guarantees: if another worker has replaced the claim, nothing that this transaction writes is committed. A claim that has
     expired and was not replaced can still be finished, because the work is done.

@@ -63,7 +63,7 @@ class Claimable:
         claim_token: Mapped[int | None]
         claimed_until: Mapped[datetime | None]
         claimed_by: Mapped[str | None]
-    else:  # without annotations, because dataclasses and pydantic would make them fields
+    else:  # The columns have no annotations, because dataclasses and pydantic would make them fields.
 
         @declared_attr
         def claim_token(cls):  # noqa: ANN202, N805

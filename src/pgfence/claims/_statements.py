@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 10_000
 
-# The parts of a SELECT with which PostgreSQL rejects row locks, or which claim() adds itself.
+# Clauses of a SELECT with which PostgreSQL rejects row locks, or which claim() adds itself.
 _CLAUSES = {
     "_limit_clause": "LIMIT: pass limit= to claim()",
     "_fetch_clause": "FETCH FIRST: pass limit= to claim()",
@@ -85,7 +85,7 @@ def prepare_query(query: object) -> tuple[AnySelect, Mapper[Any]]:
     """Return the SELECT of a caller with the locks and the LIMIT of a claim, and the class whose rows it returns.
 
     Raises:
-        TypeError, ValueError: as `_find_mapper` and `build_query`.
+        TypeError, ValueError: the same errors as `_find_mapper` and `build_query`.
     """
     # For a select() that the program keeps, SQLAlchemy then also computes the key for its cache of compiled statements only once.
     found = _PREPARED.get(query) if isinstance(query, Select) else None
@@ -99,7 +99,7 @@ def _lock_rows(query: AnySelect, mapper: Mapper[Any]) -> AnySelect:
     """Return the SELECT with the locks on the rows of a class and the LIMIT, after checking that the rows can be locked.
 
     Raises:
-        TypeError, ValueError: as `build_query`.
+        TypeError, ValueError: the same errors as `build_query`.
     """
     if not isinstance(mapper.selectable, (Table, Join)):
         raise TypeError(
@@ -128,7 +128,7 @@ def _reject_value(one: object) -> None:
 
 
 def _find_mapper(query: object) -> tuple[AnySelect, Mapper[Any]]:
-    """Return the SELECT, after checking that it can be claimed, and the class whose rows it returns.
+    """Return the SELECT, after checking that its rows can be claimed, and the class whose rows it returns.
 
     Raises:
         TypeError: the SELECT does not return the instances of one class.

@@ -44,7 +44,7 @@ _CLAIMS: WeakKeyDictionary[State, _Claim] = WeakKeyDictionary()
 
 
 class _Columns(NamedTuple):
-    """The table with the mixin's columns, and its columns."""
+    """The table that has the mixin's columns, and these columns."""
 
     table: Table
     keys: list[Column[object]]
@@ -64,7 +64,7 @@ def check_form(mapper: Mapper[Any], ttl: Seconds | None) -> float | None:
     """Return the time to live of a claim with a token, or None for a claim that ends with the transaction.
 
     Raises:
-        TypeError: the class and the arguments do not belong together.
+        TypeError: `ttl` was passed for a class without `Claimable`, or omitted for a class with it.
     """
     claimable = issubclass(mapper.class_, Claimable)
     if ttl is None:
@@ -87,8 +87,8 @@ def _check_ttl(ttl: Seconds) -> float:
     most = _YEAR if isinstance(ttl, timedelta) else _DAY
     if not _SHORTEST <= life <= most:
         raise ValueError(
-            f"ttl must be from {_SHORTEST:g} s to a day, or up to a year as a timedelta, not {life:g} s: a dead worker's row is"
-            " free only after that time, and extend_claim() serves longer work"
+            f"ttl must be from {_SHORTEST:g} s to a day, or up to a year as a timedelta, not {life:g} s: a dead"
+            " worker's row stays claimed for that long. For longer work, call extend_claim()"
         )
     return life
 
@@ -122,7 +122,7 @@ def claim_until(session: Session, query: AnySelect, mapper: Mapper[Any], limit: 
 
 
 def extend(session: Session, row: Claimable, ttl: Seconds | None) -> None:
-    """Move the end of a claim; see `extend_claim`."""
+    """Extend a claim; see `extend_claim`."""
     state, claim = _find_claim(row)
     claim = claim if ttl is None else claim._replace(ttl=_check_ttl(ttl))
     until = _write(session, state, claim, {UNTIL: _add(claim.ttl)})

@@ -31,7 +31,7 @@ class EffectKey(NamedTuple):
 
     Attributes:
         scope: the owner of the key and the operation.
-        key: what the client sends again with each retry.
+        key: the text that the client sends again with each retry.
         fingerprint: the fingerprint of the request; None means that nothing is compared.
         ttl: seconds after which the claim of a dead attempt expires.
         keep: seconds for which a result is kept after the work has ended, and an unfinished attempt's steps after its claim.
@@ -96,8 +96,8 @@ class EffectRequest(AcquireRequest):
     """A request for a key.
 
     Attributes:
-        wanted: what the key is claimed with.
-        scope: as stored in the table.
+        wanted: the values with which the key is claimed.
+        scope: the scope as it is stored in the table.
     """
 
     wanted: EffectKey

@@ -58,7 +58,7 @@ class _Attempt:
         self.in_progress: dict[str, object] = {}
         """The steps that are running, each with a mark of its thread or task."""
         self.unsaved: dict[str, str] = {}
-        """What was done and may not be saved. The keys are the steps, with their values, and "" for the whole effect."""
+        """The values, as JSON, of steps that were done and may not be saved, by step. The step "" is the whole effect."""
 
     def __repr__(self) -> str:
         wanted = self._running.wanted
@@ -167,8 +167,8 @@ class Attempt(_Attempt):
         Args:
             name: the name of the step, unique in the effect. It follows the rules for keys and contains no colon. The same name
                 returns the same value.
-            fn: called with the derived key, `<key>:<name>`, which is the same in each attempt. It does not contain the scope. If
-                one account at the provider serves several scopes, the key must include them.
+            fn: called with the derived key, `<key>:<name>`, which is the same in each attempt. The derived key does not contain
+                the scope. If one account at the provider serves several scopes, the key must include them.
 
         Raises:
             AttemptLostError: this attempt is no longer valid. The step was not done, or was done and not saved.
@@ -194,7 +194,7 @@ class Attempt(_Attempt):
         longer valid is rejected here, and PostgreSQL has aborted its transaction. No other attempt takes over until the
         transaction has ended.
 
-        Limitations: inside a savepoint this is not guaranteed if the program swallows the rejection and rolls back to the
+        Limitations: these guarantees do not apply inside a savepoint if the program swallows the rejection and rolls back to the
         savepoint.
 
         Args:

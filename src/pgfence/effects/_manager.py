@@ -22,8 +22,8 @@ FIRST_NAP = 0.02
 class EffectManager(LeaseManager):
     """Manage the claims of effects, where they differ from leases.
 
-    The end of a claim sends no NOTIFY. It is a commit that must reach the disk, and commits that notify wait for each other in
-    the whole database. A waiter polls instead, first after milliseconds and later once a second.
+    The end of a claim sends no NOTIFY. Its commit must reach the disk, and commits that notify wait for each other in the whole
+    database. A waiter polls instead, first after milliseconds and later once a second.
     """
 
     family: ClassVar[LeaseKind] = "effect"

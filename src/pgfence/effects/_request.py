@@ -159,7 +159,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
                 case "lapse":  # an interrupt or a cancellation must not wait for the server
                     running.let_lapse(kind)
                     describe = running.describe_lapse
-                case "lost":  # the error is sufficient
+                case "lost":  # the error already says what happened
                     running.let_lapse()
                     return
             self._log_end(error, attempt, how, describe)

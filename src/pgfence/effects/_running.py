@@ -76,7 +76,7 @@ async def claim(
 
 
 class RunningAttempt:
-    """An attempt whose claim is renewed until `finish`, `finish_reply`, `confirm`, `free` or a lapse ends it, once.
+    """An attempt whose claim is renewed until it is ended, once, by `finish`, `finish_reply`, `confirm`, `free` or a lapse.
 
     The attempt lapses if it is garbage-collected before that.
     """
@@ -194,7 +194,8 @@ class RunningAttempt:
         Raises:
             AttemptLostError: another attempt has taken over; nothing is stored.
             IdempotencyMisuseError: the attempt has already ended.
-            UnreachableError: the server did not respond. Storing is retried in the background for a while.
+            UnreachableError: the server did not respond. Storing is retried in the background until the claim ends, and for at
+                least 30 s.
         """
         await self._finish(self._finish_values(status, text, None))
 
@@ -386,7 +387,7 @@ class RunningAttempt:
         self._grant.emit(self._grant.config.events, event, reason=reason)
 
     def _detach(self) -> None:
-        """Claim the right to end it, and stop its heartbeat."""
+        """Claim the right to end the attempt, and stop its heartbeat."""
         try:
             self._manager.detach(self._grant)
         except LockNotHeldError:

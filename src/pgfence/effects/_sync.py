@@ -29,9 +29,10 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
     The key is claimed first, in a separate transaction. Then the function runs, outside any transaction of pgfence, and its
     result is stored. While the function runs, a thread renews the claim.
 
-    Guarantees: of all callers with the same key and scope, one runs at a time, and at most one result is stored. Later callers
-    get an equal result of the same type. If an attempt dies, another one follows when its claim has expired, with the steps that
-    were saved. If the first attempt continues later, it is rejected. No connection is held while the function runs.
+    Guarantees: among all callers with the same key and scope, at most one runs at a time, and at most one result is stored. Later
+    callers get an equal result of the same type. If an attempt dies, another one follows when its claim has expired, and reuses
+    the steps that were saved. If the first attempt continues later, its results are rejected. No connection is held while the
+    function runs.
 
     Limitations: a step may be done twice. An attempt may die after it has done a step and before the step is saved, so a provider
     that does not honour the derived key of the step may do it twice; see `Attempt.step`. Use `takeover=False` for such a
@@ -45,7 +46,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
-        key: the text that the client sends again with each retry, of 1 to 255 characters, without control characters.
+        key: the text that the client sends again with each retry, from 1 to 255 characters long and without control characters.
         scope: the owner of the key and the operation, by the same rules as the key. Two clients that must not see each other's
             results need different scopes. Do not use the same scope with `idempotent`.
         payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means

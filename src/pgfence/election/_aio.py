@@ -106,7 +106,7 @@ class AsyncElection:
         return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
 
     async def observe(self, *, timeout: Seconds | None = None) -> AsyncIterator[Holder | None]:
-        """Iterate over the current leader and then each change; arguments and errors are the same as for the sync class."""
+        """Yield the current leader, then the new leader at each change; see `Election.observe`."""
         observer = Observer(self._candidate, math.inf if timeout is None else seconds(timeout))
         try:
             while (found := await observer.find_change())[0]:
@@ -143,8 +143,8 @@ class AsyncMember:
     async def run(self, fn: Callable[[AsyncTerm], Awaitable[object]], /) -> None:
         """Await `fn(term)` in each term of this member, until the member resigns. A loss or `resign()` cancels the call.
 
-        When `fn` returns, its term is released, and the member is a candidate again after a second, so that another
-        candidate may be elected.
+        When `fn` returns, its term is released, and the member is a candidate again one second later, so that another candidate
+        may be elected.
 
         Args:
             fn: the work of a leader.
@@ -168,7 +168,7 @@ class AsyncMember:
 
         Returns when the term is released. A second call does nothing.
 
-        Inside a callback or the function of `run` it returns immediately, and the member steps down afterwards.
+        Inside a callback or the function of `run`, `resign` returns immediately, and the member steps down afterwards.
         """
         self._candidacy.end()
         if asyncio.current_task() not in (self._task, self._worker):

@@ -46,8 +46,8 @@ LONGEST_RETRY = 5.0
 class Candidacy(Generic[TermT]):
     """The work of one member from `stand()` to `resign()`.
 
-    `run_member` belongs to the member's thread or task, `lead_with` to the caller of `run`; the others may be called from
-    anywhere.
+    Only the member's thread or task calls `run_member`, and only the caller of `run` calls `lead_with`. The other methods may be
+    called from anywhere.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class Candidacy(Generic[TermT]):
         self._on_gained = on_gained
         self._on_lost = on_lost
         self._on_changed = on_changed
-        # This guards what the member's thread, the thread of `run` and the caller of `resign` share. An event must be set only
-        # once.
+        # This lock guards the state that the member's thread, the thread of `run` and the caller of `resign` share. An event must
+        # be set only once.
         self._lock = threading.Lock()
         self._ending = False
         self._sleep: WakeEvent | None = None
-        """Where the member waits: for the name to be free, or for the end of its term."""
+        """The event for which the member waits: the name may be free, or its term has ended."""
         self._runner: WakeEvent | None = None
-        """Where `run` waits for a term."""
+        """The event for which `run` waits: a term has begun, or the member has resigned."""
         self._work: WakeEvent | None = None
-        """Where the member waits for the work in its term to end, while there is any."""
+        """The event for which the member waits while work runs in its term: the work has ended."""
         self._term: TermT | None = None
         self._has_runner = False
         self._leader: tuple[str | None, int | None] | None = None
@@ -98,7 +98,7 @@ class Candidacy(Generic[TermT]):
     # ------------------------------------------------------------ the member's own thread or task
 
     async def run_member(self) -> None:
-        """Be a candidate and lead until `end`."""
+        """Stand for election, and lead whenever the term is acquired, until `end` is called."""
         try:
             while not self._ending:
                 try:
@@ -133,7 +133,7 @@ class Candidacy(Generic[TermT]):
         if self._stop_listening is None:
             self._stop_listening = manager.heartbeat.listen(request.place, request.stored, self._wake)
             if manager.heartbeat.is_listening(request.place):
-                return  # already listening before, so a release since the query did not wake this member
+                return  # the connection was already listening, so a release since the query did not wake this member
         ttl = request.terms.ttl
         longest = max(LONGEST_PAUSE, ttl / 3) if manager.heartbeat.is_listening(request.place) else LONGEST_PAUSE
         # The jitter separates candidates that wait for the same expiry.
@@ -159,7 +159,7 @@ class Candidacy(Generic[TermT]):
             await self._pause(STEP_ASIDE)
 
     async def _work_term(self, grant: Grant, ended: WakeEvent) -> None:
-        """Notify the application of the term, and return after its end, when the work has ended too."""
+        """Notify the application of the term, and return when both the term and its work have ended."""
         try:
             await self._note_leader(self._describe_own(grant))
             await self._call(self._on_gained)
@@ -181,7 +181,7 @@ class Candidacy(Generic[TermT]):
     # ------------------------------------------------------------ the work of a leader
 
     async def lead_with(self, work: Callable[[TermT], Coro[object]]) -> None:
-        """Await `work(term)` in each term, until `end`.
+        """Await `work(term)` in each term, until `end` is called.
 
         Raises:
             RuntimeError: `run` is already running.

@@ -1,4 +1,4 @@
-"""Find out who leads, and each change, for `observe()` of both classes."""
+"""Find the current leader and each change of it, for `observe()` of both classes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Observer:
             if self._stop is None:
                 self._stop = manager.heartbeat.listen(request.place, request.stored, self._wake)
                 if manager.heartbeat.is_listening(request.place):
-                    continue  # already listening before, so a release since the query did not wake the observer
+                    continue  # the connection was already listening, so a release since the query did not wake the observer
             await self._event.wait(min(left, self._choose_pause(manager, request, holder)))
 
     def _choose_pause(self, manager: LeaseManager, request: TermRequest, holder: Holder | None) -> float:

@@ -163,7 +163,7 @@ class Election:
         return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
 
     def observe(self, *, timeout: Seconds | None = None) -> Iterator[Holder | None]:
-        """Iterate over the current leader and then each change, yielding None while there is no leader.
+        """Yield the current leader, then the new leader at each change, or None while there is no leader.
 
         The observer queries the server at most once a second, or only once per third of the TTL while notifications arrive. It
         may miss a leader whose term is shorter than the time between two queries.
@@ -210,10 +210,10 @@ class Member:
     def run(self, fn: Callable[[Term], object], /) -> None:
         """Call `fn(term)` in each term of this member, in this thread, until the member resigns.
 
-        When `fn` returns, its term is released, and the member is a candidate again after a second, so that another candidate
-        may be elected. When the term is lost or the member resigns, `term.lost` is True and `term.check()` raises an error, and
-        `fn` must return. The term is released only when `fn` has returned. If `fn` does not return after
-        that, the term is no longer renewed and ends when its TTL has passed.
+        When `fn` returns, its term is released, and the member is a candidate again one second later, so that another candidate
+        may be elected. When the term is lost or the member resigns, `term.lost` becomes True, `term.check()` raises an error, and
+        `fn` must return. The term is released only when `fn` has returned. If `fn` does not return, the term is no longer renewed
+        and ends when its TTL has passed.
 
         Args:
             fn: the work of a leader.
@@ -239,7 +239,7 @@ class Member:
 
         Returns when the term is released. A second call does nothing.
 
-        Inside a callback or the function of `run` it returns immediately, and the member steps down afterwards.
+        Inside a callback or the function of `run`, `resign` returns immediately, and the member steps down afterwards.
         """
         self._candidacy.end()
         if threading.current_thread() not in (self._thread, self._worker):

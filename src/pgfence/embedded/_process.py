@@ -138,4 +138,4 @@ class ServerProcess:
                 self._popen.send_signal(number)
             if self.ended.wait(patience):
                 return
-        raise RuntimeError(f"PostgreSQL with process id {self.pid} does not end")
+        raise RuntimeError(f"PostgreSQL with process id {self.pid} did not stop, even after SIGKILL")

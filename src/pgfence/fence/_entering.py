@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pgfence._sql.gates import EnteredGates
     from pgfence._sql.storage import TableNames
 
-# This is only passed to a routing Session to select its engine, and never executed. A Session that routes reads must route it to
+# This statement only selects the engine of a routing Session, and is never executed. A Session that routes reads must route it to
 # the primary.
 _WRITE = update(table("pgfence_gate"))
 
@@ -172,8 +172,8 @@ def _enter(
     missing = {name: token for name, token in tokens.items() if record.token_of(place, name) != token}
     if not missing:
         return
-    # It must be the first statement, because a snapshot that is older than the lock on the gate would not contain what the last
-    # holder wrote.
+    # The entry must be the first statement, because a snapshot that is older than the lock on the gate would not contain what the
+    # last holder wrote.
     if not (first or unseen or record.first):
         raise TransactionStateError(
             f"the gate of {_quote_names(missing)} must be entered by the first statement of the transaction, because anything read"
@@ -193,7 +193,8 @@ def _check_same_tables(place: TableNames, issued: TableNames, names: Iterable[st
         raise ValueError(
             f"the token for {_quote_names(names)} was issued by {issued.name('lease')}, but this transaction enters gates in"
             f" {place.name('gate')}, and each installation numbers its own tokens. Use a sessionmaker or an engine with the same"
-            " schema and prefix; or, if you mean that gate, fenced(session, resource, token)"
+            " schema and prefix; or, if you mean the gate in {place.name('gate')},"
+            " call fenced(session, resource, token)"
         )
 
 

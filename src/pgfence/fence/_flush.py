@@ -171,7 +171,7 @@ def _read_newest(flush: _Flush, mapper: Mapper[object], connection: Connection, 
     if found is None:
         found = _lock_rows(connection, mapper, [key[1]]).get(key)
     if found is None:
-        raise StaleDataError(f"the row {key[1]!r} of {type(target).__name__} to be written no longer exists")
+        raise StaleDataError(f"cannot write the row {key[1]!r} of {type(target).__name__}, because it no longer exists")
     return found
 
 

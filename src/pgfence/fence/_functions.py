@@ -51,9 +51,9 @@ def fence(
         session: a Session, scoped_session or Connection, or their async counterpart, in which case the result must be awaited.
         resource: the name of the resource, in the configured namespace. The name of a lease is the resource of that lease.
         token: the token of the lease, or of an advisory lock with `token=True`.
-        tokens: several resources at once, in place of `resource` and `token`. They are entered in the same order everywhere.
-        after_reads: whether statements of this transaction may precede the entry. What they read may be older than the last
-            holder's commit, and a write that is based on it would undo that commit.
+        tokens: several resources at once, in place of `resource` and `token`. Their gates are entered in one global order.
+        after_reads: whether statements of this transaction may precede the entry. What these statements read may be older than
+            the last holder's commit, and a write based on outdated data would undo that commit.
 
     Raises:
         StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was reset.

@@ -38,19 +38,20 @@ class Fenced(Guarded):
             session.add(Entry(id=1, book="2026-04"))
 
     Use it for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument) and SQLModel. It adds a column with
-    the highest token that wrote the row. Values that the program assigns are ignored.
+    the highest token that wrote the row. Values that the program assigns to this column are ignored.
 
     Guarantees:
-        A Session writes such a row only in a transaction that has a token for the row's resource, as it is before the change
-        and as it is after it. This applies to a flush, whatever hook it calls for the row (also `post_update`, and a DELETE and
-        an INSERT of the same key that become one UPDATE), and to insert(), update() and delete() of the class. A write without
-        the token raises an error; no row is skipped silently. Rows of other classes need no token. With `__fence__ = "gate"`
-        the transaction has entered the gate, so its token was the newest at that time and stays the newest until the
-        transaction ends.
+        A Session writes such a row only in a transaction that has a token for the row's resource before the change and for its
+        resource after the change. This applies to a flush, whatever hook it calls for the row (also `post_update`, and a DELETE
+        and an INSERT of the same key that become one UPDATE), and to insert(), update() and delete() of the class. A write
+        without the token raises an error. No row is skipped silently. Rows of other classes need no token. With
+        `__fence__ = "gate"` the transaction has entered the gate, so its token was the newest at that time and stays the newest
+        until the transaction ends.
 
-        `__fence__ = "row"` needs none of pgfence's tables. The token is that of the gate, if one was entered. Otherwise it is
-        that of the lease or lock of that name that this task or thread holds. The token is compared with the column of each
-        row, which is locked first. In AUTOCOMMIT, where a row lock does not last, a write raises TransactionStateError.
+        `__fence__ = "row"` needs none of pgfence's tables. The transaction's token is that of the gate, if it has entered one.
+        Otherwise it is that of the lease or lock that this task or thread holds under the resource's name. The token is compared
+        with the column of each row, which is locked first. In AUTOCOMMIT, where a row lock does not last, a write raises
+        TransactionStateError.
 
     Limitations:
         In mode "row" the column cannot reject stale INSERTs of new rows, stale writes to rows that the newer holder has not
@@ -79,7 +80,7 @@ class Fenced(Guarded):
 
     if TYPE_CHECKING:
         fence_token: Mapped[int]
-    else:  # without an annotation, because dataclasses and pydantic would make it a field
+    else:  # The column has no annotation, because dataclasses and pydantic would make it a field.
 
         @declared_attr
         def fence_token(cls):  # noqa: ANN202, N805

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "fence_token"
 MODEL = "pgfence_fence"
-"""The key in the `info` of the column for the class, for migrations that compare its table with the database."""
+"""The key of the class in the column's `info`, for migrations that compare the class's table with the database."""
 MODES = ("gate", "row")
 _MISSING = object()
 _SCHEMAS = "schema_translate_map"
@@ -147,7 +147,7 @@ def _is_unsteady(cls: type[Guarded]) -> bool:
 
 
 def view_of(cls: type[Guarded], values: Mapping[str, object]) -> View:
-    """Return a row with these values. Reading any other column of the row raises FenceRequiredError."""
+    """Return a view of a row with these values. Reading any other column of the row raises FenceRequiredError."""
 
     def read(name: str) -> object:
         if name not in values:
@@ -195,8 +195,8 @@ def choose_token(cls: type[Guarded], resource: str, connection: Connection) -> i
     if token is None and cls.__fence__ == "row":
         if read_driver_state(connection).autocommit:
             raise TransactionStateError(
-                f"{cls.__name__} is fenced, and the connection is in autocommit, in which a row is no longer locked when it is"
-                " written after the comparison: use a connection without AUTOCOMMIT"
+                f"{cls.__name__} is fenced, and the connection is in autocommit, where the lock on a row ends before the row is"
+                " written: use a connection without AUTOCOMMIT"
             )
         token = _find_held_token(name, table_names_of(connection))
     if token is None:

@@ -257,6 +257,6 @@ def _guard_batch(work: Work) -> AnyResult:
     }
     # A row that appears between this read and the UPDATE would be written without a check.
     if missing := [key for key in wanted if key not in found]:
-        raise StaleDataError(f"rows of {work.cls.__name__} to be written no longer exist: {missing[:5]}")
+        raise StaleDataError(f"cannot write rows of {work.cls.__name__} that no longer exist: {missing[:5]}")
     tokens = [_choose_token(work, found[key], given) for key, given in zip(wanted, parameters, strict=True)]
     return work.state.invoke_statement(params=[{ATTRIBUTE: token} for token in tokens])

@@ -79,7 +79,7 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
     row = context.root_connection.execute(query, execution_options=options).one_or_none()
     if row is None:
         key = tuple(named[column] for column in columns)
-        raise _RowGoneError(f"the row {key!r} of {cls.__name__} to be written no longer exists")
+        raise _RowGoneError(f"cannot write the row {key!r} of {cls.__name__}, because it no longer exists")
     return row
 
 

@@ -93,7 +93,7 @@ class _Leased(_HasToken):
         return self._grant.checkpoint
 
     def remaining(self) -> float:
-        """Return for how many seconds, less the safety margin, this process considers the lease held; 0.0 if it has expired.
+        """Return the seconds for which this process considers the lease held, less the safety margin; 0.0 if it has expired.
 
         It does no I/O.
         """
@@ -159,7 +159,7 @@ class FencedHeld(_HasToken, Held):
             resources: the resources whose gates are entered; by default the resource with the name of the lock or lease.
 
         Raises:
-            PgfenceError: on entering, the same errors as `fence`; inside the block, if a fence rejects a statement.
+            PgfenceError: on entering, the same errors as `fence`; inside the block, the errors of fences that reject a statement.
         """
         return begin_fenced(factory, _collect_tokens(self, resources), self._hold.place)
 
@@ -205,7 +205,7 @@ class HeldLease(_Leased, FencedHeld):
         save_checkpoint(session, self._hold.stored, self.token, encode_json(data, "a checkpoint"), self._hold.place)
 
     def hand_over(self) -> LeaseRef:
-        """Renew once, and return the reference with which another process adopts the lease. This handle is released.
+        """Return a reference with which another process can adopt the lease, after a last renewal. This handle is released.
 
         The other process has one TTL to adopt it.
 
@@ -265,5 +265,5 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
         await unwrap_session(session).run_sync(lambda work: save_checkpoint(work, name, token, text, issued))
 
     async def hand_over(self) -> LeaseRef:
-        """Renew once, and return the reference with which another process adopts the lease; see `HeldLease.hand_over`."""
+        """Return a reference with which another process can adopt the lease; see `HeldLease.hand_over`."""
         return await self._leases.hand_over(self._grant)

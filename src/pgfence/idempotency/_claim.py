@@ -47,7 +47,7 @@ R = TypeVar("R")
 
 log = logging.getLogger("pgfence.idempotency")
 
-# This is only passed to a routing Session to select its engine, and never executed. A Session that routes reads must route it to
+# This statement only selects the engine of a routing Session, and is never executed. A Session that routes reads must route it to
 # the primary.
 _WRITE = update(table("pgfence_idempotency_key"))
 _CONTEXT = ErrorContext(
@@ -58,7 +58,7 @@ _CONTEXT = ErrorContext(
 
 
 _EVENTS = {"fresh": "acquired", "done": "replayed", "failed": "replayed", "busy": "timeout", "reused": "reused"}
-"""The event of each outcome. The others are mistakes of the caller, or a transaction that must be retried."""
+"""The event of each outcome. The other outcomes are mistakes of the caller, or require a retry of the transaction."""
 
 
 @dataclass(frozen=True, slots=True)

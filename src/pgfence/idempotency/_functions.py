@@ -106,11 +106,11 @@ def idempotent(
                 return op.result
             op.complete(do_the_work())
 
-    Guarantees: of all transactions that request the same key and scope, one does the work and commits it together with its
-    result. The others wait for it, and then get an equal result of the same type. If it rolls back, or its process dies, one of
-    the others does the work. No outcome aborts the caller's transaction or raises an IntegrityError. A transaction in which the
-    work was begun and not finished cannot commit. If the work raises, roll back the whole transaction, or to a savepoint around
-    the call.
+    Guarantees: among all transactions that request the same key and scope, one does the work and commits it together with its
+    result. The others wait for it, and then get an equal result of the same type. If that transaction rolls back, or its process
+    dies, one of the others does the work. No outcome aborts the caller's transaction or raises an IntegrityError. A transaction
+    in which the work was begun and not finished cannot commit. If the work raises, roll back the whole transaction, or to a
+    savepoint around the call.
 
     With psycopg the result is sent together with the COMMIT, unless an event listener for statements is registered. It is sent
     before the COMMIT if a savepoint, a setting or another key follows. Commit through SQLAlchemy, because the driver's own
@@ -124,7 +124,7 @@ def idempotent(
 
     Args:
         session: a Session or scoped_session, or their async counterpart. You commit its transaction.
-        key: the text that the client sends again with each retry, of 1 to 255 characters, without control characters.
+        key: the text that the client sends again with each retry, from 1 to 255 characters long and without control characters.
         scope: the owner of the key and the operation, for example tenant, user and operation, by the same rules as the key. The
             same key in another scope is a different key. Two clients that must not see each other's results need different
             scopes.
@@ -133,8 +133,8 @@ def idempotent(
         result: the type of the result. Dataclasses, pydantic models, named tuples and enumerations can be stored if this type
             contains them, and a result of another type is rejected. With None only JSON and the standard library's types of
             numbers, texts, times and collections can be stored.
-        timeout: seconds to wait for another transaction that has the key. None means the configured default, `math.inf` waits
-            indefinitely, and 0 does not wait.
+        timeout: seconds to wait for another transaction that has claimed the key. None means the configured default, `math.inf`
+            waits indefinitely, and 0 does not wait.
         keep: seconds for which the result is kept after the work has ended. After that the key counts as new.
         record: exception classes that count as a result. An error of these classes, or of their subclasses, rolls back what was
             done since the claim (through a savepoint, which costs two more round trips), is stored, and is raised again for
@@ -188,10 +188,9 @@ def insert_once(
             session, Payment(order_id=7, amount=100), key=[Payment.order_id]
         )
 
-    Guarantees: if the row was inserted, the instance itself is flushed and returned. Otherwise the instance that has the
-    key is returned, and the instance that was passed is not in the session. There is no IntegrityError for this key, and
-    the transaction remains usable. The server waits for an unfinished insert of another transaction, up to the session's
-    `lock_timeout`.
+    Guarantees: if the row was inserted, the instance itself is flushed and returned. Otherwise the existing row's instance is
+    returned, and the instance that was passed is not in the session. There is no IntegrityError for this key, and the transaction
+    remains usable. The server waits for an unfinished insert of another transaction, up to the session's `lock_timeout`.
 
     Limitations: the existing row may have other values. In REPEATABLE READ and SERIALIZABLE a row that was committed after the
     snapshot cannot be read, and raises IdempotencyInProgressError with SQLSTATE 40001.
@@ -206,9 +205,9 @@ def insert_once(
     Raises:
         ValueError: no such unique key is declared, an attribute belongs to another class, or an attribute is None.
         TypeError: `instance` is not of a mapped class, `session` is not a session, or `key` is not a list.
-        IntegrityError: another constraint is violated. Or the constraint of `key` is violated, but a query of the class does
-            not find the row that has the key, because the row belongs to another class of the same table, a filter or a policy
-            hides it, or the server rounds the value. Under row-level security the server does not say which constraint it was.
+        IntegrityError: another constraint is violated; or the constraint of `key` is violated, but a query of the class does not
+            find the row that has the key, because the row belongs to another class of the same table, a filter or a policy hides
+            it, or the server rounds the value. Under row-level security the server does not say which constraint was violated.
         IdempotencyInProgressError: see Limitations.
         UnreachableError: the server cannot be reached.
     """

@@ -80,7 +80,7 @@ class Op(Generic[T]):
         self._complete = True
 
     def _find_omission(self) -> IdempotencyMisuseError | None:
-        """Return the error for a block that ended without an exception and without doing what it must."""
+        """Return the error for a block that ended without an exception and did not do what it must, or None."""
         if self._claim.replayed and not self._read:
             return IdempotencyMisuseError(
                 f"{self._call} was replayed, but the block did not check op.replayed, so its work was done a second time. Roll"
@@ -115,7 +115,7 @@ class _KeyBase(Guided, ABC, Generic[T]):
             )
 
     def _note_misuse(self) -> None:
-        self._used = True  # the error that follows is sufficient
+        self._used = True  # the error that follows already reports the problem
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._call.scope!r} {self._call.key!r}>"

@@ -22,7 +22,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     While it is held, a dedicated thread renews it every third of the TTL. A lease also works through a pooler in
     transaction mode.
 
-    Guarantees: one holder per name until `expires_at`, by the server's clock. A holder that dies loses the lease after at most
+    Guarantees: a name has one holder until `expires_at`, by the server's clock. A holder that dies loses the lease after at most
     one TTL. Tokens only grow. A holder that cannot renew the lease considers it lost shortly before the server can grant it to
     another holder.
 

@@ -35,7 +35,7 @@ def migration_lock(
     key: LockKey | None = None,
     unsupported: Literal["skip", "raise"] = "skip",
 ) -> AbstractContextManager[None, None]:
-    """Let one process migrate at a time. The others wait, and then find nothing to apply.
+    """Let one process migrate at a time. The other processes wait, and then find nothing to apply.
 
     ::
 
@@ -75,8 +75,8 @@ def migration_lock(
             or the revisions form a cycle.
         PoolerError, StandbyError: session locks are not safe on this server.
         UnsupportedServerError: pgfence does not support the server, and `unsupported="raise"` was passed.
-        UnreachableError: the server cannot be reached, which ends the wait because the connection is yours. Or the server does
-            not respond; a wait then ends a few seconds after its timeout, and a release after 30 s.
+        UnreachableError: the connection was lost, which ends the wait because the connection is yours; or the server does not
+            respond. Without a response, a wait ends a few seconds after its timeout, and a release after 30 s.
         TypeError, ValueError: an argument cannot be used.
     """
     if not isinstance(connection, Connection):
@@ -116,8 +116,9 @@ def _hold_lock(connection: Connection, limit: float | None, key: LockKey | None,
         return
     if connection.in_transaction():
         raise TransactionStateError(
-            "the migration lock must be acquired before anything else on this connection, which is in a transaction: it would"
-            " keep a snapshot, and what Alembic commits would not be committed. Enter migration_lock() right after connect()"
+            "the migration lock must be acquired before anything else on this connection, which is in a transaction. That"
+            " transaction would keep a snapshot, and Alembic could not commit inside it. Enter migration_lock() right"
+            " after connect()"
         )
     _command.expect_one_head()
     lock = MigrationLock(

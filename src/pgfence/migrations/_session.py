@@ -1,6 +1,6 @@
 """The migration lock, a session lock of the lock manager on the connection that migrates, with its own way to wait.
 
-Of the ways to wait that were tested together with CREATE INDEX CONCURRENTLY, only polling in autocommit neither hung nor
+Among the ways to wait that were tested together with CREATE INDEX CONCURRENTLY, only polling in autocommit neither hung nor
 deadlocked. A session that waits in the server, or is idle in a transaction, keeps a snapshot, and the index build waits for that
 snapshot.
 """
@@ -255,7 +255,8 @@ class MigrationLock:
     def _lost_error(self) -> LockLostError:
         return LockLostError(
             f"the migration lock {self._name} was lost: the session that held it has ended, or has released all its locks"
-            " (pg_advisory_unlock_all, DISCARD ALL). What was not committed by then is not recorded",
+            " (pg_advisory_unlock_all, DISCARD ALL). Migrations that were not committed by then are not"
+            " recorded",
             names=[self._key.label],
             reason="killed",
         )

@@ -93,10 +93,10 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
     def wrap(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *, timeout: Seconds | None = None, busy: Busy = "skip", unreachable: Unreachable = "raise"
     ) -> object:
-        """Return a decorator that runs a function once in each slot. Further calls return None.
+        """Return a decorator that runs a function once in each slot. Further calls in the same slot return None.
 
         With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned.
-        `pgfence.current(AsyncSlot).slot` is the slot that is being run. Otherwise this is like `wrap` of a lock, except that
+        `pgfence.current(AsyncSlot).slot` is the slot that is being run. Otherwise it works like `wrap` of a lock, except that
         `busy="skip"` is the default.
         """
         once = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         further = super().wrap(busy="skip", unreachable=lenient)
 
         def decorate(fn: Callable[P, Coro[R]]) -> Callable[P, Coro[R | None]]:
-            once(fn)  # raises now if the function cannot be wrapped
+            once(fn)  # This raises an error now if the function cannot be wrapped.
 
             @functools.wraps(fn)
             async def call(*args: P.args, **kwargs: P.kwargs) -> R | None:

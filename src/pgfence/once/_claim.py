@@ -62,8 +62,8 @@ class SlotOverError(LockTimeoutError):
 class SlotClockError(SlotOverError):
     """A slot is done although, by the server's clock, it has not begun. The clock was ahead when it ran, or is behind now.
 
-    No later slot runs before that slot has begun, so an operator must check it. The error is also logged at WARNING, because
-    `try_acquire()` returns None and `wrap()` skips the call.
+    No later slot runs before that slot has begun, so an operator must check the clock. The error is also logged at WARNING,
+    because `try_acquire()` returns None and `wrap()` skips the call.
 
     Attributes:
         slot: the beginning of the slot that is done.

@@ -34,8 +34,8 @@ def schedule_of(
     """Return the slots, or the one slot that the caller gives.
 
     Raises:
-        TypeError: not exactly one of the three is given, or one has another type.
-        ValueError: one of the three, the zone or `catch_up` cannot be used.
+        TypeError: not exactly one of `every`, `cron` and `at` is given, or one has the wrong type.
+        ValueError: an argument cannot be used.
     """
     if sum(given is not None for given in (every, cron, at)) != 1:
         raise TypeError(

@@ -52,7 +52,7 @@ def get_zone_name(schedule: Schedule | datetime) -> str | None:
 
 
 def get_utc_offset(schedule: Schedule | datetime, at: datetime) -> int:
-    """Return by how many seconds local time is ahead of UTC at a time, by this host's rules."""
+    """Return how many seconds local time is ahead of UTC at the given time, by this host's rules."""
     assert not isinstance(schedule, datetime)
     offset = at.astimezone(schedule.zone).utcoffset()
     assert offset is not None
@@ -60,7 +60,7 @@ def get_utc_offset(schedule: Schedule | datetime, at: datetime) -> int:
 
 
 def convert_to_zone_rules(schedule: Schedule | datetime, done: datetime, offset: int) -> datetime:
-    """Return when local time on this host is what it was on the host that ran a slot, `offset` seconds ahead of UTC."""
+    """Return when this host has the local time that another host, `offset` seconds ahead of UTC, had when it ran the slot."""
     assert not isinstance(schedule, datetime)
     local = (done.astimezone(UTC) + timedelta(seconds=offset)).replace(tzinfo=schedule.zone)
     return local.astimezone(UTC)

@@ -73,8 +73,8 @@ def check_count(value: object) -> int:
     """Return a number of partitions.
 
     Raises:
-        TypeError: it is not an int.
-        ValueError: it is out of range.
+        TypeError: the number is not an int.
+        ValueError: the number is out of range.
     """
     return check_int(value, "count", MOST_PARTITIONS)
 
@@ -83,7 +83,7 @@ def check_hash(value: PartitionHash) -> PartitionHash:
     """Return the name of a hash.
 
     Raises:
-        ValueError: it is unknown.
+        ValueError: the hash is unknown.
     """
     check_choice("hash", value, _HASHES)
     return value

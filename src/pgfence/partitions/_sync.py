@@ -47,10 +47,10 @@ class Partitions:
         with Partitions(engine, "orders", 64).join(serve, address="10.0.0.7:8000"):
             stop.wait()
 
-    Keys are hashed to a fixed number of partitions. Partition `i` of `NAME` is the lease `NAME/i`, with a separate token
-    series. Workers may join, leave and crash at any time. The partitions are divided evenly among those that are alive, and no
-    more of them move than necessary. A worker releases a partition when its function has returned, and another worker then
-    takes it.
+    Keys are hashed to a fixed number of partitions. Partition `i` of `NAME` is the lease `NAME/i`, with a separate token series.
+    Workers may join, leave and crash at any time. The partitions are divided evenly among the workers that are alive, and no more
+    partitions move than necessary. A worker releases a partition when its function has returned, and another worker then takes
+    it.
 
     Guarantees: at most one owner of a partition has its newest token. A transaction of `lease.begin()` that begins after another
     worker took the partition is rejected, and the new owner waits at the gate for a transaction that was already open, so the
@@ -116,7 +116,7 @@ class Partitions:
         """Change the number of partitions, for all processes. Stop all workers first.
 
         Workers that still use the old number get a ValueError. Most keys move to another partition, so the tokens of all
-        partitions are increased, and no former owner can commit after this.
+        partitions are increased, and no former owner can commit after the resize.
 
         Args:
             count: how many partitions there are from now on, 1 to 1,000.
@@ -126,7 +126,7 @@ class Partitions:
                 still open. Nothing was done.
             ValueError, TypeError: `count` is not a valid number.
             ValueError: another hash is stored. Nothing was done.
-            UnreachableError: there was no response; resizing again is safe.
+            UnreachableError: the server did not respond; resizing again is safe.
             SchemaError: the tables are missing, or this role may not use them.
         """
         run_sync(self._options.change_count, count)
@@ -197,7 +197,7 @@ class Worker:
 
         The call returns when every function has returned; a second call does nothing.
 
-        If the function itself calls this, the call returns immediately, and the worker leaves afterwards.
+        If the function itself calls `leave`, the call returns immediately, and the worker leaves afterwards.
 
         Raises:
             ValueError: the worker had already ended, because another number of partitions or another hash is stored.

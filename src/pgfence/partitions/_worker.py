@@ -67,14 +67,14 @@ class _Run(Generic[OwnershipT]):
 class Balancer(Generic[OwnershipT]):
     """The work of one worker from `join()` to `leave()`.
 
-    `run_worker` belongs to the worker's thread or task; each partition is served on another one. `end` and `list_owned` may be called
-    from anywhere.
+    Only the worker's thread or task calls `run_worker`, and each partition is served on a separate thread or task. `end` and
+    `list_owned` may be called from anywhere.
 
     Args:
         options: the arguments of `Partitions`.
         carrier: how the worker waits.
         serve: calls the application's function for a partition, and returns when it has ended.
-        spawn: runs a coroutine function on a new thread or task, and calls the second function when that has ended.
+        spawn: runs a coroutine function on a new thread or task, and calls the second function when the first has ended.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Balancer(Generic[OwnershipT]):
         self._is_aside = False
         """Whether this worker has given up everything, because a function does not return."""
         self._rests: dict[int, float] = {}
-        """Until when this worker does not take a partition again whose function returned early or failed, or that was evicted."""
+        """Until when this worker does not take a partition again, after its function returned early or failed, or it was evicted."""
         self._errors: dict[int, int] = {}
-        """How often in a row the function has failed for a partition."""
+        """The number of consecutive failures of the function, by partition."""
         self._failures = 0
         self._stop_listening: list[Callable[[], None]] = []
 
@@ -125,7 +125,7 @@ class Balancer(Generic[OwnershipT]):
     # ------------------------------------------------------------ the worker's own thread or task
 
     async def run_worker(self) -> None:
-        """Take and give up partitions until `end`."""
+        """Take and give up partitions until `end` is called."""
         try:
             while not self._ending:
                 pause = await self._try_balance()
@@ -182,7 +182,7 @@ class Balancer(Generic[OwnershipT]):
     async def _take(self, manager: LeaseManager, request: PartitionRequest, found: Membership, missing: int) -> float:
         """Take as many free partitions as are missing, and return the seconds until the next time."""
         interval = compute_interval(request.terms.ttl)
-        taken_by = clock() + interval  # The membership must be renewed then.
+        taken_by = clock() + interval  # The membership must be renewed by this time.
         for number in rotate_free(found.free, found.members, found.rank):
             if not missing or self._ending or clock() > taken_by:
                 break
@@ -293,7 +293,7 @@ class Balancer(Generic[OwnershipT]):
             await event.wait(seconds)
 
     def _note_failure(self, error: Exception) -> float:
-        """Log that the server could not be queried, once, and return the seconds to pause."""
+        """Log once that the server could not be queried, and return the seconds to pause."""
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
         names = format_names((self._options._name,))

@@ -44,7 +44,7 @@ class RateLimitOptions(Generic[EngineSourceT]):
         self, engine: EngineSourceT, name: str, *, limit: int, per: Seconds, namespace: str | None = None
     ) -> None:
         if not isinstance(name, str):
-            raise TypeError(f"a rate limit is stored by its name, as text: give a str, not {type(name).__name__}")
+            raise TypeError(f"a rate limit is stored under its name, as text: pass a str, not {type(name).__name__}")
         qualify_name(name, namespace or "", "the name of a rate limit")
         self._name = name
         self._limit = _check_limit(limit)

@@ -25,9 +25,9 @@ class RateLimit(RateLimitOptions[EngineSource]):
     The times of the last `limit` units are stored, so the limit is exact. There is no refill that allows a second burst in the
     same window, and no window that begins again with the clock's minute.
 
-    Guarantees: in no window of `per` seconds are more than `limit` units taken, by the server's clock. A unit counts as soon as
-    it is taken, whether or not the caller then does anything. No unit is forgotten if the server crashes. If the server's clock
-    is set back, the stored times are moved back too.
+    Guarantees: no more than `limit` units are taken in any window of `per` seconds, by the server's clock. A unit counts as soon
+    as it is taken, whether or not the caller then does anything. No unit is forgotten if the server crashes. If the server's
+    clock is set back, the stored times are moved back too.
 
     Limitations: the order of waiters is not guaranteed. Only the time at which a unit is taken counts. Calls that you make
     afterwards may reach their destination later, and therefore closer together. A unit may have counted although the response was
@@ -60,7 +60,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
         Raises:
             ValueError: `n` is out of range, or another limit is stored.
             TypeError: `n` is not an int.
-            UnreachableError: there was no response, and the units may have been taken.
+            UnreachableError: the server did not respond, and the units may have been taken.
             SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: this server accepts no writes.
         """
@@ -84,8 +84,8 @@ class RateLimit(RateLimitOptions[EngineSource]):
     def change(self, *, limit: int | None = None, per: Seconds | None = None) -> None:
         """Change the limit or the period, for all processes.
 
-        Processes that still use the old values get a ValueError. Earlier units count towards the new limit as far as they
-        are stored. These are the last ones, up to the smaller of both limits.
+        Processes that still use the old values get a ValueError. The newest of the units that were taken before count towards the
+        new limit, up to the smaller of the old and the new limit.
 
         Args:
             limit: how many units may be taken in a window from now on; None does not change it.
@@ -93,7 +93,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
 
         Raises:
             ValueError, TypeError: a value is out of range or of the wrong type.
-            UnreachableError: there was no response. Changing again is safe.
+            UnreachableError: the server did not respond. Changing again is safe.
             SchemaError: the tables are missing, or this role may not use them.
         """
         run_sync(self._change, limit, per)

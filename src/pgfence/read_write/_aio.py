@@ -63,7 +63,7 @@ class AsyncReadWriteLock:
 
     @property
     def write(self) -> AsyncLockBase[AsyncWriteHeld]:
-        """The lock of writers, with the same methods. Its handle can be downgraded."""
+        """The lock of writers, with the methods of `read`. Its handle can be downgraded."""
         return cast("AsyncLockBase[AsyncWriteHeld]", self._write)
 
     def __repr__(self) -> str:

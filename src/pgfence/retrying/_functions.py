@@ -97,8 +97,8 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
     random backoff of at most 5 ms, doubled each time up to 500 ms.
 
     Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called `attempts` times. The number of
-    the attempt is `info["pgfence_attempt"]` of its session. Use `attempts=1` for work that must not be done twice. A running
-    attempt is not interrupted. A lost connection is never retried, nor is a conflict with the version that a client sent. After a
+    the attempt is in `session.info["pgfence_attempt"]`. Use `attempts=1` for work that must not be done twice. A running attempt
+    is not interrupted. A lost connection is never retried, nor is a conflict with the version that a client sent. After a
     cancellation during COMMIT the outcome is unknown.
 
     Instances that `fn` returns belong to a closed session, so return plain values instead.
@@ -114,10 +114,11 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
         The result of `fn` in the attempt that was committed.
 
     Raises:
-        CommitOutcomeUnknownError: the connection was lost during COMMIT, so the transaction may have been committed. Or, for a
+        CommitOutcomeUnknownError: the connection was lost during COMMIT, so the transaction may have been committed; or, for a
             session with several databases, one of them rejected its COMMIT after others had committed.
-        TransactionStateError: inside another transaction of `run_transaction` on the same database; or the sessionmaker is
-            bound to a Connection whose transaction is open and would be rolled back; or its engine is in autocommit.
+        TransactionStateError: the call is inside another transaction of `run_transaction` on the same database; or the
+            sessionmaker is bound to a Connection whose transaction is open and would be rolled back; or its engine is in
+            autocommit.
         TypeError: `sessionmaker` is not a session factory; or `fn` is a generator function, or async with a sync factory, or
             sync with an async one.
         ValueError: `attempts` is below 1.

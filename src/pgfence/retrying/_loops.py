@@ -148,7 +148,7 @@ def run(factory: sessionmaker[S], work: Callable[[S], object], plan: Plan) -> ob
                 return result
             finally:
                 attempt.detach()
-        # This sleeps outside the session, when the connection is in the pool again and no lock is held.
+        # The sleep is outside the session, when the connection is in the pool again and no lock is held.
         time.sleep(pause)
 
 
@@ -170,7 +170,7 @@ async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object
                 return result
             finally:
                 attempt.detach()
-        # This sleeps outside the session, when the connection is in the pool again and no lock is held.
+        # The sleep is outside the session, when the connection is in the pool again and no lock is held.
         await asyncio.sleep(pause)
 
 
@@ -182,8 +182,9 @@ def _reject_nested(me: object, session: Session, factory: object, plan: Plan) ->
     here = (me, factory if bind is None else bind.dialect)
     if here in _RUNNING.get():
         raise TransactionStateError(
-            f"{plan.name} was called inside a transaction of run_transaction: it would be committed even if the outer one"
-            " fails, repeated with each attempt of the outer one, and wait indefinitely for its locks. Call the function itself"
+            f"{plan.name} was called inside a transaction of run_transaction: it would be committed even if the outer"
+            " transaction fails, repeated with each attempt of the outer one, and could wait indefinitely for locks of the"
+            " outer one. Call the function itself"
             " with the open session; if it is decorated, .__wrapped__(session, ...)"
         )
     before = _RUNNING.set((*_RUNNING.get(), here))

@@ -49,7 +49,7 @@ class Permit(_PermitHandle, HeldLease):
     __slots__ = ()
 
     def hand_over(self) -> LeaseRef:
-        """Renew once, and return the reference that another process passes to `Lease.adopt`. This handle is released.
+        """Return a reference that another process can pass to `Lease.adopt`, after a last renewal. This handle is released.
 
         Raises:
             ValueError: the weight is above 1.
@@ -66,6 +66,6 @@ class AsyncPermit(_PermitHandle, AsyncHeldLease):
     __slots__ = ()
 
     async def hand_over(self) -> LeaseRef:
-        """Renew once, and return the reference that another process adopts; errors are the same as for the sync class."""
+        """Return a reference that another process can adopt, after a last renewal; errors are the same as for the sync class."""
         self._check_single()
         return await super().hand_over()

@@ -50,7 +50,7 @@ OnMismatch: TypeAlias = Literal["raise", "stored"]
 
 @dataclass(frozen=True, kw_only=True)
 class PermitRequest(AcquireRequest):
-    """Some permits of a semaphore.
+    """A request for one or more permits of a semaphore.
 
     Attributes:
         permits: the number of permits that the caller expects the semaphore to have.

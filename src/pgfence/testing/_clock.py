@@ -21,7 +21,7 @@ def find_library() -> str:
     """Return the path of libfaketime.
 
     Raises:
-        FaultUnavailableError: it is not installed, or this platform is not Linux.
+        FaultUnavailableError: libfaketime is not installed, or this platform is not Linux.
     """
     if sys.platform != "linux":
         raise FaultUnavailableError("the server's clock can be moved on Linux only, with libfaketime")

@@ -29,7 +29,7 @@ H = TypeVar("H", bound=Held)
 AH = TypeVar("AH", bound=AsyncHeld)
 
 PATIENCE = 10.0
-"""Seconds that a helper waits for a lock. If the code under test holds it, the test fails with an error that names the holder."""
+"""Seconds that a helper waits for a lock. If the code under test holds the lock, the test fails and the error names it."""
 
 
 class OtherThread:

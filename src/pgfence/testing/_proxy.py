@@ -23,7 +23,7 @@ class Proxy:
     """Forwards every connection to one server. It runs on a separate thread.
 
     Limitations: when it swallows packets, its kernel still acknowledges them, as a middlebox does, so TCP keepalives are
-    answered. Therefore it does not simulate a cable that is cut.
+    answered. The proxy therefore does not simulate a cable that is cut.
     """
 
     def __init__(self, dsn: str) -> None:
@@ -44,7 +44,7 @@ class Proxy:
         self._run(self._cut())
 
     def half_close(self, towards: Literal["client", "server"]) -> None:
-        """Close one direction of every connection, so that this side reads the end of the stream."""
+        """Close one direction of every connection, so that the given side reads the end of the stream."""
         self._run(self._half_close(0 if towards == "client" else 1))
 
     def black_hole(self) -> None:

@@ -51,9 +51,9 @@ class AsyncTransactionLock(TransactionLockBase):
             two.balance += 10
 
     Guarantees and limitations are the same as for `TransactionLock`. Load rows after acquiring the lock. Instances that were
-    loaded earlier are expired. Accessing an attribute of one before `await session.refresh(instance)` raises SQLAlchemy's
-    MissingGreenlet. A task that is cancelled while a statement runs loses its connection and so its transaction, as with every
-    statement of an AsyncSession.
+    loaded earlier are expired. Accessing an attribute of such an instance before `await session.refresh(instance)` raises
+    SQLAlchemy's MissingGreenlet. A task that is cancelled while a statement runs loses its connection and so its transaction, as
+    with every statement of an AsyncSession.
 
     Args:
         session: the AsyncSession, async_scoped_session or AsyncConnection whose transaction the lock belongs to. The lock uses
@@ -64,8 +64,8 @@ class AsyncTransactionLock(TransactionLockBase):
         shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock that
             the transaction already holds is sufficient. Requesting the exclusive lock while holding the shared lock is rejected.
         bind_arguments: for a session that routes to several engines, as in `Session.connection()`.
-        expire: with an AsyncSession, whether to expire what was loaded before the lock, so that it is read again, and to raise
-            an error if there are unflushed changes, which may be based on it. With False it does neither.
+        expire: with an AsyncSession, whether to expire what was loaded before the lock, so that it is read again, and to raise an
+            error if there are unflushed changes, which may be based on it. With False, the lock does neither.
         stale_snapshot_ok: whether to allow REPEATABLE READ and SERIALIZABLE.
 
     Raises:
@@ -120,9 +120,9 @@ class AsyncTransactionLock(TransactionLockBase):
                 unflushed changes, or the lock is held in shared mode and requested in exclusive mode. Nothing was requested,
                 and the transaction is as it was before.
             StandbyError: the server is a standby.
-            UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is unknown.
-            KeyCollisionError: another name has the same key, as pgfence noticed when it stored the name of an earlier lock of this
-                process. Nothing was requested.
+            UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is not supported.
+            KeyCollisionError: another name has the same key, which pgfence detected when it stored the name of an earlier lock of
+                this process. Nothing was requested.
             CapacityError: the server's lock table is nearly full. If `sqlstate` is set, the table was full, and PostgreSQL has
                 aborted the transaction.
         """

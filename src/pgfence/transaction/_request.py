@@ -50,7 +50,7 @@ log = logging.getLogger("pgfence.transaction")
 MANY_KEYS = 100
 _WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
-# This is only passed to a routing Session to select its engine, and never executed. A Session that routes reads must send it to
+# This statement only selects the engine of a routing Session, and is never executed. A Session that routes reads must send it to
 # the primary.
 _WRITE = update(table("pgfence_lock"))
 
@@ -63,7 +63,7 @@ class PreparedCall(NamedTuple):
     record: TransactionRecord
     keys: tuple[LockKey, ...]
     first: bool
-    """Whether our next statement is certainly the first one of the transaction on the server."""
+    """Whether the next statement of the lock is certainly the first one of the transaction on the server."""
 
 
 class TransactionLockBase(Guided):
@@ -130,7 +130,7 @@ class TransactionLockBase(Guided):
         self._check_mode(state)
         if not connection.in_transaction():
             # The transaction is begun explicitly, because statements that the application's hooks send at BEGIN must come before
-            # ours.
+            # those of the lock.
             connection.begin()
             state = sql.read_driver_state(connection)
         record = TransactionRecord.of(connection)
@@ -341,7 +341,7 @@ class TransactionLockBase(Guided):
             )
         return TransactionStateError(
             "under REPEATABLE READ and SERIALIZABLE the snapshot of this transaction is older than the lock, so it would not see"
-            " what the last holder wrote. Use READ COMMITTED for it, for example with"
+            " what the last holder wrote. Use READ COMMITTED for this transaction, for example with"
             " connection.execution_options(isolation_level='READ COMMITTED'); or pass stale_snapshot_ok=True if that is harmless"
         )
 

@@ -43,14 +43,15 @@ class TransactionLock(TransactionLockBase):
     session's `statement_timeout` and `lock_timeout` do not end the wait early, but a limit on the whole transaction
     (`transaction_timeout`) or in the driver (asyncpg's `command_timeout`) does.
 
-    Guarantees: per key and database one transaction holds the lock at a time, or several that all requested it in shared mode,
-    among all clients that use PostgreSQL's advisory locks on that key. It is held until COMMIT, ROLLBACK, or a ROLLBACK TO a
-    savepoint older than the lock (the next `acquire` then sends a request to the server again). No crash, cancellation or lost
-    connection leaves it behind. What you read after acquiring it is as recent as the last holder's commit. A timeout leaves the
+    Guarantees: among all clients that use PostgreSQL's advisory locks on a key in a database, one transaction holds the lock at a
+    time, or several that all requested it in shared mode. The lock is held until COMMIT, ROLLBACK, or a ROLLBACK TO a savepoint
+    older than the lock (the next `acquire` then sends a request to the server again). No crash, cancellation or lost connection
+    leaves it behind. What you read after acquiring the lock is as recent as the last holder's commit. A timeout leaves the
     transaction usable, with its earlier writes and settings.
 
     If the tables are installed, pgfence stores the names of locks that are held for a second, or that were waited for, so that
-    `pgfence ps` can show them. A background thread does so on another connection, which it opens for this and then closes.
+    `pgfence ps` can show them. A background thread stores them on a separate connection, which it opens for this purpose and then
+    closes.
 
     Limitations: nothing is protected after COMMIT or ROLLBACK, and what was read before the lock may be stale. REPEATABLE READ
     and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock.
@@ -68,8 +69,8 @@ class TransactionLock(TransactionLockBase):
         shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock that
             the transaction already holds is sufficient. Requesting the exclusive lock while holding the shared lock is rejected.
         bind_arguments: for a Session that routes to several engines, as in `Session.connection()`.
-        expire: with a Session, whether to expire what was loaded before the lock, so that it is read again, and to raise an
-            error if there are unflushed changes, which may be based on it. With False it does neither.
+        expire: with a Session, whether to expire what was loaded before the lock, so that it is read again, and to raise an error
+            if there are unflushed changes, which may be based on it. With False, the lock does neither.
         stale_snapshot_ok: whether to allow REPEATABLE READ and SERIALIZABLE.
 
     Raises:
@@ -123,9 +124,9 @@ class TransactionLock(TransactionLockBase):
                 unflushed changes, or the lock is held in shared mode and requested in exclusive mode. Nothing was requested,
                 and the transaction is as it was before.
             StandbyError: the server is a standby.
-            UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is unknown.
-            KeyCollisionError: another name has the same key, as pgfence noticed when it stored the name of an earlier lock of this
-                process. Nothing was requested.
+            UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is not supported.
+            KeyCollisionError: another name has the same key, which pgfence detected when it stored the name of an earlier lock of
+                this process. Nothing was requested.
             CapacityError: the server's lock table is nearly full. If `sqlstate` is set, the table was full, and PostgreSQL has
                 aborted the transaction.
         """

@@ -126,7 +126,7 @@ class Flush:
         compare(self, [*changed, *deleted], deleting=bool(deleted))
 
     def expect(self, state: State, version: object) -> None:
-        """Record the version that the statement which writes a row compares."""
+        """Record the version with which the statement that writes a row compares the row."""
         assert self.context is not None
         key = find_key_in_update(self.context, state)
         self.expected[state.mapper.base_mapper, key] = state, version
@@ -197,8 +197,8 @@ def batch_of(state: State) -> Flush | None:
         return None
     if state.session is not flush.session:
         raise TransactionStateError(
-            "another session flushes versioned rows while a VersionedSession writes rows of the same table together: do that"
-            ' after the flush, or pass conflict_check="row" to the VersionedSession'
+            "another session flushes versioned rows while a VersionedSession writes rows of the same table together:"
+            ' flush the other session afterwards, or pass conflict_check="row" to the VersionedSession'
         )
     return flush
 
@@ -269,7 +269,7 @@ def compare(flush: Flush, states: list[State], *, deleting: bool = False, connec
         differing = [row for row in rows if row[2] is None or row[1] not in (None, row[2])]
         flush.failed_rows += identify(flush, where, mapper, differing) if differing else []
     if flush.failed_rows:
-        raise StaleDataError("rows are not at the versions that their instances were read at")
+        raise StaleDataError("rows are not at the versions at which their instances were read")
     if barred:
         raise not_written_error(f"Rows could not be locked: {', '.join(barred)}.")
 

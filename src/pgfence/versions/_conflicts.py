@@ -31,7 +31,7 @@ _SHOWN = 5
 
 
 class WrittenRow(NamedTuple):
-    """A row that a failed flush was to write, as it was when the flush failed.
+    """A row that a failed flush was going to write, as it was when the flush failed.
 
     `settled` is False for a row that no longer exists and that this transaction may have deleted itself. Only the rollback shows
     whether another process has deleted it. `flushed` is True if this flush may have written or deleted it, because one statement
@@ -97,7 +97,7 @@ def read_failed_rows(flush: FailedFlush) -> list[WrittenRow]:
 def identify(
     flush: FailedFlush, connection: Connection, mapper: Mapper[object], rows: Iterable[tuple[State, object, object]]
 ) -> list[WrittenRow]:
-    """Return the conflicts of rows whose version that was read, version that was found, and own writes are given."""
+    """Return the conflicts among rows, given the versions that were read and found, and the transaction's own writes."""
     # Sessions that share a connection write in one transaction, so xmin does not tell which of them wrote a row.
     shared = flush.shares_connection(mapper)
     found: list[WrittenRow] = []
@@ -141,7 +141,7 @@ def _find_to_be_written(flush: FailedFlush) -> list[State]:
 def explain_failure(flush: FailedFlush, error: Exception) -> Exception:
     """Return the error to raise for a flush that did not find a row to write. Call this after the rollback.
 
-    It is the given error if that is about other classes, or if the rows could not be read.
+    The given error is returned if it is about other classes, or if the rows could not be read.
     """
     others: list[VersionConflict] = []
     own: list[VersionConflict] = []

@@ -66,11 +66,11 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
 
     Raises:
         VersionConflictError: the row is at another version, or was deleted. In the row's item in the error, `found` is that
-            version, or None if the row was deleted. Respond with 412. The error is not `retryable`, because the client must read the row
-            first. The session remains usable.
+            version, or None if the row was deleted. Respond with 412. The error is not `retryable`, because the client must read
+            the row first. The session remains usable.
         TransactionStateError: the session has unflushed changes, which could be lost when the row is read again.
         TypeError: `expected` is not a version of that class (such as None or "1"); the class is not versioned; or `session` is
-            not a session. With `__version_mode__ = "xmin"` also for an IfMatch other than `*`: see `etag`.
+            not a session. With `__version_mode__ = "xmin"`, `expected` may not be an IfMatch other than `*` either; see `etag`.
     """
     if is_async_session(session):
         return unwrap_session(session).run_sync(_load, _check_model(model, expected), pk, expected, lock)

@@ -71,8 +71,8 @@ class Versioned(_Guarded):
     `__version_relationships__` names their relationship and a flush writes them.
 
     `__version_mode__ = "xmin"` uses the id of the last transaction that wrote the row, which PostgreSQL stores. It needs no
-    column and detects every writer. It is only for the work of one session, because it changes with a dump or a rewrite of the
-    table, and is the same for several writes of one transaction. Therefore `etag` and `merge()` reject it.
+    column and detects every writer. It is only for the work of one session, because the id changes with a dump or a rewrite of
+    the table, and is the same for several writes of one transaction. Therefore `etag` and `merge()` reject this mode.
 
     Attributes:
         __version_mode__: what maintains the version. With "client" it is this program, with "server" the trigger of
@@ -117,8 +117,8 @@ class Versioned(_Guarded):
 class VersionedUUID(_Guarded):
     """A mixin that gives the rows of a mapped class a random UUID as their version, instead of the number of `Versioned`.
 
-    It distinguishes a row from a row that was deleted and created again under the same key, but does not count how often a row
-    was written. Otherwise it is like `Versioned` in the mode "client".
+    The UUID distinguishes a row from a row that was deleted and created again under the same key, but does not count how often a
+    row was written. Otherwise the mixin works like `Versioned` in the mode "client".
 
     Attributes:
         __version_column__: the column's name in the table; the attribute is always `version`.

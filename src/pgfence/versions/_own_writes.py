@@ -47,7 +47,7 @@ def collect_instances(state: ORMExecuteState, mapper: Mapper[object]) -> dict[St
 
 
 def follow(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[State, object]) -> Callable[[], None]:
-    """Remove instances with pending changes from `loaded`. Return a function that sets them to a statement's versions."""
+    """Remove instances with pending changes from `loaded`. Return a function that sets their versions after a statement."""
     session, base = state.session, mapper.base_mapper
     if session._is_clean():
         return lambda: None

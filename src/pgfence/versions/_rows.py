@@ -96,7 +96,7 @@ def lock_rows(
         connection: the connection whose transaction locks the rows.
         mapper: the class of the rows.
         keys: their primary keys.
-        deleting: whether some will be deleted, so that no other transaction may add rows that refer to them.
+        deleting: whether some of the rows will be deleted, so that no other transaction may add rows that refer to them.
 
     Returns:
         The version of each row, None if it does not exist; and the keys of rows that exist and were not locked, because a

@@ -71,7 +71,7 @@ class VersionedSession(Session):
         **session_options: passed to Session.
 
     Raises:
-        ValueError: `bulk` or `conflict_check` has another value.
+        ValueError: `bulk` or `conflict_check` has an invalid value.
     """
 
     def __new__(cls, *_: object, **options: object) -> Self:
@@ -96,7 +96,7 @@ class VersionedSession(Session):
         self.conflict_check: Literal["auto", "row", "batch"] = conflict_check
 
     def flush(self, objects: Sequence[Any] | None = None) -> None:
-        """Flush, and list the rows that another transaction has written in the error. autoflush and commit call this too.
+        """Flush; if another transaction has written some of the rows, the error lists them. autoflush and commit call this too.
 
         Raises:
             VersionConflictError: rows are not at the version at which they were read. The transaction or savepoint was rolled

@@ -50,7 +50,7 @@ _TABLES: WeakKeyDictionary[Table, ref[Mapper[object]]] = WeakKeyDictionary()
 
 
 def guard(state: ORMExecuteState) -> AnyResult | None:
-    """Execute a statement so that every row that it changes gets another version.
+    """Execute a statement so that every row that it changes gets a new version.
 
     Raises:
         VersionRequiredError: the statement would leave versions unchanged.
@@ -224,7 +224,7 @@ def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[obj
         raise _unversioned_error(
             mapper,
             f"{len(lacking)} of the {len(rows)} rows have none",
-            f"Give each the {ATTRIBUTE!r} that it was read at",
+            f"Give each row the {ATTRIBUTE!r} at which it was read",
         )
     names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
     keys: list[Key] = [tuple(row.get(name) for name in names) for row in rows]
