@@ -427,7 +427,7 @@ KINDS: dict[str, Kind] = {
         ("Page", 0),
     ),
     "row switch of a key": Kind(
-        "the same, in a table that has no columns other than the key and the version",
+        "a new row under the key of a deleted row, in a table that has no columns other than the key and the version",
         _all(_of("Parent", 0), _of("Link", 0)),
         _key_switch,
         {("Link", 0): 1},
@@ -471,7 +471,11 @@ KINDS: dict[str, Kind] = {
     ),
     "post_update": Kind("a many-to-one relationship with `post_update`", _TWO, _next, {("Task", 0): 1}, ("Task", 0)),
     "post_update and a change": Kind(
-        "the same, together with a changed column: two UPDATEs", _TWO, _next_and_label, {("Task", 0): 2}, ("Task", 0)
+        "a many-to-one relationship with `post_update`, together with a changed column: two UPDATEs",
+        _TWO,
+        _next_and_label,
+        {("Task", 0): 2},
+        ("Task", 0),
     ),
     "post_update of many": Kind(
         "the rows of a one-to-many relationship with `post_update`",
