@@ -247,13 +247,15 @@ def _describe(costs: dict[str, list[Cost]], wrong: int, what: str, shares: int) 
         "scenario": "claims",
         "title": "Claims",
         "method": (
-            f"{what}. The processes claim {LIMIT} rows at a time, in one transaction with the UPDATE that marks them as done, until"
-            " none is left. The UPDATE is the same statement for all. Hand-written SQL is a text with FOR NO KEY UPDATE SKIP LOCKED,"
-            " from which the Session loads ORM objects, as claim() returns them, or plain rows. A select() that is written once is"
-            " kept by the program; the others are built for each call. Every contestant has a copy of the table, and the"
-            f" contestants take turns, in random order, with a small share of the rows each: {shares} shares. The limits apply to"
-            " the processor time of the processes and the server together. The processes keep the cores busy, so the rows per"
-            " second depend on that time, and other programs on the machine disturb it less than the time on the clock."
+            f"{what.replace(', ', ' process ', 1)}. They claim {LIMIT} rows at a time, in one transaction with the UPDATE that marks"
+            " them as done, until no row is left. All contestants use the same UPDATE. Hand-written SQL is a text"
+            " with FOR NO KEY UPDATE SKIP LOCKED, from which the Session loads ORM objects, as claim() returns"
+            " them, or plain rows. A select() that is written once is kept by the program; a select() that is"
+            " written in the call is built for each call. Every contestant has a copy of the table. The"
+            f" contestants take turns in random order, and each processes one of {shares} shares of the rows at a"
+            " time. The limits apply to the processor time of the processes and the server together. The"
+            " processes keep the cores busy, so the rows per second depend on that time, and other programs on"
+            " the machine disturb the processor time less than the time on the clock."
         ),
         "bars": [
             report.bar(

@@ -67,9 +67,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "crowd",
         "title": "A crowd in one process",
         "method": (
-            "Another session holds the lock until all threads or tasks wait; then each acquires it once and releases"
-            " it. Connections are counted on the server, without the holder's, during the wait and until the last one"
-            " is done."
+            "Another session holds the lock until all threads or tasks wait; then each acquires it once and"
+            " releases it. Connections, except the holder's, are counted on the server during the wait and until"
+            " the last thread or task is done."
         ),
         "bars": [
             report.bar(f"connections that wait for one key, {who}", "1, besides the holder's", most, 1, digits=0)

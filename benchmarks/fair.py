@@ -71,10 +71,10 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "fair",
         "title": "Fair turns between processes",
         "method": (
-            f"{processes} processes request one lock continuously for {seconds:g} s, hold it for {HOLD * 1000:g} ms"
-            f" and give up after {2 * turn:g} s. If they were served first come, first served, each would wait {turn:g}"
-            " s. The hand-off is the time from the unlock in one process to the grant in the next. Raw is a blocking"
-            " `pg_advisory_lock` with a `lock_timeout`."
+            f"{processes} processes request one lock continuously for {seconds:g} s, hold it for {HOLD * 1000:g}"
+            f" ms and give up after {2 * turn:g} s. If the processes were served in the order of their requests,"
+            f" each would wait {turn:g} s. The hand-off is the time from the unlock in one process to the grant in"
+            " the next. Raw is a blocking `pg_advisory_lock` with a `lock_timeout`."
         ),
         "bars": bars,
         "tables": [_table({RAW: raw, OURS: ours})],

@@ -161,4 +161,4 @@ def _table(found: dict[int, dict[str, list[_Round]]]) -> dict[str, Any]:
         for writers, rounds in found.items()
     ]
     columns = ("Writers", BARE, *names, *(f"multixacts, {name}" for name in names[1:]))
-    return report.table("Bare transactions a second, and their ratio to the others", columns, rows)
+    return report.table("Bare transactions per second, and their ratio to the other contestants", columns, rows)

@@ -84,7 +84,13 @@ def run(quick: bool) -> dict[str, Any]:
                 (name, f"{rounds.ratio(medians, name, 'bare'):.2f}x", rounds.spread(medians, name, "bare"))
                 for name in medians
             ]
-            tables.append(report.table(f"{writes} write(s)", ("Contestant", "Ratio", "Middle half of the sets"), rows))
+            tables.append(
+                report.table(
+                    "1 write" if writes == 1 else f"{writes} writes",
+                    ("Contestant", "Ratio", "Middle half of the sets"),
+                    rows,
+                )
+            )
         engine.dispose()
     return {
         "scenario": "fences",

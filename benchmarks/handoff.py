@@ -193,9 +193,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "handoff",
         "title": "Hand-off to a waiter in another process",
         "method": (
-            "The waiter waits in the queue, with a timeout if its library has one. Figures are ratios to a raw"
-            " blocking `pg_advisory_lock` of psycopg 3 between the same two processes: the median over pairs of"
-            " processes."
+            "The waiter waits in the queue, with a timeout if its library has one. Figures are ratios to the"
+            " hand-off of a blocking `pg_advisory_lock` with psycopg 3 between the same two processes, as medians"
+            " over pairs of processes."
         ),
         "bars": bars,
         "tables": [_table(sets, field)],

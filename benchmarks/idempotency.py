@@ -158,11 +158,12 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "idempotency",
         "title": "Idempotency keys",
         "method": (
-            "One cycle is a transaction of an ORM Session, with fsync. The contestants are: one INSERT by Core, which"
-            " is either bare, or the work of a key with a payload, or between an INSERT and an UPDATE of a table of"
-            " keys; an effect, which is claimed and finished by one commit each; and a replay, compared with a SELECT"
-            " by primary key. The ratio depends mostly on how long a commit takes, so the first two are measured again"
-            " with a `commit_delay` of one millisecond. The result of the codec is a list of dataclasses."
+            "One cycle is a transaction of an ORM Session, with fsync. One INSERT with Core is measured bare, as"
+            " the work of a key with a payload, and with a handwritten key, between an INSERT and an UPDATE of a"
+            " table of keys. An effect needs one commit for the claim and one for the result. A replay is"
+            " compared with a SELECT by primary key. The ratio depends mostly on how long a commit takes, so the"
+            " key and the effect are measured again with a `commit_delay` of one millisecond. The encoded and"
+            " decoded result is a list of dataclasses."
         ),
         "bars": bars,
         "tables": tables,
@@ -190,7 +191,7 @@ def _table(what: str, medians: Medians) -> dict[str, Any]:
         )
         for one in medians
     ]
-    return report.table(what, ("Contestant", "Ratio", "Middle half of the sets", "A cycle"), rows)
+    return report.table(what[0].upper() + what[1:], ("Contestant", "Ratio", "Middle half of the sets", "A cycle"), rows)
 
 
 def _codec() -> list[dict[str, Any]]:

@@ -78,8 +78,8 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "imports",
         "title": "Start-up",
         "method": (
-            f"The medians of {len(found)} new processes with cached files. Plain psycopg is a program that connects"
-            " with psycopg, calls `pg_advisory_lock` and starts the command."
+            f"The figures are medians of {len(found)} new processes with cached files. Plain psycopg is a program"
+            " that connects with psycopg, calls `pg_advisory_lock` and starts the command."
         ),
         "bars": [
             report.bar(

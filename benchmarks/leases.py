@@ -81,10 +81,10 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "leases",
         "title": "Leases",
         "method": (
-            "One cycle acquires the lease and releases it. The baseline is the same two calls of the server functions"
-            " by the driver, as prepared statements. The ten thousand leases have a TTL of 30 s and are held until"
-            " each has been renewed once. A take-over is the time from just before the release in one process to the"
-            " grant in another process that was waiting."
+            "One cycle acquires the lease and releases it. The baseline is the driver, which calls the same two"
+            " server functions with prepared statements. The ten thousand leases have a TTL of 30 s and are held"
+            " until each has been renewed once. A take-over is the time from just before the release in one"
+            " process to the grant in another process that was waiting."
         ),
         "bars": bars,
         "tables": [report.table("Acquire and release", ("Contestant", "Ratio", "Middle half of the sets"), rows)],

@@ -124,8 +124,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "limits",
         "title": "Semaphores, rate limits, elections, reader/writer locks",
         "method": (
-            "One cycle acquires and releases without contention on a warm connection; a rate limit is only taken."
-            " The same server functions, or PostgreSQL's own shared lock, are called by the plain driver in alternation."
+            "One cycle acquires and releases without contention, on a connection that is already open; a call of"
+            " a rate limit is only acquired. In alternation, the plain driver calls the same server functions or,"
+            " for the read lock, takes PostgreSQL's own shared lock."
         ),
         "bars": bars,
         "tables": tables,

@@ -90,7 +90,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "lock_or_version",
         "title": "Lock or version",
         "method": (
-            f"Up to {max(crowds)} processes read a row, wait for {THOUGHT * 1000:g} ms and write it, for {seconds * rounds:.3g} s at each point: by `run_transaction` with a version, and in `TransactionLock.begin()`."
+            f"Up to {max(crowds)} processes read a row, wait for {THOUGHT * 1000:g} ms and write it, for"
+            f" {seconds * rounds:.3g} s at each point, either with `run_transaction` and a version or in"
+            " `TransactionLock.begin()`."
         ),
         "bars": [report.bar(f"updates lost of {counted:,}", "0", abs(total - counted), 0, digits=0)],
         "tables": [

@@ -39,9 +39,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "loss",
         "title": "Notification of a killed backend",
         "method": (
-            f"{kills} kills for each contestant, from just before `pg_terminate_backend` is sent until the callback of"
-            " `on_lost` runs, or until the cancelled block of `hold()` has ended. The program is idle during that"
-            " time."
+            f"{kills} kills are timed for each contestant, from just before `pg_terminate_backend` is sent until"
+            " the callback of `on_lost` runs, or until the cancelled block of `hold()` has ended. The program is"
+            " idle during that time."
         ),
         "bars": [
             report.bar(

@@ -57,10 +57,10 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "many_names",
         "title": "Many names in one lock",
         "method": (
-            "One cycle acquires all names and releases them. The contestants are: one statement each over"
-            " `generate_series` by the driver; an existing lock object, whose keys are computed at its first use; a"
-            " new lock object, which hashes its names; and a transaction with its COMMIT, compared with the same"
-            " statement in a transaction."
+            "One cycle acquires all names and releases them. The driver acquires and releases with one statement"
+            " each, over `generate_series`. It is compared with an existing lock object, whose keys are computed"
+            " at its first use, and with a new lock object, which hashes its names. A transaction with its COMMIT"
+            " is compared with the same statement in a transaction."
         ),
         "bars": bars,
         "tables": [_table(medians)],

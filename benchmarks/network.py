@@ -94,10 +94,10 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "network",
         "title": "A network with a delay of 1 ms",
         "method": (
-            f"A proxy in a separate process delays all traffic: a `SELECT 1` of psycopg takes {1e3 * trip:.2f} ms. A"
-            " round trip begins when the client sends after it has received a response. *First* is the first use of a"
-            " new engine, which opens connections and inspects the server. Ratios are to the same operation without"
-            " pgfence."
+            "A proxy in a separate process delays all traffic, so that a `SELECT 1` with psycopg takes"
+            f" {1e3 * trip:.2f} ms. A round trip begins when the client sends after it has received a response."
+            " *First* is the first use of a new engine, which opens connections and inspects the server. Ratios"
+            " compare an operation with the same operation without pgfence."
         ),
         "bars": bars,
         "tables": [_table(trips, medians), _async_table(apart), _ranking(crowd, ratios)],

@@ -45,9 +45,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "ps",
         "title": "The list of holders",
         "method": (
-            f"The time of `monitoring.ps()` with {leases:,} leases and with {locks:,} advisory locks held by {SESSIONS} sessions,"
-            " and the server's processor time for `pgfence ps --watch`, which refreshes a screen of"
-            f" {SCREEN} lines once a second."
+            f"This scenario measures the time of `monitoring.ps()` with {leases:,} leases and with {locks:,}"
+            f" advisory locks held by {SESSIONS} sessions, and the server's processor time for `pgfence ps"
+            f" --watch`, which refreshes a screen of {SCREEN} lines once a second."
         ),
         "bars": [
             report.bar("100 rows of the list, p50", "under 300 ms", median(first) * 1e3, 300, " ms"),

@@ -61,9 +61,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "purge",
         "title": "Purging a million keys" if not quick else "Purging keys",
         "method": (
-            f"{rows:,} expired keys and {LIVE:,} live ones, purged in batches of 1,000 by one process, on a server"
-            " with fsync, then VACUUM, as autovacuum would run it. The last purge runs while the snapshot of another"
-            " transaction is older than all of the keys."
+            f"{rows:,} expired keys and {LIVE:,} live ones are purged in batches of 1,000 by one process, on a"
+            " server with fsync. VACUUM then runs as autovacuum would run it. The last purge runs while the"
+            " snapshot of another transaction is older than all of the keys."
         ),
         "bars": [
             report.bar(

@@ -28,8 +28,8 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "telemetry",
         "title": "Telemetry",
         "method": (
-            "One cycle acquires the lock and releases it. The metrics are collected every second, by the SDK of OpenTelemetry."
-            " A trace records one span for each hold."
+            "One cycle acquires the lock and releases it. The OpenTelemetry SDK collects the metrics every"
+            " second. A trace records one span for each hold."
         ),
         "bars": [],
         "tables": [],

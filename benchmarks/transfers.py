@@ -52,9 +52,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "transfers",
         "title": "Guarded transfers",
         "method": (
-            f"{processes} processes transfer money between {ACCOUNTS} accounts by reading, computing and writing. Lost"
-            " is the sum of the differences between balances and journal; without a guard, as the control, it must not"
-            " be 0."
+            f"{processes} processes transfer money between {ACCOUNTS} accounts by reading, computing and writing."
+            ' The column "Lost" is the sum of the differences between balances and journal. Without a guard,'
+            " which is the control, this sum must not be 0."
         ),
         "bars": bars,
         "tables": [report.table("Transfers", ("Guard", "Transfers", "Lost", "Rate"), rows)],

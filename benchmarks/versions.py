@@ -138,7 +138,7 @@ def run(quick: bool) -> dict[str, Any]:
         ],
         *[
             report.bar(
-                f"round trips of a flush of {number:,} rows",
+                f"round trips of a flush of {number:,} row{'s' if number > 1 else ''}",
                 f"at most {trips_of_unversioned}",
                 found,
                 trips_of_unversioned,
@@ -160,9 +160,10 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "versions",
         "title": "Versions",
         "method": (
-            "One cycle increments a number in rows that the session has loaded, and commits. The hook is measured"
-            " with a transaction of one SELECT and one UPDATE by primary key, alternately with and without the hook."
-            " Round trips are those of a whole transaction, counted by a proxy."
+            "One cycle increments a number in rows that the session has loaded, and commits. The hook is"
+            " pgfence's listener for ORM statements (`do_orm_execute`). It is measured with a transaction of one"
+            " SELECT and one UPDATE by primary key, alternately with and without the hook. Round trips are those"
+            " of a whole transaction, counted by a proxy."
         ),
         "bars": bars,
         "tables": [

@@ -58,10 +58,10 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "waiters",
         "title": "Many waiters",
         "method": (
-            f"{waiters} engines, each with one connection and one thread, wait for the same name with a timeout of ten"
-            f" minutes. They are observed for {seconds:g} s after their first slice. Processor time is that of all"
-            " server processes except the observer's. The kernel's clock ticks, which `top` shows, miss work that is"
-            " done between two ticks; the scheduler's own count does not."
+            f"{waiters} engines, each with one connection and one thread, wait for the same name with a timeout of"
+            f" ten minutes. The server is observed for {seconds:g} s after the first slice of their waits."
+            " Processor time is that of all server processes except the observer's. The kernel's clock ticks,"
+            " which `top` shows, miss work that is done between two ticks; the scheduler's own count does not."
         ),
         "bars": [
             report.bar(

@@ -18,7 +18,7 @@ from pgfence.cli.report import Console
         "pgfence demo --seconds 1 --json": "Run briefly, and print JSON for a program",
     },
     codes=[
-        ("0", "The guards prevented every loss, and the unguarded control lost money."),
+        ("0", "All results are as expected."),
         ("1", "A guarded act lost money, or no process took over from a dead holder."),
         ("3", "The unguarded control lost nothing, so the demo proves nothing."),
         ("64", "Misuse: an option or the URL cannot be used."),

@@ -62,7 +62,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     cls=Option,
     heading=_HELD,
     is_flag=True,
-    help="Hold a lease instead of an advisory lock. It also works through a pooler in transaction mode, and its fencing token"
+    help="Hold a lease instead of an advisory lock. A lease also works through a pooler in transaction mode, and its fencing token"
     " is passed to the command.",
 )
 @click.option(
@@ -119,7 +119,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     heading=_BUSY,
     type=click.Choice(["exit", "ok"]),
     default="exit",
-    help="With ok, exit with 0 if the lock is busy or the slot is done. Default: exit, that is, exit with 75.",
+    help="If the lock is busy or the slot is done, exit with 0 (ok) or with 75 (exit). Default: exit.",
 )
 @click.option(
     "--conflict-exit-code",
