@@ -1,4 +1,4 @@
-"""Connect with asyncpg to the primary of a cluster: try one host after another, with a time limit for each.
+"""Connect with asyncpg to the primary of a cluster, trying one host after another with a time limit for each.
 
 pip install "pgfence[asyncpg,asyncio]"
 """
@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 Connect: TypeAlias = Callable[[], Awaitable[asyncpg.Connection]]
 
-# Errors after which the next host is tried. Other errors are raised at once,
-# for example if the password is wrong.
+# After one of these errors, the next host is tried. Any other error is raised
+# at once, for example if the password is wrong.
 NEXT_HOST = (
     OSError,  # includes TimeoutError
     asyncpg.CannotConnectNowError,

@@ -22,7 +22,7 @@ class Payment(Base):
 
 
 def import_file(name: str) -> int:
-    """Count the lines of a file once, and return the same number after that."""
+    """Count the lines of a file once, and return the stored number in later calls."""
     with (
         SessionLocal.begin() as session,
         idempotent(session, name, scope="import", result=int) as op,

@@ -38,7 +38,7 @@ async def drain(term: AsyncTerm) -> None:
                 session, Message, ~Message.sent, order_by=Message.id, limit=10
             )
             for message in messages:
-                message.sent = True  # send it here
+                message.sent = True  # send the message here
         if not messages:
             await asyncio.sleep(1)
 

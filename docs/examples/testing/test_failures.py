@@ -69,7 +69,7 @@ def test_stale_writer_is_rejected(
     lease = Lease(engine, "report", ttl=30).acquire()
     with pgfence_faults.steal(lease) as thief:
         assert thief.token == lease.token + 1
-        assert lease.state == "held"  # as far as the former holder knows
+        assert lease.state == "held"  # the former holder is not notified
         with pytest.raises(StaleFencingTokenError):
             with lease.begin(engine):
                 pytest.fail("entered with an old token")
