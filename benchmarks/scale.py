@@ -160,7 +160,7 @@ def compute_need(hosts: float, load: Load, costs: Costs, shards: int = 1) -> Nee
             "grants": notifying * costs.grant,
             "wake-ups": wake_ups * costs.wake_up,
             "keys": keys * costs.key,
-            "fenced": fenced * costs.fenced,
+            "fenced transactions": fenced * costs.fenced,
         },
     )
 

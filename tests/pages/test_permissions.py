@@ -122,7 +122,7 @@ USES: dict[str, Callable[[Engine], object]] = {
     "`checkpoint()`": save_checkpoint,
     "`idempotent`": claim_key,
     "`IdempotentEffect`, the middlewares": run_effect,
-    "[`pgfence ps`](who-holds-what.md), for all that it can list": list_holds,
+    "[`pgfence ps`](who-holds-what.md), to list everything": list_holds,
     "[`pgfence purge`](purge-keys.md)": monitoring.purge,
     "[`pgfence keys`](it-is-stuck.md#free-a-stuck-idempotency-key)": monitoring.stuck_keys,
     "[`pgfence keys free`](it-is-stuck.md#free-a-stuck-idempotency-key)": free_key,
