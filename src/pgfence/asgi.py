@@ -50,8 +50,8 @@ class IdempotencyMiddleware:
             routes=["/payments"],
         )
 
-    The key is claimed, in a separate transaction, before the application is called. The response is stored when it is complete,
-    and then sent. While the application runs, a thread renews the claim, and no connection is held.
+    The middleware claims the key in a separate transaction before it calls the application. It stores the response when it is
+    complete, and then sends it. While the application runs, a thread renews the claim, and no connection is held.
 
     Guarantees: among the requests with the same key, principal, method and path, at most one runs at a time, and at most one
     response is stored, whose status is below `record_below`. Later requests get the status, body and headers of that response,
@@ -82,11 +82,12 @@ class IdempotencyMiddleware:
         routes: paths below the application's root path, such as `/payments`, `/orders/{id}/payments` or `/v1/*`. On these paths,
             a request without a key gets a 400. `{name:path}` matches any number of segments, and a trailing slash makes no
             difference. None means all paths; a request without a key is then passed on.
-        record_below: responses with this status or above are failures, which are sent and not stored. The same applies to 401,
-            408, 425 and 429, and to responses with `Retry-After` whose status is 400 or above, because the same request may
-            succeed later.
-        max_body: the largest body in bytes. A request with a larger body gets a 413, and a larger response is not stored.
-        ttl: seconds until the claim of a dead process expires, from 0.3 to a day. This does not limit how long a request may
+        record_below: responses with this status or above are failures, which are sent and not stored. The same applies to the
+            statuses 401, 408, 425 and 429, and to responses with `Retry-After` whose status is 400 or above, because the same
+            request may succeed later.
+        max_body: the largest request or response body, in bytes. A longer request gets a 413, and a longer response is not
+            stored.
+        ttl: seconds until the claim of a dead process expires, from 0.3 s to a day. This does not limit how long a request may
             take.
         keep: seconds for which a response is kept, at least the ttl.
         on_failure: what happens to the key after a failure, that is, an error, no response, or a response that is not stored.
@@ -203,7 +204,7 @@ class _AsgiExchange(Exchange):
         """Handle a part of the application's response."""
         if message["type"] == "http.response.start" and not self._open.is_set():
             if self._start is not None:
-                raise RuntimeError("http.response.start was sent twice")
+                raise RuntimeError("the application sent http.response.start twice")
             self._start = {**message, "headers": list(message.get("headers", ()))}
             if self._rules.is_streaming(_decode_headers(self._start)):
                 await self._start_streaming()

@@ -68,11 +68,12 @@ def configure(
         engine: the engine on which locks are requested.
         namespace: included in every key computed from a name, so that two applications in one database do not share locks. It
             does not apply to `LockKey` objects, which contain their own namespace.
-        schema: the schema of pgfence's tables, for the primitives that need them. None means that the search path selects it.
+        schema: the schema of pgfence's tables, for the primitives that need them. None means that the search path determines the
+            schema.
         prefix: the prefix of the tables' names.
         default_timeout: seconds that a call with `timeout=None` waits; `math.inf` means to wait indefinitely.
-        lock_engine: the engine on which session locks are acquired instead, for example with a direct URL if `engine` uses a
-            pooler; or a function that returns it.
+        lock_engine: a separate engine for session locks, for example with a direct URL if `engine` uses a pooler; or a function
+            that returns one.
         max_lock_connections: the maximum number of connections that session locks of this process use at a time. Further requests
             wait for a connection until their timeout.
         pooler: the pooler between client and server. "auto" rejects session locks if a pooler is detected. "session" asserts that
@@ -87,7 +88,7 @@ def configure(
         TypeError: a value has the wrong type.
     """
     LockKey.of("any", namespace=namespace)
-    _expect(max_lock_connections, int, "max_lock_connections")
+    _expect(max_lock_connections, int, "max_lock_connections", "an int")
     if max_lock_connections < 1:
         raise ValueError("max_lock_connections must be 1 or more")
     if pooler not in get_args(PoolerSetting):
@@ -123,8 +124,8 @@ def expect_place(schema: str | None, prefix: str) -> None:
         ValueError: the schema is empty, the prefix is too long, or one of them contains NUL.
         TypeError: schema or prefix has the wrong type.
     """
-    _expect(prefix, str, "prefix")
-    _expect(schema, (str, type(None)), "schema")
+    _expect(prefix, str, "prefix", "a str")
+    _expect(schema, (str, type(None)), "schema", "a str or None")
     if schema == "":
         raise ValueError("schema must not be empty: pass None to use the search path")
     if len(prefix.encode()) > LONGEST_PREFIX:
@@ -169,9 +170,9 @@ def events_of(thing: HasDialect) -> EventHub:
     return hub
 
 
-def _expect(value: object, kind: type | tuple[type, ...], what: str) -> None:
+def _expect(value: object, kind: type | tuple[type, ...], what: str, wanted: str) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{what} has the wrong type: {type(value).__name__}")
+        raise TypeError(f"{what} must be {wanted}, not {type(value).__name__}")
 
 
 def _get_dialect(thing: HasDialect) -> Dialect:

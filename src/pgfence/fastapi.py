@@ -191,7 +191,7 @@ class Locked:
 
 
 class IdempotentCall(Generic[T]):
-    """The idempotency key of a request, in the endpoint's transaction."""
+    """The idempotency key of a request, under which the endpoint does its work."""
 
     def __init__(self, once: Idem[T] | AsyncIdem[T], response: Response) -> None:
         once._used = True  # an endpoint may return 404 without calling `run`
@@ -233,7 +233,7 @@ class IdempotentCall(Generic[T]):
 
 
 class Idempotent(Generic[T]):
-    """A dependency that handles the `Idempotency-Key` of a request whose work is done in its transaction; see `idempotent`.
+    """A dependency that handles the `Idempotency-Key` of a request in the endpoint's transaction; see `idempotent`.
 
     `Depends(Idempotent(session=get_session, principal=user_id, result=PayOut), scope="function")` provides an
     `IdempotentCall[PayOut]`.

@@ -154,6 +154,8 @@ def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix:
 
     Guarantees: no lock is taken. The names of a key's steps leave the server, but its result and payload do not.
 
+    Limitations: the whole table is read.
+
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.
         older_than: the minimum number of seconds since the key was first claimed.

@@ -79,7 +79,9 @@ class _SafeSteps(_NoDecorator, Generic[T]):
             else:
                 inner.__exit__(kind, error, tb)
         except Exception as failure:
-            if error is None or failure.__cause__ is error:  # a failure raised `from` the error replaces it
+            if (
+                error is None or failure.__cause__ is error
+            ):  # a failure that was raised `from` the caller's error replaces it
                 raise
             attach(error, failure, "while the block ended")
 

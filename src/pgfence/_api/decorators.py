@@ -46,7 +46,7 @@ class Wrap(Protocol):
 
 
 class WrapSkip(Protocol):
-    """The type of what `wrap(busy="skip")` returns: its functions return None if they are skipped."""
+    """The type of the decorator that `wrap(busy="skip")` returns. A decorated function returns None if its call is skipped."""
 
     @overload
     @deprecated("a sync lock would be released before an async function runs: use the Async class")
@@ -76,7 +76,7 @@ def find_unsafe_time(error: UnreachableError) -> float:
 
 
 class Policy:
-    """What a decorated call does if the lock is held or the server is unreachable."""
+    """The rules for a decorated call if the lock is held or the server is unreachable."""
 
     __slots__ = ("_busy", "_unreachable", "timeout", "tries")
 

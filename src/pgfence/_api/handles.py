@@ -52,7 +52,7 @@ _USER_CONNECTIONS: weakref.WeakKeyDictionary[Connection, Held | AsyncHeld] = wea
 
 
 class HoldManager(Protocol[HoldT_contra]):
-    """What a handle needs from the manager that created it."""
+    """The part of a manager that the handles which it created need."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -69,7 +69,7 @@ class HoldManager(Protocol[HoldT_contra]):
 
 
 class _Handle:
-    """What the sync and async handles share."""
+    """The common part of the sync and async handles."""
 
     __slots__ = ("__weakref__", "_hold", "_manager")
 

@@ -93,8 +93,8 @@ def claim(
         statement: a select() of one mapped class, with joins, criteria, order and loader options, in place of `entity`,
             `criteria` and `order_by`.
         criteria: SQL expressions that a row must satisfy.
-        ttl: seconds after which the claim expires, from 0.3 to a day (a timedelta may be longer), for a class with
-            `Claimable`. Call `extend_claim` if the work takes longer.
+        ttl: seconds after which the claim expires, from 0.3 s to a day (a timedelta may be longer), for a class with `Claimable`.
+            Call `extend_claim` if the work takes longer.
         order_by: an expression, or several of them as a list, that determines which rows come first.
         limit: the largest number of rows to claim, from 1 to 10,000.
 
@@ -130,7 +130,7 @@ def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) ->
         session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. It may be a
             different session from the one that claimed the row.
         row: an instance that `claim` returned.
-        ttl: seconds, as in `claim`; None means the last value that was passed.
+        ttl: seconds, as in `claim`; None means the `ttl` that was last passed for this claim.
 
     Raises:
         AttemptLostError: the claim was replaced or finished, the row was deleted, or the transaction of the claim was rolled

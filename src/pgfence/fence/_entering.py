@@ -113,7 +113,7 @@ def enter(
     Raises:
         ValueError: the tokens come from another installation (schema or prefix) than that of this transaction.
         StaleFencingTokenError: a token is not the newest. The transaction can no longer commit.
-        LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`.
+        LockTimeoutError: a transaction of an older holder was still inside the gate after the configured `default_timeout`.
         TransactionStateError: the connection is in autocommit, or another statement was already sent in this transaction.
         SchemaError: the tables or functions are missing, or this role may not use them.
     """

@@ -57,8 +57,8 @@ def fence(
 
     Raises:
         StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was reset.
-        LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or the
-            session's own `lock_timeout`. PostgreSQL has aborted this transaction, so roll back.
+        LockTimeoutError: a transaction of an older holder was still inside the gate after the configured `default_timeout`, or
+            the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so roll back.
         TransactionStateError: another statement was already sent in this transaction, or the connection is in autocommit.
         CapacityError: the server's lock table is full. PostgreSQL has aborted this transaction.
         SchemaError: pgfence's tables are missing, or this role may not use them.

@@ -44,7 +44,7 @@ def _collect_tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, 
 
 
 class _HasToken(_Handle):
-    """What the sync and async handles with a token share."""
+    """The common part of the sync and async handles with a token."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ class _HasToken(_Handle):
 
 
 class _Leased(_HasToken):
-    """What the sync and async handles of a lease share."""
+    """The common part of the sync and async handles of a lease."""
 
     __slots__ = ()
 
@@ -133,8 +133,8 @@ class FencedHeld(_HasToken, Held):
 
         Raises:
             StaleFencingTokenError: another token is valid now. Nothing of the transaction can be committed.
-            LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or
-                the session's own `lock_timeout`. This transaction is aborted, so roll back.
+            LockTimeoutError: a transaction of an older holder was still inside the gate after the configured `default_timeout`,
+                or the session's own `lock_timeout`. This transaction is aborted, so roll back.
             TransactionStateError: the connection is in autocommit, or another statement was already sent.
             LockLostError, LockNotHeldError: the lock or lease is no longer held, as far as this process knows.
             SchemaError: the tables are missing, or this role may not use them.

@@ -33,7 +33,9 @@ class _RequiredFields(string.Formatter):
     def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, str]:
         found: tuple[object, str] = super().get_field(field_name, args, kwargs)
         if found[0] is None:
-            raise ValueError(f"{{{field_name}}} in the key or the scope is None, so this call has no key")
+            raise ValueError(
+                f"{{{field_name}}} in the key or the scope is None, so this call has no key: pass a value for it"
+            )
         return found
 
 
@@ -83,7 +85,7 @@ def idempotent_call(
 
 
 class _Decorator:
-    """What `idempotent_call` returns. It warns if it is garbage-collected without having decorated a function."""
+    """The decorator that `idempotent_call` returns. It warns if it is garbage-collected without having decorated a function."""
 
     def __init__(self, key: str, scope: str, payload: Sequence[str] | None, options: Mapping[str, object]) -> None:
         self._arguments = key, scope, payload, options

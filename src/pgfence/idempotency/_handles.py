@@ -97,7 +97,7 @@ class Op(Generic[T]):
 
 
 class _KeyBase(Guided, ABC, Generic[T]):
-    """What the sync and async keys share."""
+    """The common part of the sync and async keys."""
 
     _decorator = "idempotent(...).run(fn), or decorate the function with @idempotent_call(key=..., scope=...)"
 

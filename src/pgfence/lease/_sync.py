@@ -32,7 +32,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         name: a str, at most 255 characters including its namespace.
-        ttl: seconds after which a dead holder loses the lease, from 0.3 to a day (a timedelta may be longer). It does not limit
+        ttl: seconds after which a dead holder loses the lease, from 0.3 s to a day (a timedelta may be longer). It does not limit
             how long the work takes.
         max_hold: seconds after which the lease ends even if the holder is alive. None means no limit.
         min_hold: seconds for which no other holder gets the lease, even if it is released earlier; at most the TTL.

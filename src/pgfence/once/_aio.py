@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSlot]):
-    """Run work once in each slot of time, in whichever process requests it first. The async counterpart of `Once`.
+    """Run work once in each slot of time, in the process that requests the slot first. The async counterpart of `Once`.
 
     ::
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pgfence.once._slots import CatchUp, Schedule
 
 MOVES = 10
-"""How often the current slot may change before it is requested. Slots that are shorter than a round trip always change."""
+"""How many times the current slot may change before it is requested. Slots that are shorter than a round trip always change."""
 
 
 _WHY = {"done": "is done", "missed": 'was missed, and catch_up="none" does not run it late'}

@@ -16,7 +16,7 @@ _NOT_HANDED_ON = (
 
 
 class _Slotted(_Leased):
-    """What the sync and async slots share."""
+    """The common part of the sync and async slots."""
 
     __slots__ = ()
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CatchUp: TypeAlias = Literal["none", "last", "all"]
 
 PUNCTUAL = timedelta(seconds=60)
-"""How long after its beginning a slot may still be begun if nothing is caught up. This is the resolution of a crontab."""
+"""The time after its beginning within which a slot may be begun if nothing is caught up. This is the resolution of a crontab."""
 
 SHORTEST = timedelta(milliseconds=1)
 _DAY = timedelta(days=1)

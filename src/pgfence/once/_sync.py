@@ -24,16 +24,17 @@ P = ParamSpec("P")
 
 
 class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
-    """Run work once in each slot of time, in whichever process requests it first.
+    """Run work once in each slot of time, in the process that requests the slot first.
 
     ::
 
         @Once(engine, "digest", cron="0 7 * * *", tz="Europe/Vienna").wrap()
         def send_digest() -> int: ...
 
-    It does not start jobs, so call it from cron, or from a scheduler on every host. The server's clock and its time zone
-    database determine the current slot, so the clocks of the hosts do not matter, and a slot runs once however short its work
-    is. A slot is held by a lease of that name, with its heartbeat and token; see `Lease`. One slot of a name runs at a time.
+    `Once` does not start jobs, so call it from cron, or from a scheduler on every host. The server's clock and its time zone
+    database determine the current slot, so the clocks of the hosts do not matter, and a slot runs once however short its work is.
+    A slot is held by a lease with the given name, which has a heartbeat and a token; see `Lease`. One slot of a name runs at a
+    time.
 
     Guarantees: a slot that was finished never runs again. If several callers request a slot at the same time, one of them gets
     it. An attempt that died partway is reported to the next attempt (`Slot.resumed`). A slot that was finished while the server's

@@ -32,7 +32,7 @@ class _AsyncOptions(PartitionOptions[AsyncEngineSource, AsyncPartitionLease]):
 
 
 class AsyncPartitions:
-    """Partitions of keys. One worker at a time owns each partition; see `Partitions`.
+    """Divide keys into partitions, each of which one worker owns at a time; see `Partitions`.
 
     Guarantees, limitations, arguments and errors are the same as for `Partitions`, with an AsyncEngine. The work of each
     partition is a task, which is cancelled when the partition is lost or given up.

@@ -28,7 +28,7 @@ def compute_quota(count: int, members: int, rank: int) -> int:
 
 def choose_surplus(owned: Sequence[OwnedT], quota: int) -> Sequence[OwnedT]:
     """Return the partitions that a member gives up, given those that it owns in the order in which it took them."""
-    # The newest are given up, because the data that the work has cached for the oldest ones is worth most.
+    # The newest partitions are given up, because the data that the application has cached for the oldest ones is worth most.
     return owned[quota:]
 
 

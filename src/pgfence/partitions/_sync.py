@@ -33,7 +33,7 @@ class _Options(PartitionOptions[EngineSource, PartitionLease]):
 
 
 class Partitions:
-    """Partitions of keys. One worker at a time owns each partition, so each key has a single writer.
+    """Divide keys into partitions, each of which one worker owns at a time, so that each key has a single writer.
 
     ::
 
@@ -68,8 +68,8 @@ class Partitions:
         count: how many partitions there are, from 1 to 1,000. Choose several times the number of workers. The first worker
             stores the number; see `resize`.
         hash: how a key is assigned to a partition; see `partition_for`. The first worker stores it.
-        ttl: seconds that a partition stays with a dead owner, from 0.3 to a day. It is also how long a function may take to
-            stop.
+        ttl: seconds that a partition stays with a dead owner, from 0.3 s to a day. The ttl is also the time that a function may
+            take to stop.
         namespace: replaces the configured namespace.
 
     Raises:
@@ -145,9 +145,9 @@ class Partitions:
         again after 2 seconds at the earliest; the pause doubles with each further error, up to a minute. After an eviction,
         and if the function returns although its partition was not lost, the pause is one second.
 
-        The call does not raise an error if the server is unreachable or the tables are missing. The error is logged, and the
-        worker tries again. A worker whose function has not returned one TTL after a loss gives up all its partitions until the
-        function returns.
+        If the server is unreachable or the tables are missing, the call raises no error. The problem is logged, and the worker
+        tries again. A worker whose function has not returned one TTL after a loss gives up all its partitions until the function
+        returns.
 
         Args:
             serve: the function that does the work of one partition.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class AsyncRateLimit(RateLimitOptions[AsyncEngineSource]):
-    """At most `limit` units in any window of `per` seconds, across all processes; see `RateLimit`.
+    """Allow at most `limit` units in any window of `per` seconds, across all processes; see `RateLimit`.
 
     Guarantees, limitations, arguments and errors are the same as for `RateLimit`, with an AsyncEngine.
     """

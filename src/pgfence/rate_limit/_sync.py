@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RateLimit(RateLimitOptions[EngineSource]):
-    """At most `limit` units in any window of `per` seconds, across all processes.
+    """Allow at most `limit` units in any window of `per` seconds, across all processes.
 
     ::
 

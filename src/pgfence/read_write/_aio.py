@@ -45,7 +45,7 @@ class _AsyncWriteLock(AsyncAdvisoryLock[AsyncHeld]):
 
 
 class AsyncReadWriteLock:
-    """Many readers or one writer of a name at a time, across processes; see `ReadWriteLock`.
+    """Admit many readers or one writer of a name at a time, across processes; see `ReadWriteLock`.
 
     Guarantees, limitations, arguments and errors are the same as for `ReadWriteLock`, with an AsyncEngine.
     """

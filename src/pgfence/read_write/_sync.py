@@ -55,7 +55,7 @@ class _WriteLock(AdvisoryLock[Held]):
 
 
 class ReadWriteLock:
-    """Many readers or one writer of a name at a time, across processes.
+    """Admit many readers or one writer of a name at a time, across processes.
 
     ::
 
@@ -65,8 +65,8 @@ class ReadWriteLock:
         with lock.write.hold(timeout=5):
             write_config()
 
-    It is a session-level advisory lock, shared for readers and exclusive for the writer. A writer excludes, and is excluded by,
-    an `AdvisoryLock` or `TransactionLock` of the same name. Readers exclude these locks too.
+    The lock is a session-level advisory lock, shared for readers and exclusive for the writer. A writer excludes, and is excluded
+    by, an `AdvisoryLock` or `TransactionLock` of the same name. Readers exclude these locks too.
 
     Guarantees: those of `AdvisoryLock`. A writer cannot be starved: once it waits, readers that arrive later wait behind it,
     whichever process they belong to. All writers that wait for the same readers are served one after the other, before the next

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLockBase[AsyncPermit]):
-    """At most `permits` holders of one name at a time, across all processes; see `Semaphore`.
+    """Admit at most `permits` holders of one name at a time, across all processes; see `Semaphore`.
 
     Guarantees, limitations, arguments and errors are the same as for `Semaphore`, with an AsyncEngine. The heartbeat runs in a
     dedicated thread. A loss cancels the block of `hold()`.

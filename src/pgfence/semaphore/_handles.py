@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class _PermitHandle(_HasToken):
-    """What the sync and async classes share."""
+    """The common part of the sync and async permits."""
 
     __slots__ = ()
 

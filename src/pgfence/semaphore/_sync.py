@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
-    """At most `permits` holders of one name at a time, across all processes.
+    """Admit at most `permits` holders of one name at a time, across all processes.
 
     ::
 
@@ -41,17 +41,17 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     Args:
         engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.
         name: text, at most 250 characters with its namespace; it must not end in `#` or `/` and digits.
-        permits: the number of permits, from 1 to 1,000. The first contender stores the number; see `resize`.
-        ttl: seconds that a permit outlives a dead holder, from 0.3 to a day (a timedelta may be longer).
+        permits: the number of permits, from 1 to 1,000. The first process that requests a permit stores the number; see `resize`.
+        ttl: seconds that a permit outlives a dead holder, from 0.3 s to a day (a timedelta may be longer).
         weight: how many permits one acquire takes.
         on_mismatch: what to do if another number of permits is stored. "raise" raises ValueError, and "stored" follows the stored
             number.
-        fair: whether waiters are served in the order of their arrival. All contenders should use the same value. Contenders
-            with `fair=False` come after the fair waiters.
+        fair: whether waiters are served in the order of their arrival. All processes should use the same value. Waiters with
+            `fair=False` are served after the fair waiters.
         max_hold: seconds after which a permit ends even if the holder is alive; None means no limit.
         heartbeat: see `Lease`.
         owner: the name that operators see for the holder; None means host and process id.
-        purpose: the purpose that operators see.
+        purpose: a description of the work, for operators.
         namespace: replaces the configured namespace.
 
     Raises:
@@ -104,7 +104,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     def resize(self, permits: int) -> None:
         """Change the number of permits, for all processes.
 
-        Contenders that still use the old number get a ValueError, unless they use `on_mismatch="stored"`. After a reduction,
+        Processes that still use the old number get a ValueError, unless they use `on_mismatch="stored"`. After a reduction,
         holders keep their permits, and no permit is granted until fewer than the new number are in use.
 
         Args:

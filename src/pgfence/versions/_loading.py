@@ -60,9 +60,9 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
         model: a class with `Versioned` or `VersionedUUID`.
         pk: the primary key, as a value, a tuple, or a dict by attribute; see `Session.get`.
         expected: the version that the client sent, as a number from a form, a UUID, or the result of `if_match`.
-        lock: whether to lock the row (FOR UPDATE), so that no other transaction writes it before this one ends. This waits for
-            the holder of the row up to the session's `lock_timeout`, and costs one more round trip. The lock is held until the
-            transaction ends, even after a conflict.
+        lock: whether to lock the row (FOR UPDATE), so that no other transaction writes it before this one ends. Locking waits for
+            a transaction that has locked the row, up to the session's `lock_timeout`, and costs one more round trip. The lock is
+            held until the transaction ends, even after a conflict.
 
     Raises:
         VersionConflictError: the row is at another version, or was deleted. In the row's item in the error, `found` is that

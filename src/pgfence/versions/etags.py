@@ -28,7 +28,7 @@ class Headers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class IfMatch:
-    """What an If-Match header requires: `*`, or one of several entity tags.
+    """The requirement of an If-Match header: `*`, or one of several entity tags.
 
     Attributes:
         tags: the tags as written in the header, with quotes; `("*",)` for any version, and `()` for a list without a tag.
@@ -63,7 +63,7 @@ def etag(instance: object, /) -> str:
     class. Another version of the row has another tag, unless the row was deleted and created again. `VersionedUUID` distinguishes
     the two rows.
 
-    Limitations: the tag covers this row only, not other rows or the reader's permissions that a response may depend on.
+    Limitations: the tag covers only this row. A response may also depend on other rows, or on the reader's permissions.
 
     Args:
         instance: an instance of a versioned class, with its changes flushed. An expired instance is loaded again, which an
