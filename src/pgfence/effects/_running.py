@@ -157,7 +157,8 @@ class RunningAttempt:
         """
         if newest is None and self._inside and self._grant.state == "held":
             raise IdempotencyMisuseError(
-                f"{self._wanted} is not in the database of this session: the claim was made in the database of the effect's engine"
+                f"{self._wanted} is not in the database of this session: pass a session of the effect's"
+                " engine, in whose database the claim was made"
             )
         if newest == ALREADY_COMPLETED:
             raise IdempotencyMisuseError(f"{self} is already complete: a transaction with its result was committed")
@@ -315,7 +316,7 @@ class RunningAttempt:
     def _unanswered_error(self, error: BaseException) -> UnreachableError | None:
         if not isinstance(error, UnreachableError):
             return None
-        again = "" if self._inside else " It is retried in the background for a while."
+        again = "" if self._inside else " Storing it is retried in the background."
         return UnreachableError(
             f"the server did not respond while the result of {self} was being stored: {error}.{again} Call again with the key to"
             " find out whether it was stored"
@@ -363,7 +364,7 @@ class RunningAttempt:
             return
         if not silent:
             error.add_note(
-                f"storing the result of {self} is retried for a while: call again with the key to find out whether it was"
+                f"storing the result of {self} is retried in the background: call again with the key to find out whether it was"
                 " stored"
             )
         # The server checks the id of the claim, so a late statement does no harm.
