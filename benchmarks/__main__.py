@@ -45,18 +45,22 @@ LONG = ("purge", "transfers")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the chosen scenarios. Returns 0 even if a limit is missed, which the table shows; 1 after an error."""
+    """Run the chosen scenarios. Return 1 after an error, and 0 otherwise, even if a limit is missed, which the table shows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "scenarios",
         nargs="*",
         metavar="SCENARIO",
-        help=f"of {', '.join(SCENARIOS)}; if none is named, all but {' and '.join(LONG)}",
+        help=f"one or more of {', '.join(SCENARIOS)}; default: all except {' and '.join(LONG)}",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a few cycles of everything: shows that it runs, measures little"
+        "--quick",
+        action="store_true",
+        help="run only a few cycles, which shows that the scenarios run but measures little",
     )
-    parser.add_argument("--long", action="store_true", help=f"with {' and '.join(LONG)}, which take minutes")
+    parser.add_argument(
+        "--long", action="store_true", help=f"also run {' and '.join(LONG)}, which take several minutes each"
+    )
     parser.add_argument(
         "--docs",
         action="store_true",
@@ -64,7 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--pages", type=Path, default=report.DOCS, help="the folder of the documentation")
     parser.add_argument(
-        "--from", nargs="*", type=Path, metavar="JSON", dest="files", help="run nothing, take these results"
+        "--from",
+        nargs="*",
+        type=Path,
+        metavar="JSON",
+        dest="files",
+        help="use the results in these files instead of running scenarios",
     )
     parser.add_argument("--output", type=Path, default=RESULTS, help="the folder for the results")
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """Claims: sixteen workers process a table of jobs with `claim`, and with hand-written SQL.
 
 Every contestant has a copy of the table, and each worker a connection for each contestant. The workers process a small share of
-one copy after another, in random order, so that a disturbance of the machine, and the age of the tables, are the same for all.
+one copy after another, in random order, so that disturbances of the machine and the age of the tables affect all of them alike.
 Nothing runs in the background of the server: no checkpoint, and no autovacuum.
 """
 
@@ -45,11 +45,11 @@ FINISH = "UPDATE job SET state = 'done' WHERE id = ANY (:ids)"
 
 
 class Base(DeclarativeBase):
-    """Of the table here."""
+    """The base class of this scenario's only mapped class."""
 
 
 class Job(Base):
-    """What the workers claim."""
+    """A job, which the workers claim."""
 
     __tablename__ = "job"
     __table_args__ = (sa.Index("job_new", "id", postgresql_where=sa.text("state = 'new'")),)

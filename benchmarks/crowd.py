@@ -1,4 +1,4 @@
-"""Many threads or tasks of one process want one lock: how many connections they use, and how long it takes."""
+"""Many threads or tasks of one process request one lock: how many connections they use, and how long it takes."""
 
 from __future__ import annotations
 

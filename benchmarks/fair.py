@@ -1,4 +1,4 @@
-"""Fair turns: processes that all want one lock, with a timeout of twice the time of a fair turn."""
+"""Fair turns: several processes request one lock, with a timeout of twice the time of a fair turn."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def raw_psycopg(name: str) -> Make:
 
 
 def core(name: str, *, checkout: bool = False) -> Make:
-    """SQLAlchemy Core without pgfence: on one connection in autocommit, or on one from the pool each time."""
+    """Acquire and release with SQLAlchemy Core, on one connection in autocommit, or each time on one from the pool."""
 
     def make(place: Place, stack: ExitStack) -> Callable[[], object]:
         engine = sa.create_engine(place.url(), isolation_level="AUTOCOMMIT")
@@ -66,7 +66,7 @@ def core(name: str, *, checkout: bool = False) -> Make:
 
 
 def ours(name: str, way: str) -> Make:
-    """pgfence: `with lock.hold()`, `try_acquire` and `release`, or a new lock object each time."""
+    """Acquire and release with pgfence: `with lock.hold()`, `try_acquire` and `release`, or a new lock object each time."""
 
     def make(place: Place, stack: ExitStack) -> Callable[[], object]:
         engine = sa.create_engine(place.url())

@@ -68,7 +68,7 @@ class Ours(peers.Client):
 
 
 class RawLate(Raw):
-    """The same after a longer wait, when all caches are cold."""
+    """A blocking lock after a longer wait, when all caches are cold."""
 
     polls = 1.0
 

@@ -84,7 +84,7 @@ def _sync(place: Place, driver: str, killer: psycopg.Connection[Any], kills: int
         start = time.monotonic()
         killer.execute(KILL)
         if not told.wait(30):
-            raise TimeoutError("nobody was told in 30 s")
+            raise TimeoutError("no holder was notified within 30 s")
         times.append(at[0] - start)
         with contextlib.suppress(LockLostError):
             held.release()

@@ -1,4 +1,4 @@
-"""The list of holders in a database with many of them: how long it takes, and what the live view costs the server."""
+"""The list of holders in a database with many of them: how long one list takes, and what the live view costs the server."""
 
 from __future__ import annotations
 

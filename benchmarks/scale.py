@@ -66,7 +66,7 @@ class Primary:
 
     @property
     def lock_table(self) -> int:
-        """The number of entries that the lock table has room for at least."""
+        """The minimum number of entries that the lock table has room for."""
         return self.max_locks_per_transaction * (self.max_connections + self.max_prepared_transactions)
 
 

@@ -61,7 +61,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def make_listening(name: str) -> Make:
-    """A lock whose events are counted by a function of the application."""
+    """Acquire and release a lock whose events are counted by a function of the application."""
 
     def make(place: Place, stack: ExitStack) -> Callable[[], object]:
         engine = sa.create_engine(place.url())
@@ -74,7 +74,7 @@ def make_listening(name: str) -> Make:
 
 
 def make_measured(name: str, *, traced: bool = False) -> Make:
-    """A lock with metrics, which are exported to nowhere; `traced` runs each cycle inside a span."""
+    """Acquire and release a lock with metrics that are not exported. With `traced`, each cycle runs inside a span."""
 
     def make(place: Place, stack: ExitStack) -> Callable[[], object]:
         from opentelemetry.sdk.metrics import MeterProvider

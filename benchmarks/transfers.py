@@ -1,4 +1,4 @@
-"""Guarded transfers by many processes: is an update lost? The figures beside it show the cost of each guard.
+"""Guarded transfers by many processes: is an update lost? The other figures show the cost of each guard.
 
 Each transfer reads two balances, computes in the program and writes both back, the textbook way to lose updates. The journal is
 the check: the balances must be equal to its sums.

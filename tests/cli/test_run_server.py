@@ -148,4 +148,4 @@ def test_what_the_driver_says_is_one_line_and_ends_once(cli: Cli, name: str) -> 
     """A question of libpq's keeps its mark and gets no full stop behind it; a place without a database has no slash."""
     done = cli.run(name, "--", "true", DATABASE_URL=f"postgresql://127.0.0.1:{(port := unused_port())}")
     assert f"cannot connect to 127.0.0.1:{port}: " in done.stderr
-    assert "accepting TCP/IP connections? Nothing is known about the lock" in done.stderr
+    assert "accepting TCP/IP connections? The state of the lock is unknown" in done.stderr

@@ -61,7 +61,7 @@ _AUDIT = text(f"""
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A comparison of balances and journal. One statement has one snapshot, so it is exact while transfers continue.
+    """A comparison of balances and journal. One statement has one snapshot, so it is exact during transfers.
 
     Attributes:
         transfers: transfers in the journal.
@@ -76,7 +76,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """The accounts of one act. There are a few, spread over tills, and some are far busier than others (Zipf)."""
+    """The accounts of one act. They are few, are divided among tills, and some are far busier than others (Zipf)."""
 
     first: int
 

@@ -61,7 +61,7 @@ class Faults:
         return (*self._takeovers, *open_, *(TakeOver(fault, "", None) for _, fault in self._due))
 
     def note(self, member: Worker, words: Message) -> None:
-        """Note a message of a process, and inject a fault into it if one is due."""
+        """Record a message of a process, and inject a fault into that process if one is due."""
         if "asks" in words:
             self._asking[member] = words["asks"]
         elif "granted" in words:

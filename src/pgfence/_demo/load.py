@@ -43,7 +43,7 @@ def create_tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
 
     Args:
         engine: an engine of the database.
-        keep: do not drop it, unless the block fails.
+        keep: whether to keep the schema at the end. If the block fails, it is dropped in any case.
 
     Raises:
         DemoError: the schema already exists or cannot be created.
@@ -120,7 +120,7 @@ def _add_search_path(url: URL) -> URL:
 def _reaches_schema(url: URL) -> bool:
     """Return whether a session that sets the search path at its start gets it. A pooler may reject or ignore the setting.
 
-    pgbench has no option for a schema, and must not find tables of the same names that belong to others.
+    pgbench has no option for a schema, and must not find tables of other programs with the same names.
     """
     engine = create_engine(_add_search_path(url))
     try:

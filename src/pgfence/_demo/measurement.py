@@ -39,7 +39,7 @@ class Reporter(Protocol):
 
 
 class Measurement:
-    """One act. It may run longer than requested until it has a result, which takes a while on a slow machine."""
+    """One act. On a slow machine it may run longer than requested, until it has a result."""
 
     def __init__(
         self, act: Workload, accounts: Accounts, pool: WorkerPool, engine: Engine, held: Held, *, seconds: float

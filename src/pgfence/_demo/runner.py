@@ -92,7 +92,7 @@ def play(
         reporter: shows the progress.
         seconds: length of each act.
         processes: number of worker processes, at least `LEAST_PROCESSES`.
-        keep: do not drop the schema at the end.
+        keep: whether to keep the schema at the end.
         acts: the acts.
         scenes: the scenes, played after the acts.
 

@@ -40,7 +40,7 @@ class ScenarioResult:
         title: the title of the scene.
         verdict: whether it showed what it should.
         lines: what happened, as text.
-        figures: the numbers behind them.
+        figures: the numbers in the lines.
     """
 
     scene: str
@@ -96,7 +96,7 @@ class ScenarioProcess:
 
     def send(self, **words: object) -> None:
         """Send a line to the process."""
-        # A process that has ended does not read. The next read from it detects that and says why.
+        # A process that has ended does not read. The next read from it raises an error with the reason.
         with suppress(OSError):
             self._stdin.write(f"{json.dumps(words)}\n")
             self._stdin.flush()
@@ -133,7 +133,7 @@ class ScenarioProcess:
 
 @contextmanager
 def start_processes() -> Iterator[Callable[..., ScenarioProcess]]:
-    """Yield a function that starts a process; all of them end with the block."""
+    """Yield a function that starts a process. All processes started by it end with the block."""
     started: list[ScenarioProcess] = []
     with tempfile.TemporaryFile() as errors:
 

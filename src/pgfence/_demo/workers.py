@@ -46,7 +46,7 @@ class Worker:
 
     def send(self, order: dict[str, object]) -> None:
         """Give the process an order."""
-        # A process that has just died does not read. The next read from it detects that.
+        # A process that has just died does not read. The next read from it detects that it has died.
         with suppress(OSError):
             self.stdin.write(f"{json.dumps(order)}\n".encode())
 

@@ -75,12 +75,12 @@ class BaseHold:
         """The stored name that the token belongs to."""
         self.pid = PROCESS.known_pid  # the calling function has already checked for a fork
         self.since = clock()
-        """When it was granted, on this process's clock."""
+        """The time of the grant, on this process's clock."""
         # The reference is weak, because the handle refers to the hold, and a strong reference would keep a dropped handle alive.
         self.handle: Callable[[], object] = _find_nothing
         """A weak reference to the caller's handle."""
         self.reason: LossReason | None = None
-        """The reason, once it is marked as lost."""
+        """The reason for the loss, once the hold is marked as lost."""
         self.released = False
         self.dropped = False
         """Whether the handle was dropped without release(), so that a background thread or task releases it."""
@@ -89,7 +89,7 @@ class BaseHold:
         self._end_callbacks: tuple[Callable[[], object], ...] = ()
 
     def get_details(self) -> HoldDetails:
-        """Return what events and log records say about it."""
+        """Return what events and log records say about the hold."""
         raise NotImplementedError
 
     def emit(
@@ -138,12 +138,12 @@ class BaseHold:
 
     @property
     def loss_reason(self) -> LossReason | None:
-        """The reason for its loss, as far as this process knows, or None. Reading it takes no lock."""
+        """The reason for the loss, as far as this process knows, or None. Reading it takes no lock."""
         return self.reason
 
     @property
     def ours(self) -> bool:
-        """Whether this process acquired it. A forked child holds nothing."""
+        """Whether this process acquired the hold. A forked child holds nothing."""
         return self.pid == PROCESS.pid
 
     @property
@@ -158,7 +158,7 @@ class BaseHold:
         return "unknown" if self.in_doubt else "held"
 
     def check(self) -> None:
-        """Raise an error unless it is held, as far as this process knows."""
+        """Raise an error unless the lock is held, as far as this process knows."""
         state = self.state
         if state == "lost":
             raise self.lost_error()
@@ -187,7 +187,7 @@ class BaseHold:
         return LockNotHeldError(f"{self.noun} {format_names(self.names)} is not held: {why}", names=self.names)
 
     def lose(self, reason: LossReason) -> bool:
-        """Mark it as lost, once, and call the listeners. Any thread may call it, but not under the mutex."""
+        """Mark the hold as lost, once, and call the listeners. Any thread may call it, but not under the mutex."""
         if not self.ours:
             return False
         with MUTEX:

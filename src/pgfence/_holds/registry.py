@@ -36,7 +36,7 @@ L = TypeVar("L", bound=LoopShared)
 class ManagerRegistry:
     """Stores managers on the dialect object of their engine."""
 
-    # There they are garbage-collected with the engine, and copies of the engine share them.
+    # On the dialect, the managers are garbage-collected with the engine, and copies of the engine share them.
 
     ATTRIBUTE = "_pgfence_managers"
 

@@ -39,7 +39,7 @@ def pause(left: float) -> float:
 
 WARN_AFTER = 30.0
 NESTED_LIMIT = 60.0
-"""The default limit of a wait by a task or thread that holds another lock: deadlocks between processes are not detected."""
+"""The default timeout of a task or thread that holds another lock, because deadlocks between processes are not detected."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
     root = _find_root(scope)
     if _is_generator(root.call):
         raise TypeError(
-            f"{scope['path']} is a generator, and its session would end before it begins. Return the result instead"
+            f"{scope['path']} is a generator, so its session would end before the generator begins. Return the result instead"
         )
     asked = [one for one in walk_parts(root) if one.call == session]
     for one in asked:
@@ -40,14 +40,14 @@ def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
             )
     if len({_cache_key_of(one) for one in asked}) > 1:
         raise TypeError(
-            f"{scope['path']} also requests its session under Security(scopes=...), so it would get two sessions. Request it"
-            " outside of Security()"
+            f"{scope['path']} also requests its session under Security(scopes=...), so it would get two sessions. Request the"
+            " session outside Security()"
         )
     return root
 
 
 def _cache_key_of(one: Dependant) -> object:
-    """Return the key by which FastAPI caches a dependency's result; newer versions have a function for it, not an attribute."""
+    """Return the key under which FastAPI caches a dependency's result. Newer versions compute it with a function."""
     find = getattr(sys.modules[type(one).__module__], "_get_cache_key", None)
     return getattr(one, "cache_key", None) if find is None else find(dependant=one)
 
@@ -87,7 +87,7 @@ def find_parameter(root: Dependant, field: str) -> ModelField:
 
 
 def build_signature(**wanted: object) -> inspect.Signature:
-    """Return the signature from which FastAPI reads a dependency's parameters: classes, and values of dependencies."""
+    """Return a signature from which FastAPI reads parameters: classes become annotations, and other values become defaults."""
     one = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
     return inspect.Signature(
         [

@@ -82,7 +82,7 @@ async def read_payload(request: Request, reader: type[Request]) -> list[object]:
     try:
         raw = body = await request.body()
     except RuntimeError:
-        if kind not in FORMS:  # Starlette returns an empty form then, whatever was sent
+        if kind not in FORMS:  # for other types, `form()` would return an empty form, whatever was sent
             raise
         # The framework has already read the body as a form, and keeps the form.
         body = await _read_form(await request.form())
@@ -110,7 +110,7 @@ async def _read_form(form: FormData) -> list[tuple[str, object]]:
 async def _read_field(value: UploadFile | str) -> object:
     if isinstance(value, str):
         return value
-    await value.seek(0)  # an earlier reader may have left it at the end
+    await value.seek(0)  # an earlier reader may have left the file at its end
     digest = sha256()
     while piece := await value.read(PIECE):
         digest.update(piece)

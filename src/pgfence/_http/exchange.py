@@ -46,7 +46,7 @@ class RequestMarker:
     def is_marked(environ: Environ, request: HttpRequest) -> bool:
         """Return whether an outer middleware has claimed the keys of this request."""
         found = environ.get(_HANDLED)
-        # A second call with the scope of a finished request, for example a retry, is not inside that request.
+        # A second call with the scope of a finished request, for example to retry it, is not inside that request.
         return isinstance(found, RequestMarker) and not found.ended and found._keys == request.keys
 
 

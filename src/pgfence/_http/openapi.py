@@ -104,7 +104,7 @@ def describe(
     Args:
         app: the application.
         all_of: returns routes, including those of included routers with what the inclusion adds.
-        problems_of: returns the problems with which a dependency may end a request.
+        problems_of: returns the problems that a dependency may respond with.
     """
     original = app.openapi
     done: list[object] = [None]
@@ -126,7 +126,7 @@ def describe(
 def _find_operations(
     routes: Iterable[BaseRoute], document: Operation
 ) -> Iterator[tuple[str, str, Operation, Dependant]]:
-    """Yield path, method, description and dependant of what the document describes."""
+    """Yield the path, method, description and dependant of each operation in the document."""
     for route in routes:
         path, dependant = getattr(route, "path_format", None), getattr(route, "dependant", None)
         methods = getattr(route, "methods", None) or ()

@@ -60,7 +60,9 @@ KEY_MISSING = Problem(
     " and the same one whenever you send this request again.",
 )
 KEY_REPEATED = Problem(
-    "idempotency_key_repeated", 400, "This request needs one Idempotency-Key, and has several. Send the header once."
+    "idempotency_key_repeated",
+    400,
+    "This request has several Idempotency-Key headers, but only one is allowed. Send the header once.",
 )
 KEY_INVALID = Problem(
     "idempotency_key_invalid",
@@ -221,5 +223,5 @@ def retry_headers(error: PgfenceError) -> dict[str, str]:
 
 
 def _describe_retry(error: PgfenceError) -> bool:
-    """Return whether another attempt has taken over. The same request can then get its result."""
+    """Return whether another attempt has taken over, so that a retry of the request can get that attempt's result."""
     return isinstance(error, AttemptLostError) and (error.retry_after is not None or error.newest > error.attempt)

@@ -26,7 +26,8 @@ def compile_routes(routes: Collection[str]) -> re.Pattern[str]:
         raise TypeError(f"routes must be a collection of patterns: routes=[{routes!r}]")
     if not routes:
         raise ValueError("routes=[] applies to no request; None applies to all paths")
-    # Frameworks treat paths as equal that differ by a trailing slash, or by a line feed, before which `$` matches too.
+    # Frameworks treat paths as equal if they differ only by a trailing slash, or by a trailing line feed, because `$` also
+    # matches before a line feed.
     return re.compile(f"(?:{'|'.join(_compile_route(route) for route in routes)})/?\n?", re.DOTALL)
 
 

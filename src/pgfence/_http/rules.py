@@ -36,7 +36,7 @@ SHOWN = 60
 _SAFE = ("GET", "HEAD", "OPTIONS", "TRACE", "CONNECT")
 # After these statuses (unauthorized, timed out, too early, too many), nothing was done, and the same request may succeed later.
 _AGAIN = (401, 408, 425, 429)
-# A row can contain a line feed, but no server sends one: a stored response with one could never be replayed.
+# A row can contain a line feed, but no server sends one: a stored response that contains one could never be replayed.
 _STORABLE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
 # Headers of the connection (RFC 9110, 7.6.1), the server's name and clock, and cookies: a cookie may identify a session, and a
 # replay may go to another client that knows the key.

@@ -62,7 +62,9 @@ def statement_error(
     """Return the exception to raise for an error of a statement that grants nothing; None to re-raise the error itself."""
     if told := _translate(asker, error, place, needed):
         return told
-    return None if server_spoke else translate_connect_error(asker.engine, error, "Nothing is known")
+    return (
+        None if server_spoke else translate_connect_error(asker.engine, error, f"The state of {asker.noun} is unknown")
+    )
 
 
 def is_rejection(session: LockConnection, error: BaseException) -> bool:

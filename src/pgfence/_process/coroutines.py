@@ -21,8 +21,8 @@ def run_sync(function: Callable[P, Coro[R]], /, *args: P.args, **kwargs: P.kwarg
     Raises:
         RuntimeError: the coroutine suspended, which only coroutines on an event loop may do.
     """
-    # It is called here and not by the caller, because an interrupt between two calls would leave a coroutine that was never
-    # awaited.
+    # The function is called here and not by the caller, because an interrupt between two calls would leave a coroutine that was
+    # never awaited.
     steps = function(*args, **kwargs)
     try:
         steps.send(None)

@@ -22,7 +22,7 @@ _FAILED = "a callback of a lock failed"
 
 
 class EventObserver(Protocol):
-    """What telemetry does with events.
+    """The methods with which telemetry receives events.
 
     The event of a lock is passed as values, because building a `LockEvent` costs as much as a statement.
     """
@@ -47,7 +47,7 @@ class EventObserver(Protocol):
 
 
 class EventHub:
-    """Who is notified of the events of one engine.
+    """Passes the events of one engine to its listener and its observer.
 
     Callers check `active` before they compute what an event contains, so that an event without a listener costs nothing.
     """

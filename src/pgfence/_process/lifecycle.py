@@ -43,7 +43,7 @@ class PidMark:
 
 
 def read_kernel_mark() -> Mark:
-    """Return a mark that the kernel clears in every forked child. Reading it takes 12 ns, and getpid() is a system call."""
+    """Return a mark that the kernel clears in every forked child. Reading it takes 12 ns, while getpid() is a system call."""
     if sys.platform == "linux":
         try:
             page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

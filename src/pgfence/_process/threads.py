@@ -81,9 +81,10 @@ class DaemonThread(threading.Thread):
     def wait_ended(self) -> None:
         """Wait until the thread has ended. If an exception interrupts the wait, a later call waits again.
 
-        `join()` does not: after a KeyboardInterrupt in it, Python 3.11 takes a running thread for a finished one.
+        `join()` does not guarantee that: after a KeyboardInterrupt in `join()`, Python 3.11 regards a running thread as
+        finished.
         """
-        # A forked child has no such thread, and nothing sets its copy of the event.
+        # A forked child does not have this thread, and nothing sets its copy of the event.
         while self.is_alive() and not self._has_ended.wait(0.5):
             pass
 
@@ -97,7 +98,7 @@ def start(name: str, target: Callable[..., object], *args: object) -> DaemonThre
 
 _GEVENT = ("threading", "select", "queue")
 _EVENTLET = ("thread", "select", "socket")
-"""The modules that pgfence's threads need unpatched. As greenlets of a hub, the threads would end, hang, or never run."""
+"""The modules that must not be patched. If pgfence's threads were greenlets of a hub, they would end, hang, or never run."""
 
 
 def require_native_threads() -> None:

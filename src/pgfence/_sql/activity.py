@@ -54,7 +54,7 @@ _TABLE_USE = (
 
 @dataclass(frozen=True, slots=True)
 class HolderTexts:
-    """The texts for one parameter style. All take `build_arguments(keys)`."""
+    """The texts for one parameter style. All of them take the parameters from `build_arguments(keys)`."""
 
     holders: str
     held: str

@@ -51,7 +51,7 @@ def describe_server(engine: Engine) -> str:
 
 
 def read_host_list(engine: Engine) -> HostList:
-    """Return the hosts of an engine. Those of a service file or of the application's own creator are not known."""
+    """Return the hosts of an engine. Hosts in a service file, or in the application's own creator, are not known."""
     given = _read_parameters(engine)
     return HostList(
         engine.dialect.driver,

@@ -1,4 +1,4 @@
-"""Alter tables that are in use, during an upgrade or a downgrade, and limit which locks are waited for, and how long."""
+"""Alter tables that are in use, during an upgrade or a downgrade, and limit which locks are waited for, and for how long."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _has_column(place: TableNames, table: str, column: str) -> str:
 
 
 def alter_tables(changes: Sequence[Change]) -> tuple[str, ...]:
-    """Return a statement that makes the changes that are needed; an empty tuple without changes."""
+    """Return the statement that makes the changes that are needed, as a tuple, which is empty without changes."""
     if not changes:
         return ()
     # ALTER TABLE waits for every open transaction that has used the table, and all later statements wait behind it, including the

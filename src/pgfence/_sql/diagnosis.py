@@ -93,7 +93,7 @@ _STANDBYS = (
     " WHERE s.active_pid = r.pid AND s.slot_type = 'logical')"
     " AND (r.state IS NULL OR r.state IN ('streaming', 'catchup'))"
 )
-# Not by to_regclass(), which needs USAGE on the schema.
+# to_regclass() is not used, because it needs USAGE on the schema.
 _TABLES = (
     "SELECT pg_catalog.substr(c.relname, {skip}) AS name, n.nspname AS schema, pg_catalog.pg_table_is_visible(c.oid) AS visible,"
     " pg_catalog.has_schema_privilege(n.oid, 'USAGE') AS usable,"

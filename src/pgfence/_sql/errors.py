@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from pgfence._sql.storage import TableNames
 
-LOCK_OUTCOME_UNKNOWN = "Nothing is known about the lock"
+LOCK_OUTCOME_UNKNOWN = "The state of the lock is unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ def translate_error(
     if state == READ_ONLY and context.on_primary:
         where = "this server" if engine is None else describe_server(engine)
         return context.read_only(
-            f"{where} is read-only ({message_of(error)}): it is a standby, or configured to be. {context.on_primary}. "
+            f"{where} is read-only ({message_of(error)}): it is a standby, or a primary that is configured as read-only."
+            f" {context.on_primary}.  "
             f"{SWITCHING}",
             sqlstate=state,
         )
@@ -377,7 +378,7 @@ def is_login_rejected(state: str | None, reason: str) -> bool:
 
 
 def is_host_unknown(error: BaseException, reason: str) -> bool:
-    """Return whether the host does not exist. A name server that does not respond does not prove that."""
+    """Return whether the resolver has reported that the host does not exist, and not only that a name server did not respond."""
     if isinstance(error, socket.gaierror):
         return error.errno in _NO_SUCH_HOST
     return _UNRESOLVED.search(reason) is not None

@@ -38,7 +38,7 @@ _ROW = (
     f" NULLIF({microseconds_sql('l.acquired_at')}, 0), NULLIF({microseconds_sql('l.expires_at')}, 0)"
     " FROM {lease} AS l WHERE l.name = {0}"
 )
-# The first permit of a semaphore, or the first partition, with this name.
+# The first permit, or the first partition, if the name is that of a semaphore or of partitions.
 _PART = "SELECT l.name, l.kind FROM {lease} AS l WHERE l.name IN ({0}, {1}) AND l.kind IN ('permit', 'partition')"
 _EVICT = "SELECT r.evicted, r.newest FROM {evict_lease_v2}({0}, {1}, {2}, {3}) AS r"
 _NOTIFY = "SELECT pg_catalog.pg_notify({0}, {1})"
@@ -135,8 +135,8 @@ def _reject_name_of_parts(connection: Connection, order: EvictionRequest) -> Non
         name, one = unqualify_name(order.name), unqualify_name(part)
         what, source = ("semaphore", "holders()") if kind == "permit" else ("name of partitions", "owner_of()")
         raise ValueError(
-            f"{name!r} is a {what}, and each {kind} is held under its own name, such as {one!r}: evict that one. `pgfence ps` and"
-            f" {source} show who holds which"
+            f"{name!r} is a {what}, and each {kind} is held under its own name, such as {one!r}: evict one of these names."
+            f" `pgfence ps` and {source} show which of them are held"
         )
 
 
@@ -241,7 +241,7 @@ def _occupied_error(connection: Connection, order: EvictionRequest) -> LockTimeo
         )
         for pid, application, host, since in rows
     ]
-    inside = f", one of {'; '.join(map(str, writers))}" if writers else ""
+    inside = f" (one of {'; '.join(map(str, writers))})" if writers else ""
     return LockTimeoutError(
         f"{unqualify_name(order.name)!r} was not evicted, and nothing was done: a transaction that writes with its token was still"
         f" open after 2 s{inside}. End it (SELECT pg_terminate_backend(...)), then evict again",

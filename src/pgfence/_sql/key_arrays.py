@@ -1,8 +1,8 @@
 """Pass many advisory keys to one statement as one array: bigint keys first, then pairs, each as `LockKey.value`.
 
-Keys are tried one by one: the row of a key is produced only after the key before it was granted, so that no key after a rejected
-one is tried. A filter with a LIMIT guarantees neither. Access to the n-th element of an array is cheap; a join with the list of
-keys would read the whole list for each of them.
+Keys are tried one by one: the row of a key is produced only after the key before it was granted, so that no key after a
+rejected one is tried. A filter with a LIMIT does not guarantee this. Access to the n-th element of an array is cheap; a join
+with the list of keys would read the whole list for each of them.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ _AUDIT = (
     "INSERT INTO {audit} (action, resource, actor, reason, at, detail)"
     " VALUES ('release leaked', {0}, {1}, {2}, pg_catalog.clock_timestamp(), CAST({3} AS jsonb))"
 )
-# Still the same session, and idle since the same moment: its process id may have been reused, or its owner may be using it again.
+# The session must be the same, and idle since the same moment: its process id may have been reused, or its owner may be using
+# it again.
 _END = (
     "SELECT pg_catalog.pg_terminate_backend(a.pid, 5000) FROM pg_catalog.pg_stat_activity AS a WHERE a.pid = CAST({0} AS integer)"
     f" AND a.state = 'idle' AND {microseconds_sql('a.backend_start')} = CAST({{1}} AS double precision)"
@@ -113,7 +114,7 @@ class LeakedSession:
     query: str
 
     def is_same(self, other: LeakedSession) -> bool:
-        """Return whether it is the same session, and was not used in the meantime."""
+        """Return whether the other session is the same one, and was not used in the meantime."""
         return (self.backend_pid, self.started, self.since) == (other.backend_pid, other.started, other.since)
 
 
@@ -123,7 +124,7 @@ class Released:
 
     Attributes:
         sessions: the sessions that were ended.
-        audited: whether that was recorded; false if there are no tables.
+        audited: whether the ends of the sessions were recorded; false if there are no tables.
     """
 
     sessions: tuple[LeakedSession, ...]
@@ -213,7 +214,8 @@ def _end(connection: Connection, order: ReleaseRequest, session: LeakedSession, 
         command = "GRANT pg_signal_backend TO <role>"
         raise SchemaError(
             f"this role may not end the session of backend {session.backend_pid}: {message_of(error)}. Run {command}, or release"
-            f" the lock as the holder's own role (only a superuser can end the session of a superuser). {f'{before} sessions were ended before' if before else 'Nothing was done'}",
+            " the lock as the holder's own role (only a superuser can end the session of a superuser)."
+            f" {f'Number of sessions ended before this error: {before}' if before else 'Nothing was done'}",
             needed=VERSION,
             command=command,
             sqlstate=NO_RIGHT,

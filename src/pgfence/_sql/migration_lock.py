@@ -1,4 +1,4 @@
-"""Query what the holders of a migration lock are doing, and whether a transaction has written anything."""
+"""Query what the sessions that hold a migration lock are doing, and whether a transaction has written anything."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ _LOCKS = (
     " prepared AS (SELECT k.vx, x.gid, x.prepared, x.owner FROM locks AS k JOIN pg_catalog.pg_prepared_xacts AS x"
     " ON x.transaction = k.xid WHERE k.pid IS NULL)"
 )
-# A session that is outside a transaction has no local transaction id, so its lock is a session lock. Of one that is inside a
-# transaction, the server does not show which of the two its lock is.
+# A session that is outside a transaction has no local transaction id, so its lock is a session lock. If a session is inside a
+# transaction, the server does not show whether its lock is a session lock or a transaction lock.
 _OUTSIDE = "pg_catalog.right(h.vx, 2) = '/0'"
 _MINE = "s.backend_pid = h.pid AND s.kind = 'session lock'"
 _HELD = (
@@ -98,7 +98,7 @@ _HELD = (
 # Without filters, the first rows are enough, because the other joins only add columns to them.
 _FIRST = " ORDER BY waited DESC, since NULLS LAST, h.value LIMIT (SELECT q.rows FROM q)"
 _AT = "(SELECT q.at FROM q)"
-# The oldest of each branch are enough for the limit, and no more are passed on.
+# The oldest rows of each branch are enough for the limit, so the others are not passed on.
 _OLDEST = ' ORDER BY {since}, {name} COLLATE "C" LIMIT (SELECT q.rows FROM q)) AS {table}'
 _LEASE_KIND = "COALESCE(NULLIF(l.kind, 'session lock'), 'lease')"
 _LEASE_STATE = (
@@ -227,7 +227,7 @@ class HoldQuery:
         kinds: the kinds of holds, or None for all.
         states: the states of holds, or None for all.
         limit: the largest number of holds, or None for all.
-        known: keys of this and of other programs, with a name and a kind (None: not known).
+        known: keys of this and of other programs, each with a name and a kind (None if the kind is not known).
     """
 
     place: TableNames

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
 
 _NOWHERE = "00000000-0000-0000-0000-000000000000"
-# A renewal waits until its commit is on disk, and on a synchronous standby. So does this statement, because it writes a message to
-# the WAL; it changes no table. The server function raises synchronous_commit, as for a renewal.
+# A renewal waits until its commit is on disk, and on a synchronous standby. This statement waits for the same, because it
+# writes a message to the WAL. It changes no table. The server function raises synchronous_commit, as for a renewal.
 _FLUSH = "SELECT pg_catalog.pg_logical_emit_message(true, 'pgfence', '') IS NOT NULL"
 _ROW = (
     "SELECT COALESCE(l.kind, 'lease'), l.ttl, l.released_at IS NULL AND l.expires_at > pg_catalog.clock_timestamp(),"

@@ -62,6 +62,6 @@ def ask_to_resign(connection: Connection, request: ResignRequest) -> Holder | No
         if asked[0] is None:
             raise ValueError(
                 f"{unqualify_name(request.name)!r} is held by a {found.holders[0].kind if found.holders else 'lease'}, not by"
-                " the leader of an election: only a leader can be asked to resign. Use evict()"
+                " the leader of an election: only a leader can be asked to resign. To end this hold, use evict()"
             )
         return next((holder for holder in found.holders if holder.token == asked[0]), None)

@@ -125,7 +125,7 @@ class ServerInfo:
 
 
 UNKNOWN = ServerInfo(0, False, "", 0, 1.0, 0, 0, 0, "", {}, False)
-"""The facts before anything was read."""
+"""The facts of a connection from which nothing has been read yet."""
 
 
 def build_set_up(place: TableNames, style: ParamStyle) -> str:
@@ -212,7 +212,11 @@ def judge_session(
         ' or, if the pooler gives each client a dedicated server session, declare it: configure(engine, pooler="session")'
     )
     if pooler == "transaction" or other_pid == facts.backend_pid:
-        seen = "two clients were served by one backend" if other_pid == facts.backend_pid else "as configured"
+        seen = (
+            "two clients were served by one backend"
+            if other_pid == facts.backend_pid
+            else "the configuration declares it"
+        )
         return PoolerError(
             f"session locks cannot work behind a pooler in transaction mode ({seen}): lock and unlock would reach"
             f" different backends. {ways}",

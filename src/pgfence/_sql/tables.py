@@ -197,7 +197,8 @@ def judge(row: Row, place: TableNames, version: int = 1) -> SchemaError | None:
     where = place.describe(*there)
     if found is None or found < version:
         return SchemaError(
-            f"pgfence's tables {where} have version {found or 0} and this release needs {version}: run `{place.command}` or"
+            f"pgfence's tables {where} have version {found or 0}, but this release needs version {version}: run"
+            f" `{place.command}` or"
             " call pgfence.schema.create_all(engine)",
             found=found,
             needed=version,

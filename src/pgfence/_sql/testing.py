@@ -45,11 +45,11 @@ READ_CLOCK = text("SELECT extract(epoch FROM pg_catalog.clock_timestamp())::doub
 
 
 def build_expiry(place: TableNames) -> TextClause:
-    """Return the statement that lets leases be expired since a second, as if that much time had passed.
+    """Return the statement that changes leases as if they had expired a second ago.
 
     It takes their names, and their tokens or NULL for any token.
 
-    The time until which no other holder gets the lease moves with it, so a `lock_delay` lasts as long as after a real expiry.
+    The time before which no other holder gets the lease is moved too, so a `lock_delay` lasts as long as after a real expiry.
     """
     return text(
         f"UPDATE {place.name('lease')} AS l SET expires_at = l.expires_at - n.passed, free_at = l.free_at - n.passed"

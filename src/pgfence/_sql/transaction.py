@@ -273,7 +273,7 @@ class Stay(NamedTuple):
         return cls(connection, connection.get_transaction())
 
     def has_ended(self) -> bool:
-        """Return whether it has ended, as far as SQLAlchemy and the driver know, without a round trip."""
+        """Return whether the transaction has ended, as far as SQLAlchemy and the driver know, without a round trip."""
         connection, root = self
         if connection.closed or connection.invalidated or root is None or connection.get_transaction() is not root:
             return True

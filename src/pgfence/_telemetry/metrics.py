@@ -19,7 +19,7 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 """The boundaries of the histograms, in seconds."""
 
 
-# Metrics are compared by identity, because a hash of all fields would be computed for each event.
+# Metrics are compared by identity, because comparison by value would hash all fields for each event.
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
     """One metric. Every metric also has the attribute `db.namespace`, the name of the database."""

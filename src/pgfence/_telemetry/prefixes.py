@@ -27,5 +27,5 @@ class Prefixes:
         return value
 
     def find(self, name: str | None) -> str:
-        """Return the part of a name before the first colon, slash or number sign, for the first name of several."""
+        """Return the part of the first name before its first colon, slash or number sign."""
         return self.limit(_END.split(name or "", maxsplit=1)[0])

@@ -47,7 +47,7 @@ _DURATIONS = {
     "pause": metrics.PAUSE,
 }
 _MAXIMA = (metrics.HOLD_AGE, metrics.LOCK_TABLE_USAGE, metrics.LOCK_TABLE_LIMIT)
-"""Gauges that report the largest value, if several managers have one. The values of the other gauges are added."""
+"""The gauges that report the largest of the values of several managers. For the other gauges, the values are added."""
 
 
 class Samples:
@@ -74,7 +74,7 @@ class Recorder:
         from opentelemetry.metrics import Observation
 
         self._observation: type[Observation] = Observation
-        # The bound matters only in a forked child whose parent held the lock at that moment.
+        # The maximum length matters only in a forked child whose parent held the lock at the fork.
         self.pending: deque[Pending] = deque(maxlen=10 * MOST_PENDING)
         self._lock = threading.Lock()
         self._pid = PROCESS.known_pid
@@ -126,7 +126,7 @@ class Recorder:
     # ------------------------------------------------------------ where metrics are collected
 
     def _read_counts(self, metric: Metric) -> dict[Values, float]:
-        # The SDK calls this before it collects the histograms, so what happened until now is in this collection.
+        # The SDK calls this before it collects the histograms, so this collection includes everything that has happened so far.
         if self._count_pending(wait=1.0):
             self._record_samples()
         return dict(self._counts[metric])

@@ -1,4 +1,4 @@
-"""Find the classes that a result may contain, which are those that its annotation refers to."""
+"""Find the classes that a result may contain: those that its annotation refers to."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def check_result(value: object, annotation: object, what: str) -> None:
 
 
 def _find_mismatch(value: object, annotation: object) -> str | None:
-    """Return what was found instead of the declared type, or None if the value matches, or if that is not known."""
+    """Return what was found instead of the declared type, or None if the value matches or cannot be checked."""
     if annotation in _ACCEPTED:
         return None if isinstance(value, _ACCEPTED[annotation]) else _describe(value)
     origin, arguments = get_origin(annotation), get_args(annotation)

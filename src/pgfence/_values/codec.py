@@ -158,7 +158,7 @@ class Codec(Generic[T]):
                 held = {one: self._write(getattr(value, one)) for one in names if hasattr(value, one)}
                 return {"$c": name, "v": held, "unset": [one for one in names if one not in held]}
         if isinstance(value, Enum):
-            # `_name_`, because a class may define its own `name`. A combination of flags is not a member.
+            # `_name_` is used, because a class may define its own `name`. A combination of flags is not a member.
             if type(value).__members__.get(value._name_) is value:
                 return {"$c": name, "m": value._name_}
             return {"$c": name, "v": self._write(value.value)}
@@ -205,7 +205,7 @@ class Codec(Generic[T]):
 
 def _rebuild(kind: type[Any], names: tuple[str, ...] | None, found: dict[str, Any]) -> object:
     """Create a dataclass or model as the copy module does."""
-    # Without validation and `__post_init__`, which ran when the result was created.
+    # Validation and `__post_init__` are skipped, because they ran when the result was created.
     stored, made = found["v"], object.__new__(kind)
     fields = names if names is not None else kind.model_fields
     try:

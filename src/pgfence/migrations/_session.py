@@ -47,7 +47,7 @@ log = logging.getLogger("pgfence.migrations")
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 0.3
 LOG_EVERY = 10.0
 
-UNKNOWN = "Nothing is known about the migration lock"
+UNKNOWN = "The state of the migration lock is unknown"
 
 
 class MigrationLock:

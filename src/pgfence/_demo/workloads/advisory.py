@@ -20,7 +20,7 @@ TRANSFERS_OF_A_JOB = 10
 
 
 def work(context: WorkerContext) -> None:
-    """Do one job: some transfers between the accounts of a till."""
+    """Do one job: several transfers between the accounts of a till."""
     till = context.accounts.till(context.chance)
     key = TILL(till.start)
     context.ask(key.label)
