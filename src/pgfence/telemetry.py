@@ -24,7 +24,7 @@ _ATTRIBUTE = "_pgfence_telemetry"
 _SCOPE = "pgfence"
 
 _RECORDERS: weakref.WeakKeyDictionary[object, Recorder] = weakref.WeakKeyDictionary()
-"""The recorder of each meter provider. Engines share one, because a meter has each instrument once."""
+"""The recorder of each meter provider. Engines share a recorder, because a meter has each instrument only once."""
 
 
 class _Global:

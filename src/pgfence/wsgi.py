@@ -49,9 +49,9 @@ class IdempotencyMiddleware:
         )
 
     Guarantees, arguments and responses are the same as for `pgfence.asgi.IdempotencyMiddleware`, with an Engine, a WSGI
-    application, and a `principal` that takes the WSGI environment and does not read the body. The path below the application's
-    root is `PATH_INFO`. Inside another IdempotencyMiddleware that has already claimed the key, this middleware claims and stores
-    nothing.
+    application, and a `principal` that takes the WSGI environment and does not read the body. Routes are matched against
+    `PATH_INFO`, the path below the application's root. Inside another IdempotencyMiddleware that has already claimed the key,
+    this middleware claims and stores nothing.
 
     An iterable, a generator, the function `write` and the server's file wrapper are supported. The whole output is collected
     before the response is stored and sent, and `close()` is called when the server has sent it. The status code is stored, but

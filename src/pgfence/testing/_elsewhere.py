@@ -105,7 +105,8 @@ class PgfenceHolds(Protocol):
             with pgfence_holds("report") as held:
                 assert write_report(engine) is None
 
-    Call it with names, or with one lock. It returns a context manager that yields the handle. It can be used in async tests, too.
+    Call the fixture with names, or with one lock. It returns a context manager that yields the handle, and can be used in async
+    tests too.
 
     Names are held as a session-level advisory lock, which excludes the `AdvisoryLock`, the `TransactionLock` and the
     `ReadWriteLock` of these names. A str is a name in the namespace of the test, if the test or one of its fixtures uses

@@ -62,8 +62,8 @@ class Versioned(_Guarded):
     error. update() of the class increments the version of every row that it writes, or is rejected; see `bulk` of
     `VersionedSession`.
 
-    The version is read together with whatever columns are loaded. If columns were loaded without it, for example by SQL text
-    that omits it, a write of the row is rejected.
+    The version is loaded together with any other columns. If columns were loaded without it, for example by SQL text that omits
+    it, a write of the row is rejected.
 
     Limitations: nothing is guaranteed about instances whose row is read again before the flush, because they then have the newer
     version. After a commit, expired instances are read again. Statements outside the ORM are not counted, unless
@@ -86,9 +86,9 @@ class Versioned(_Guarded):
     Raises:
         VersionConflictError: on writing in a `VersionedSession`, if the row is at another version or was deleted.
         StaleDataError: SQLAlchemy's own error, instead of VersionConflictError in a plain Session.
-        AttributeError: on assigning `version`, even in the constructor and in SQLModel's `model_validate` and
-            `sqlmodel_update`, because that would check nothing; use `load_for_version`. A version that a library drops because
-            it is not in its own list of fields is not detected.
+        AttributeError: on assigning `version`, even in the constructor and in SQLModel's `model_validate` and `sqlmodel_update`,
+            because the assignment would check nothing; use `load_for_version`. A version that a library drops because it is not
+            in its own list of fields is not detected.
         VersionRequiredError: on writing, if columns of the row were read without its version.
         SchemaError: on writing, if the row's version is NULL, or in mode "server" the trigger is missing. `command` fixes it.
         TypeError, ValueError: on mapping the class, if an attribute is unusable, there are two version columns, or a relationship

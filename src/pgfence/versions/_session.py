@@ -41,17 +41,18 @@ class VersionedSession(Session):
 
     Guarantees:
         If a flush fails because other processes have written rows of classes with `Versioned`, the error lists these rows and no
-        others, each with the version that was read and the current version. It does not matter how the flush was going to write
-        them, as a change or a deletion, by a cascade, by `post_update`, or as a new row under the key of a row that it deletes.
-        Unless `conflict_check` is "batch", these are the rows that the flush had reached when it met the first conflict. They are
-        read through the session's own connection, before the transaction, or the savepoint that contains the flush, is rolled
-        back. What precedes the savepoint remains usable. merge() of an instance that another session has read also compares its
-        version, and rejects an instance without a version if there is a row that it would overwrite.
+        others, each with the version that was read and the current version. The error lists a row no matter how the flush was
+        going to write it: as a change or a deletion, through a cascade or `post_update`, or as a new row under the key of a row
+        that it deletes. Unless `conflict_check` is "batch", only the rows that the flush had reached when it met the first
+        conflict are listed. They are read through the session's own connection, before the transaction, or the savepoint that
+        contains the flush, is rolled back. What precedes the savepoint remains usable. merge() of an instance that another
+        session has read also compares its version, and rejects an instance without a version if there is a row that it would
+        overwrite.
 
     Limitations:
         In REPEATABLE READ and SERIALIZABLE PostgreSQL itself rejects such a write with SQLSTATE 40001. The legacy methods
-        `bulk_save_objects` and `bulk_update_mappings` compare versions and list no rows. The session cannot track SQL text,
-        statements on session.connection() or triggers that write rows of its instances. Refresh these instances before you
+        `bulk_save_objects` and `bulk_update_mappings` compare versions but do not list the rows. The session cannot track SQL
+        text, statements on session.connection() or triggers that write rows of its instances. Refresh these instances before you
         change them, or the flush raises a PgfenceError. In a Session on a Connection, such a row counts as a conflict, because
         another session may have written it on that Connection.
 
