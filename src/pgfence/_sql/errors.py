@@ -111,8 +111,7 @@ def translate_error(
         where = "this server" if engine is None else describe_server(engine)
         return context.read_only(
             f"{where} is read-only ({message_of(error)}): it is a standby, or a primary that is configured as read-only."
-            f" {context.on_primary}.  "
-            f"{SWITCHING}",
+            f" {context.on_primary}. {SWITCHING}",
             sqlstate=state,
         )
     if state == DEADLOCK_DETECTED and context.deadlock:
@@ -378,7 +377,7 @@ def is_login_rejected(state: str | None, reason: str) -> bool:
 
 
 def is_host_unknown(error: BaseException, reason: str) -> bool:
-    """Return whether the resolver has reported that the host does not exist, and not only that a name server did not respond."""
+    """Return whether the host is known not to exist. A name server that does not respond is not enough evidence."""
     if isinstance(error, socket.gaierror):
         return error.errno in _NO_SUCH_HOST
     return _UNRESOLVED.search(reason) is not None
