@@ -105,7 +105,7 @@ def test_locks_are_never_taken_by_a_filter_or_under_a_limit(text: str) -> None:
 @each_style
 @each_set
 def test_values_are_bound_as_the_driver_marks_them(keys: Any, style: ParamStyle) -> None:
-    """As many marks as values, in each text, and no key among the words."""
+    """Each text has as many parameter markers as values, and contains no key."""
     sql = LockSql(keys, style)
     for text, args in (
         (sql.try_text, (7, *sql.unlock_args)),
@@ -186,7 +186,7 @@ def test_a_try_on_another_backend_takes_nothing(
 
 @each_set
 def test_an_unlock_of_what_is_not_held_is_false(keys: Any, session: psycopg.Connection[Any]) -> None:
-    """C005: also when only the last of them is missing."""
+    """C005: the result is false even if only the last of the keys is not held."""
     sql = LockSql(keys, "format")
     assert [row[0] for row in rows(session, sql.unlock_text, sql.unlock_args)] == [False]
     session.execute(sql.try_text, (session.info.backend_pid, *sql.unlock_args))
@@ -252,7 +252,7 @@ def test_a_try_requests_no_key_after_a_rejected_one(
 
 
 def test_no_text_reads_the_list_of_keys_once_for_each_key(session: psycopg.Connection[Any]) -> None:
-    """For 300 keys no step of a plan looks at more than twice as many rows, all its loops together."""
+    """For 300 keys, no step of a plan reads more than 600 rows in all its loops together."""
     keys = SETS["hundreds"]
     sql = LockSql(keys, "format")
     asked = encode_keys(keys, "format")
@@ -291,7 +291,7 @@ def test_a_transaction_lock_requests_no_key_after_a_rejected_one(
 def test_a_hostile_search_path_changes_nothing(
     admin: psycopg.Connection[Any], session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
 ) -> None:
-    """Functions of the same name in front of PostgreSQL's own are not called."""
+    """Functions of the same name, in a schema that the search path finds first, are not called."""
     admin.execute("DROP SCHEMA IF EXISTS evil CASCADE; CREATE SCHEMA evil")
     for head in ("pg_try_advisory_lock(bigint)", "pg_advisory_unlock(bigint)"):
         admin.execute(f"CREATE FUNCTION evil.{head} RETURNS boolean LANGUAGE sql AS 'SELECT true'")

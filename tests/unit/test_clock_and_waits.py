@@ -1,4 +1,4 @@
-"""Rules about time, on a clock of the test's own."""
+"""Rules about time, tested with a fake clock."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_negative_or_undefined_timeout_is_rejected(value: float | timedelta) -
 
 
 def test_the_clock_never_goes_back_and_measures_seconds() -> None:
-    """Readings never decrease, and what passes between two of them is what the monotonic clock says."""
+    """Readings never decrease, and their differences equal those of the monotonic clock."""
     readings = [clock() for _ in range(10_000)]
     assert readings == sorted(readings)
     before, start = time.monotonic(), clock()
@@ -119,7 +119,7 @@ def test_the_first_wait_leaves_time_to_name_the_holder(length: float, left: floa
 
 @given(spans, st.integers(1, 100_000))
 def test_lock_timeout_is_never_0_nor_more_than_the_server_takes(length: float, keys: int) -> None:
-    """0 would wait forever and 2**31 be rejected; all keys together wait no longer than asked, down to 1 ms each."""
+    """0 would mean no limit, and the server rejects 2**31. All keys together wait as long as requested at most, each at least 1 ms."""
     limit = to_milliseconds(length, keys)
     assert 1 <= limit <= 2**31 - 1
     assert type(limit) is int
@@ -144,7 +144,7 @@ def test_a_nested_wait_lasts_a_minute_by_default() -> None:
 
 @given(spans)
 def test_a_pause_is_short_jittered_and_within_what_is_left(left: float) -> None:
-    """Between two polls lie 20 to 60 ms, or less where less is left."""
+    """The pause between two polls is 20 to 60 ms, or the time left if that is shorter."""
     length = pause(left)
     assert min(left, 0.02) <= length <= min(left, 0.06)
 

@@ -85,7 +85,7 @@ def test_a_sha256_hex15_key_is_the_hand_written_one(vector: dict[str, str]) -> N
     reason="needs pals, sqlalchemy-dlock and django-pglock (the dependency group bench)",
 )
 def test_the_recorded_keys_are_what_the_installed_packages_compute() -> None:
-    """If the packages are installed, the data file is computed again with them and compared."""
+    """If the packages are installed, they compute the keys again, which must equal those of the data file."""
     script = [sys.executable, str(DATA / "make_compat_vectors.py"), "--check"]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -126,7 +126,7 @@ def test_a_name_of_the_wrong_type_is_rejected(make: Callable[[Any], LockKey], na
 @every_row("make", ONE_NAME[1:])
 @every_row("name", [7, b"a"])
 def test_numbers_and_bytes_are_names_for_dlock_alone(make: Callable[[Any], LockKey], name: object) -> None:
-    """Where the other library takes no int or bytes as a name, it is a TypeError."""
+    """An int or bytes name raises TypeError if the other library does not accept it."""
     with pytest.raises(TypeError, match="must be a str"):
         make(name)
 
@@ -158,7 +158,7 @@ def test_the_second_half_of_a_rails_prefix_is_added_as_documented() -> None:
 
 @every_row("thing", [None, "postgresql://app:secret@db/app", create_engine("sqlite://"), Session()])
 def test_hashtext_asks_a_connection_and_nothing_else(thing: Any) -> None:
-    """An engine, a Session or a URL is a TypeError, without its text in the message."""
+    """An engine, a Session or a URL raises TypeError, and the message does not contain its text."""
     with pytest.raises(TypeError, match="Connection") as caught:
         hashtext_key(thing, "billing")
     assert "secret" not in str(caught.value)

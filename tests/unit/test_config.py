@@ -48,7 +48,7 @@ def test_nothing_configured_means_the_defaults(engine: Engine) -> None:
 
 
 def test_every_setting_is_found_again(engine: Engine) -> None:
-    """What configure() was given is what config_of() gives, times as seconds."""
+    """config_of() returns what was passed to configure(), with times in seconds."""
     other, heard = create_engine(URL), []
     configure(
         engine,
@@ -196,14 +196,14 @@ def test_a_bad_value_is_rejected_and_leaves_nothing_set(
 
 @pytest.mark.parametrize("value", [0, math.inf])
 def test_not_waiting_and_waiting_for_ever_are_defaults_one_may_choose(engine: Engine, value: float) -> None:
-    """0 and math.inf are timeouts like any other."""
+    """0 and math.inf are accepted as default timeouts."""
     configure(engine, default_timeout=value)
     assert config_of(engine).default_timeout == value
 
 
 @every_row("thing", ["postgresql://app:secret@db/app", None, 7, create_engine])
 def test_only_an_engine_can_be_configured(thing: object) -> None:
-    """A URL or a function is rejected by type, without its text in the message."""
+    """A URL or a function raises TypeError, and the message does not contain its text."""
     for call in (configure, config_of):
         with pytest.raises(TypeError, match="Engine") as caught:
             call(thing)

@@ -100,7 +100,7 @@ each = pytest.mark.parametrize(("error", "http_status", "retryable"), SAMPLES, i
 
 
 def test_every_class_has_a_sample() -> None:
-    """A new error class joins the table of this file."""
+    """Each error class is in the table of this file, so a new class must be added there."""
     classes = {c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, Exception)}
     assert classes == {type(error) for error, _, _ in SAMPLES}
 
@@ -131,7 +131,7 @@ def test_an_error_tells_the_web_and_a_retry_loop_what_to_do(
 
 
 def test_a_note_is_pickled_too() -> None:
-    """What was attached by add_note() is there after pickling."""
+    """Notes attached with add_note() survive pickling."""
     error = LockLostError("lost")
     error.add_note("the release failed as well")
     assert pickle.loads(pickle.dumps(error)).__notes__ == ["the release failed as well"]

@@ -72,7 +72,7 @@ def test_what_is_released_cannot_be_lost() -> None:
 
 
 def test_a_lost_hold_stays_lost_after_its_release() -> None:
-    """Its release is begun once, and the state does not pretend that all was well."""
+    """Its release begins once, and its state remains "lost"."""
     hold = make()
     hold.lose("killed")
     assert released(hold)
@@ -83,7 +83,7 @@ def test_a_lost_hold_stays_lost_after_its_release() -> None:
 
 
 def test_a_failing_listener_is_logged_and_the_lock_works(caplog: pytest.LogCaptureFixture) -> None:
-    """The other listeners are called, and the loss stays."""
+    """The other listeners are still called, and the hold stays lost."""
     hold, told = make(), []
 
     def fail() -> None:
@@ -108,7 +108,7 @@ def test_listeners_run_without_a_lock_of_pgfence() -> None:
 
 
 def test_the_lost_error_names_lock_and_reason() -> None:
-    """It carries names and reason, and says what that means for the work done."""
+    """The error has the names and the reason, and says what the loss means for work done since."""
     hold = make("a", "b")
     hold.lose("cut off")
     with pytest.raises(LockLostError, match=r"'a', 'b' was lost.*cannot be reached") as caught:
@@ -161,5 +161,5 @@ def test_of_many_threads_exactly_one_may_release_or_lose() -> None:
 
 
 def test_names_are_quoted_in_messages() -> None:
-    """So that spaces, commas and emptiness show."""
+    """Quotes make spaces, commas and empty names visible."""
     assert format_names(("a b", "c,d")) == "'a b', 'c,d'"

@@ -116,7 +116,7 @@ def test_an_invalid_key_is_rejected_with_words_for_the_client(values: list[str])
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=120).filter(str.strip))
 def test_every_printable_text_is_a_key_when_it_is_quoted(key: str) -> None:
-    """What a client quotes by the book comes out as it went in."""
+    """A key that the client quotes according to the RFC is parsed back to the same text."""
     quoted = key.replace("\\", "\\\\").replace('"', '\\"')
     assert parse_key([f'"{quoted}"']) == key
 
@@ -158,7 +158,7 @@ def test_a_route_matches_the_whole_path(route: str, matches: list[str], others: 
 
 
 def test_no_path_takes_long_to_compare() -> None:
-    """Who may not even have a key cannot keep a server busy with a path of 64 kB."""
+    """A client without a key cannot keep the server busy with a path of 64 kB."""
     ours = rules(routes=["/x/{p:path}/y/{a}/z", "/{a}/{b}/{c}/{d}/e", "/a-{b}-c/d*", "/{p:path}/y/z*"])
     for path in ("/x" + "/y/" * 20_000, "/" + "a" * 64_000, "/" * 64_000 + "\n\n", "/a" + "-" * 64_000, "/\n" * 30_000):
         ours.applies_to(request(path=path))
@@ -176,7 +176,7 @@ def test_a_route_that_could_never_match_is_rejected(routes: list[str]) -> None:
 
 @every_row("routes", ["/pay", [b"/pay"], [None]])
 def test_routes_are_texts(routes: Any) -> None:
-    """One text in the place of several would be read letter by letter."""
+    """A single str would otherwise be read as one route per character."""
     with pytest.raises(TypeError, match="route"):
         compile_routes(routes)
 
@@ -227,7 +227,7 @@ def test_unusable_arguments_are_rejected_in_the_constructor(options: Any, error:
 
 @every_row("announced", ["5" * 5000, "1048577", "101", "0" * 5000])
 def test_a_length_that_is_too_long_is_one_whatever_its_digits(announced: str) -> None:
-    """A length that no body can have is not parsed as a number."""
+    """A length with more digits than any body can have is rejected without parsing it as a number."""
     assert parse_length("99") == 99
     with pytest.raises(ProblemResponse) as told:
         rules().read_key(request(length=parse_length(announced)))
@@ -236,7 +236,7 @@ def test_a_length_that_is_too_long_is_one_whatever_its_digits(announced: str) ->
 
 @every_row("announced", ["", "-1", "+5", " 5", "0x10", "\u00b2", "\u0663"])
 def test_what_is_no_length_is_none(announced: str) -> None:
-    """Only digits are one."""
+    """A length consists of digits only; for any other text the result is None."""
     assert parse_length(announced) is None
 
 
@@ -294,7 +294,7 @@ def test_a_scope_keeps_principals_methods_and_paths_apart() -> None:
 
 
 def test_a_fingerprint_tells_query_type_and_body_apart() -> None:
-    """C102: what differs in any of them is another request."""
+    """C102: requests that differ in query, content type or body have different fingerprints."""
     ours = rules()
     asked = [
         (request(), b"ab"),
@@ -311,7 +311,7 @@ def test_a_fingerprint_tells_query_type_and_body_apart() -> None:
 
 
 def test_what_belongs_to_the_connection_or_the_moment_is_not_kept() -> None:
-    """All other headers are, repeated ones too, in their order."""
+    """All other headers are stored, including repeated ones, in their order."""
     headers = [
         ("Location", "/payments/1"),
         ("Set-Cookie", "session=1"),
@@ -399,7 +399,7 @@ def test_a_waiter_gets_the_time_of_the_error_in_whole_seconds() -> None:
     ],
 )
 def test_a_rejection_is_a_problem_response_without_secrets(error: Any, status: int) -> None:
-    """What an error says is for the log."""
+    """The message of an error is only logged."""
     reply = build_refusal(error, "POST /pay")
     assert reply.status == status
     assert b"secret" not in reply.body

@@ -315,7 +315,7 @@ def test_a_model_without_a_field_is_rejected_by_name() -> None:
 
 
 def test_two_classes_of_one_name_are_distinguished() -> None:
-    """They are stored with their module."""
+    """Instances of such classes are stored with the names of their modules."""
     other = Enum("Money", {"ONE": 1}, module="elsewhere")  # type: ignore[misc]
     codec = Codec.of(Money | other)  # type: ignore[operator]
     for value in (Money(Decimal(1)), other.ONE):  # type: ignore[attr-defined]
@@ -336,7 +336,7 @@ def test_a_uuid_of_a_driver_becomes_a_plain_one() -> None:
 
 
 def test_a_day_is_no_moment() -> None:
-    """`date` and `datetime` are kept apart."""
+    """A `date` and a `datetime` are stored as different types."""
     codec = Codec.of(None)
     for value in (date(2026, 1, 2), datetime(2026, 1, 2)):  # noqa: DTZ001
         assert type(codec.decode(codec.encode(value))) is type(value)

@@ -122,14 +122,14 @@ def test_different_requests_have_different_fingerprints(one: Any, other: Any) ->
 
 @given(st.dictionaries(st.text(), st.one_of(st.text(), st.integers(), st.none()), min_size=2), st.randoms())
 def test_the_order_of_a_dict_does_not_count(payload: dict[str, Any], order: random.Random) -> None:
-    """Any dict, shuffled."""
+    """Any dict has the same fingerprint after its keys are shuffled."""
     items = list(payload.items())
     order.shuffle(items)
     assert fingerprint(dict(items)) == fingerprint(payload)
 
 
 def test_it_stays_the_same_from_release_to_release() -> None:
-    """What is stored today is compared with what is computed tomorrow."""
+    """A stored fingerprint is compared with one that a later release computes."""
     payload = {
         "n": [1, 1.5, Decimal("2.50")],
         "t": NOON,
@@ -187,7 +187,7 @@ def test_these_are_not(key: str) -> None:
 
 
 def test_a_key_is_a_text() -> None:
-    """A number is none, and neither is nothing."""
+    """A number or None is not a key."""
     for key in (None, 7, b"k"):
         with pytest.raises(TypeError, match="must be a str"):
             check_key(key, "the key")

@@ -179,7 +179,7 @@ def test_marks_and_typed_dicts_count_as_what_their_values_are() -> None:
 
 @every_row("annotation", [Never, NoReturn, LiteralString, Self, EmailStr, TypeVar("T"), Mapping[str, Line] | str])
 def test_what_says_nothing_is_no_rejection(annotation: Any) -> None:
-    """The values tell."""
+    """If the annotation names no class, only the values decide."""
     same(annotation, "a")
 
 
@@ -328,7 +328,7 @@ def test_a_class_that_is_not_defined_yet_is_reached_when_it_is(later: Any) -> No
 
 
 def test_a_function_may_be_decorated_before_its_result_is_defined(later: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C105: its calls know the class."""
+    """C105: calls resolve the class that was defined after the decoration."""
     asked: list[Any] = []
 
     def ask(*_: Any, result: Any, **__: Any) -> Ready:

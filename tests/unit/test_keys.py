@@ -154,7 +154,7 @@ def test_an_unusable_name_among_many_is_rejected_like_one_alone(bad: object) -> 
 
 
 def test_ready_keys_and_other_texts_among_many_are_resolved_too() -> None:
-    """A lock of many names takes everything that one of a few takes."""
+    """A lock of many names accepts the same arguments as a lock of a few names."""
     plain = [f"n{n}" for n in range(200)]
     found = resolve([*plain, Colour.RED, LockKey.pair(1, 2), LockKey.raw(LockKey.of("n7").value)], "space")
     assert len(found) == 203

@@ -1,4 +1,4 @@
-"""How long a lease is believed in: rules in numbers, for every TTL and every delay."""
+"""How long a lease is trusted: rules about numbers, for every TTL and every delay."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_lease_survives_an_outage_that_begins_before_a_renewal(outage: float, 
 
 @given(st.floats(min_value=0, max_value=1e6))
 def test_a_renewal_that_hangs_leaves_time_for_another(left: float) -> None:
-    """C082: a statement gets half of what is left where that is a second or more; never more than is left."""
+    """C082: if at least a second is left, a statement gets half of it, and never more than is left."""
     patience = terms.compute_statement_budget(left)
     assert 0 <= patience <= left
     assert patience <= terms.LONGEST_STATEMENT
@@ -74,7 +74,7 @@ def test_a_renewal_that_hangs_leaves_time_for_another(left: float) -> None:
 
 @given(ttl=TTLS, share=st.floats(min_value=0, max_value=1), delay=st.floats(min_value=0, max_value=1e6))
 def test_terms_that_go_together_are_taken_as_they_are(ttl: float, share: float, delay: float) -> None:
-    """What is in range comes out in seconds; the first grant is never longer than max_hold."""
+    """Values in range are returned in seconds, and the first grant is never longer than max_hold."""
     most = ttl / 2 + 1
     asked = terms.build_terms(
         ttl, max_hold=timedelta(seconds=most), min_hold=min(share * ttl, ttl / 2), lock_delay=delay
@@ -106,24 +106,24 @@ def test_terms_that_go_together_are_taken_as_they_are(ttl: float, share: float, 
     ],
 )
 def test_terms_out_of_range_are_rejected_with_advice(values: dict[str, Any], told: str) -> None:
-    """Each of them is a ValueError that says what is allowed."""
+    """Each raises a ValueError that says what is allowed."""
     with pytest.raises(ValueError, match=told):
         terms.build_terms(**{"ttl": 60, "max_hold": None, "min_hold": 0, "lock_delay": 0} | values)
 
 
 @every_row("value", ["60", None, True, 1j])
 def test_a_ttl_of_another_type_is_rejected(value: Any) -> None:
-    """Neither text nor a truth value is a length of time."""
+    """A str or a bool raises TypeError."""
     with pytest.raises(TypeError, match="ttl"):
         terms.ttl_of(value)
 
 
 def test_a_ttl_above_a_day_is_taken_as_a_timedelta() -> None:
-    """Who says timedelta means it; a number that large is more often milliseconds."""
+    """A TTL above a day is accepted as a timedelta; a number that large is more often a number of milliseconds."""
     assert terms.ttl_of(timedelta(days=2)) == 172_800
     assert terms.ttl_of(86_400) == 86_400
 
 
 def test_a_max_hold_without_end_is_none() -> None:
-    """`math.inf` and None say the same."""
+    """`math.inf` and None have the same meaning."""
     assert terms.build_terms(60, max_hold=math.inf, min_hold=0, lock_delay=0).max_hold is None

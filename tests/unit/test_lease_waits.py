@@ -1,4 +1,4 @@
-"""What a call of acquire for a lease says while it waits."""
+"""What a call of acquire for a lease logs while it waits."""
 
 from __future__ import annotations
 

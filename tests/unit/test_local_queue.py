@@ -183,7 +183,7 @@ def stand(queue: LocalQueue, *keys: LockKey, owner: Contender | None = None) -> 
 
 
 def test_an_entry_for_several_keys_must_be_first_for_all() -> None:
-    """The last of its queue to come free wakes it, once."""
+    """It is woken once, when it becomes first in the last of its queues."""
     queue, told = LocalQueue(), []
     one, two = stand(queue, A), stand(queue, B)
     both = stand(queue, A, B)
@@ -217,7 +217,7 @@ def test_a_waiter_that_gives_up_leaves_the_others_waiting() -> None:
 
 
 def test_a_deadlock_over_two_engines_is_found() -> None:
-    """C032: one holds A here and wants B there, the other holds B there and wants A here."""
+    """C032: one contender holds A on one engine and waits for B on another; a second contender holds B and waits for A."""
     here, there = LocalQueue(), LocalQueue()
     one, two = Contender("task"), Contender("thread")
     one.holds.append(stand(here, A, owner=one))  # type: ignore[arg-type]
@@ -248,7 +248,7 @@ def test_the_deadlock_check_stays_cheap_with_many_waiters() -> None:
 
 
 def test_a_chain_of_waits_is_walked_once() -> None:
-    """Many ways through the same contenders do not multiply: each place is passed once."""
+    """If many paths lead through the same contenders, each place is visited only once."""
     queue = LocalQueue()
     layers = [[Contender("task") for _ in range(2)] for _ in range(64)]  # 2**64 ways
     keys = [(LockKey.raw(2 * n), LockKey.raw(2 * n + 1)) for n in range(len(layers))]

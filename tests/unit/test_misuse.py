@@ -79,7 +79,7 @@ def test_a_noun_is_not_a_decorator(kind: str) -> None:
 
 @every_row("kind", ALL)
 def test_what_others_have_is_named_where_it_is(kind: str) -> None:
-    """`lock.release()` is the handle's here, and looks absent to hasattr()."""
+    """`lock.release()` raises an error that names the handle, and hasattr() returns False for it."""
     noun = ALL[kind]()
     missing = "acquire" if "Effect" in kind else "release"
     where = "handle, .*hold" if kind in HELD else "COMMIT or ROLLBACK" if "Transaction" in kind else r"run\(fn\)"
@@ -113,7 +113,7 @@ def test_wrap_needs_its_parentheses(kind: str) -> None:
 
 
 def test_the_hold_of_a_transaction_lock_is_not_a_decorator() -> None:
-    """As one it would guard nothing on a coroutine function."""
+    """As a decorator of a coroutine function, it would protect nothing."""
     for kind in ("TransactionLock", "AsyncTransactionLock"):
         with pytest.raises(TypeError, match="not a decorator"):
             OTHERS[kind]().hold()(print)
@@ -121,7 +121,7 @@ def test_the_hold_of_a_transaction_lock_is_not_a_decorator() -> None:
 
 @every_row("several", [("a", "b"), ["a"], {"a"}])
 def test_several_names_are_unpacked(several: Any) -> None:
-    """A tuple or list is not a name, and str() of it would be another one."""
+    """A tuple or list is rejected as a name, because its str() would be a different name."""
     for make in (
         lambda: pgfence.AdvisoryLock(ENGINE, several),
         lambda: pgfence.AsyncAdvisoryLock(ASYNC_ENGINE, several),
@@ -171,7 +171,7 @@ def test_a_session_or_its_factory_is_no_engine(given: Any, asynchronous: bool) -
     [ENGINE, ASYNC_ENGINE, sessionmaker(ENGINE), async_sessionmaker(ASYNC_ENGINE), "postgresql://nowhere/"],
 )
 def test_a_transaction_lock_needs_a_transaction(given: Any) -> None:
-    """An engine, a factory or a URL has none: the message names begin()."""
+    """An engine, a factory or a URL has no transaction, so the message refers to begin()."""
     for kind in (pgfence.TransactionLock, pgfence.AsyncTransactionLock):
         with pytest.raises(TypeError, match=r"TransactionLock\.begin\(\)"):
             kind(given, "a")

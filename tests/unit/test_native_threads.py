@@ -1,4 +1,4 @@
-"""Where no native threads run a heartbeat cannot beat, and that is said before a lease is asked for."""
+"""Without native threads the heartbeat cannot run, and an error says so before a lease is requested."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def test_a_process_with_native_threads_is_fine(
 
 
 def test_here_threads_are_native() -> None:
-    """The check lets an ordinary process pass."""
+    """The check accepts an ordinary process."""
     require_native_threads()

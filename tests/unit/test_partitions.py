@@ -105,7 +105,7 @@ def settle(owned: dict[int, list[int]], count: int) -> set[int]:
 
 
 def test_members_try_free_partitions_in_different_orders() -> None:
-    """Each begins at another place, and tries all of them."""
+    """Each member begins with a different partition, and tries all of them."""
     assert [rotate_free([0, 1, 2, 3, 4, 5], 3, rank) for rank in range(3)] == [
         [0, 1, 2, 3, 4, 5],
         [2, 3, 4, 5, 0, 1],

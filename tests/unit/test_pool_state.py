@@ -1,4 +1,4 @@
-"""How many connections there are, whose turn it is, and which are kept."""
+"""The number of connections, the order of the waiters, and which connections are kept."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_cold_and_the_dead_are_taken_out() -> None:
 
 
 def test_retiring_empties_the_warm_ones() -> None:
-    """They are handed out to be closed, once."""
+    """The idle connections are returned once, to be closed."""
     state: PoolState = PoolState(2)
     one, two = opened(state), opened(state)
     state.checkin(one)
@@ -117,7 +117,7 @@ def test_retiring_empties_the_warm_ones() -> None:
 
 
 def test_an_idle_connection_that_died_frees_its_slot() -> None:
-    """Its place comes free: by the one who finds it dead, or by the one who clears it away."""
+    """The slot becomes free when a caller finds the connection dead, or when the pool removes expired connections."""
     state: PoolState = PoolState(1)
     one = opened(state)
     state.checkin(one)

@@ -106,7 +106,7 @@ def test_a_failure_is_tried_again_with_everything_that_waits(now: Clock) -> None
 
 
 def test_a_locked_row_is_asked_for_again_without_a_loss(now: Clock) -> None:
-    """The one who wished for a renewal waits on; what was wished for since is not lost either."""
+    """The caller that requested a renewal keeps waiting, and later requests are not lost either."""
     queue = RenewalQueue()
     grant = make(now.now, 30, heartbeat="progress")
     queue.schedule.plan(grant)
@@ -219,7 +219,7 @@ def test_a_flood_of_notifications_does_not_keep_a_renewal_waiting(now: Clock) ->
 
 
 def test_nothing_is_listened_to_where_no_notification_comes_through(now: Clock) -> None:
-    """A pooler that was declared or found makes neither a connection nor a statement for it."""
+    """If a pooler was declared or detected, neither a connection nor a LISTEN is needed."""
     declared, found = RenewalQueue(listens=False), RenewalQueue()
     found.listeners.deaf = True
     for queue in (declared, found):

@@ -38,7 +38,7 @@ def test_a_pause_lies_between_nothing_and_a_bound_that_doubles(attempt: int) -> 
 
 @every_row(("attempt", "bound"), [(1, 0.005), (2, 0.010), (20, 0.5)])
 def test_pauses_are_spread_over_the_whole_span(attempt: int, bound: float) -> None:
-    """Those who met at one row do not meet again at one moment."""
+    """Transactions that conflicted on one row do not retry at the same moment."""
     pauses = sorted(pick_pause(attempt) for _ in range(2000))
     assert pauses[100] < bound / 10
     assert pauses[-100] > bound * 9 / 10
@@ -99,5 +99,5 @@ def test_a_commit_without_a_response_has_an_unknown_outcome(error: Exception) ->
 
 
 def test_a_rejected_commit_has_a_known_outcome() -> None:
-    """What a hook of the caller's raises says nothing about the connection."""
+    """An exception that the caller's hook raises says nothing about the connection."""
     assert not is_commit_unanswered(ZeroDivisionError())

@@ -109,7 +109,7 @@ def test_old_versions_are_rejected(number: int, refused: bool) -> None:
 
 
 def test_an_unsupported_server_is_said_to_be_that_first() -> None:
-    """A look-alike behind a pooler on a standby: no use in curing the pooler."""
+    """For a look-alike behind a pooler on a standby, the error is about the server, because fixing the pooler would not help."""
     bad = replace(GOOD, version="CockroachDB", standby=True)
     assert isinstance(judge_session(bad, 999, "transaction", 100), UnsupportedServerError)
 
@@ -154,7 +154,7 @@ def test_more_is_never_better(used: int, wanted: int, limit: int) -> None:
 
 @every_row("driver", sorted(DRIVERS))
 def test_known_drivers_have_their_way_of_marking_parameters(driver: str) -> None:
-    """Each driver that is known, and no other."""
+    """Each supported driver has a parameter style, and no other driver has one."""
     assert style_of(SimpleNamespace(name="postgresql", driver=driver)) in ("format", "numeric")  # type: ignore[arg-type]
 
 

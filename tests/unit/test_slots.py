@@ -149,14 +149,14 @@ def test_a_day_is_a_day_of_the_calendar() -> None:
 
 
 def test_weeks_begin_on_monday() -> None:
-    """Seven days are a week as people count it."""
+    """A slot of seven days begins on Monday."""
     weeks = Every(timedelta(days=7), VIENNA)
     assert weeks.current(vienna(2026, 11, 29, 23, 59)) == vienna(2026, 11, 23)
     assert weeks.after(vienna(2026, 11, 23)) == vienna(2026, 11, 30)
 
 
 def test_a_day_that_a_calendar_left_out_is_no_slot() -> None:
-    """Samoa had no 30 December 2011: the 29th is followed by the 31st."""
+    """Samoa skipped 30 December 2011, so the slot of the 29th is followed by that of the 31st."""
     apia = ZoneInfo("Pacific/Apia")
     days = Every(timedelta(days=1), apia)
     before = datetime(2011, 12, 29, tzinfo=apia).astimezone(UTC)
@@ -225,7 +225,7 @@ def test_a_slot_is_exact_where_clocks_go_back_by_half_an_hour() -> None:
 
 
 def test_hosts_in_any_local_zone_name_the_same_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The zone of the host plays no part."""
+    """The time zone of the host does not matter."""
     cron, now = Cron("0 7 * * *", VIENNA), utc(2026, 7, 1, 12)
     expected = cron.current(now)
     monkeypatch.setenv("TZ", "America/New_York")
@@ -271,7 +271,7 @@ def test_a_first_slot_that_died_is_not_forgotten() -> None:
 
 
 def test_a_slot_that_the_caller_names_is_due_until_it_is_done() -> None:
-    """With `at` no clock plays a part."""
+    """With `at`, no clock decides which slot it is."""
     assert due(TOMORROW, "last", TODAY, None, None) == Due(TOMORROW, None)
     assert due(TOMORROW, "last", TODAY, TOMORROW, TOMORROW) == Over(TOMORROW, "done", None)
 

@@ -118,7 +118,7 @@ def emit_attempt(bench: Bench, outcome: str) -> None:
     ],
 )
 def test_each_event_counts_in_its_metrics(event: str, details: dict[str, Any], expected: Any) -> None:
-    """What is counted, and with which attributes."""
+    """Each event is counted in the expected metrics, with the expected attributes."""
     bench = Bench()
     bench.emit(event, **details)
     assert bench.collect() == expected

@@ -71,7 +71,7 @@ def test_the_reference_lists_every_metric() -> None:
 
 
 def test_the_reference_explains_every_attribute() -> None:
-    """Each has a row with its values."""
+    """Each attribute has a row that lists its values."""
     page = REFERENCE.read_text(encoding="utf-8")
     names = {name for metric in metrics.METRICS for name in metric.attributes}
     assert names == set(re.findall(r"^\| `([a-z._]+)` \| [^|]+ \|$", page, re.MULTILINE))
@@ -90,7 +90,7 @@ def test_queries_use_metrics_and_labels_that_exist(file: str) -> None:
 
 
 def test_the_dashboard_shows_every_metric() -> None:
-    """Nothing is measured that nobody sees."""
+    """Every metric is in at least one panel."""
     shown = find_metrics("\n".join(list_queries()[DASHBOARD.name]))
     missing = [metric.name for metric in metrics.METRICS if not to_prometheus(metric) & shown]
     assert missing == []
