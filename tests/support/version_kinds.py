@@ -427,7 +427,7 @@ KINDS: dict[str, Kind] = {
         ("Page", 0),
     ),
     "row switch of a key": Kind(
-        "a new row under the key of a deleted row, in a table that has no columns other than the key and the version",
+        "a new row under the key of a row that the flush deletes, in a table that has no columns other than the key and the version",
         _all(_of("Parent", 0), _of("Link", 0)),
         _key_switch,
         {("Link", 0): 1},
