@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,54 @@ def test_importing_pgfence_imports_no_feature() -> None:
     loaded = python(program).split()
     features = ("_connections", "_leases", "_locks", "advisory", "lease", "once", "transaction", "versions")
     assert [name for name in loaded if name.startswith(tuple(f"pgfence.{room}" for room in features))] == []
+
+
+def test_pgfence_run_imports_no_lease_and_no_other_command() -> None:
+    """Its parser and the lock it holds by default load what they use. How long that takes decides when the command starts."""
+    loaded = python("import sys, pgfence.cli.app, pgfence.cli.run_command; print(*sys.modules)").split()
+    unused = (
+        "pgfence._admin",
+        "pgfence._leases.manager",
+        "pgfence._leases.request",
+        "pgfence._sql.lease",
+        "pgfence._sql.tables",
+        "pgfence.election",
+        "pgfence.lease",
+        "pgfence.once",
+        "pgfence.schema",
+        "pgfence.types",
+        "rich",
+        "sqlalchemy.ext",
+        "sqlalchemy.orm",
+    )
+    assert [name for name in loaded if name.startswith(unused)] == []
+    commands = {"audit", "demo", "doctor", "elect", "evict", "install", "keys", "ps", "purge", "stats"}
+    assert [name for name in commands if f"pgfence.cli.{name}" in loaded] == []
+
+
+def test_the_guard_of_a_command_imports_next_to_nothing() -> None:
+    """The command waits for it. `signal` and `contextlib` alone would take half of the interpreter's own start."""
+    folder = Path(__file__).parents[1] / "src/pgfence/cli"
+    program = f"import os, sys; before = {{*sys.modules}}; sys.path.append({str(folder)!r}); import guard"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"{program}; print(*sorted({{*sys.modules}} - before))"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == ["__future__", "guard"]
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="other interpreters have other garbage collectors")
+def test_the_console_script_collects_no_garbage_while_it_imports() -> None:
+    """Afterwards the collector runs again, and exempts what was imported."""
+    program = (
+        "import gc; gc.collect(); started = []; gc.callbacks.append(lambda phase, _: started.append(phase));"
+        " import sys; sys.argv = ['pgfence', '--version']; import pgfence_cli; pgfence_cli.main();"
+        " print(started, gc.isenabled(), gc.get_freeze_count() > 10_000)"
+    )
+    assert python(program).splitlines()[1:] == ["[] True True"]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,11 @@ def test_pytest_and_alembic_find_their_plugins() -> None:
     }
 
 
+def test_the_console_script_is_outside_the_package() -> None:
+    """It switches the garbage collector off before the package, and with it SQLAlchemy, is imported."""
+    assert PROJECT["scripts"] == {"pgfence": "pgfence_cli:main"}
+
+
 def test_each_excluded_version_has_a_reason() -> None:
     """Beside each `!=` of pyproject.toml a comment says what is wrong with that version."""
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")

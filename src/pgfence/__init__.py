@@ -40,7 +40,6 @@ from pgfence.errors import (
 )
 from pgfence.fence import fence, fenced
 from pgfence.keys import KeyFamily, LockKey, Name
-from pgfence.types import Event, Holder, Json, LeaseRef, LockEvent, OnLoss, ProcessPause, State
 
 if TYPE_CHECKING:
     from pgfence import compat, schema
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from pgfence.retrying import TransactionAttempt, in_transaction, run_transaction
     from pgfence.semaphore import AsyncPermit, AsyncSemaphore, Permit, Semaphore
     from pgfence.transaction import AsyncTransactionLock, TransactionLock
+    from pgfence.types import Event, Holder, Json, LeaseRef, LockEvent, OnLoss, ProcessPause, State
     from pgfence.versions import (
         IfMatch,
         Versioned,
@@ -216,25 +216,33 @@ _LATE = {
     "CatchUp": "pgfence.once",
     "Claimable": "pgfence.claims",
     "Election": "pgfence.election",
+    "Event": "pgfence.types",
     "Fenced": "pgfence.fence",
     "FencedHeld": "pgfence.fence.handles",
     "Heartbeat": "pgfence.lease",
     "Held": "pgfence._api.handles",
     "HeldLease": "pgfence.fence.handles",
+    "Holder": "pgfence.types",
     "Idem": "pgfence.idempotency",
     "IdempotentEffect": "pgfence.effects",
     "IfMatch": "pgfence.versions",
+    "Json": "pgfence.types",
     "Lease": "pgfence.lease",
+    "LeaseRef": "pgfence.types",
+    "LockEvent": "pgfence.types",
     "Member": "pgfence.election",
+    "OnLoss": "pgfence.types",
     "Once": "pgfence.once",
     "Op": "pgfence.idempotency",
     "Partitions": "pgfence.partitions",
     "Permit": "pgfence.semaphore",
+    "ProcessPause": "pgfence.types",
     "RateLimit": "pgfence.rate_limit",
     "ReadWriteLock": "pgfence.read_write",
     "Semaphore": "pgfence.semaphore",
     "Slot": "pgfence.once",
     "SlotOverError": "pgfence.once",
+    "State": "pgfence.types",
     "Term": "pgfence.election",
     "TransactionAttempt": "pgfence.retrying",
     "TransactionLock": "pgfence.transaction",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -72,7 +71,7 @@ WORDS = {
 
 def texts() -> list[str]:
     """Every text that is sent for a lock, with sample keys."""
-    found = [text for style in STYLES for text in astuple(advisory._TEXTS[style])]
+    found = [text for style in STYLES for text in advisory._TEXTS[style]]
     blocks = [
         text
         for keys in SETS.values()

@@ -65,7 +65,7 @@ def test_exceptions_of_listener_and_observer_are_logged(caplog: pytest.LogCaptur
 
 def test_without_a_listener_no_event_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the time is read, also if there is an observer."""
-    monkeypatch.setattr("pgfence._process.events.LockEvent", None)
+    monkeypatch.setattr("pgfence.types.LockEvent", None)
     monkeypatch.setattr("pgfence._process.events.datetime", None)
     hub = EventHub()
     assert not hub.active

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +71,7 @@ def test_a_declared_transaction_pooler_is_rejected_without_asking() -> None:
 
 def test_a_standby_does_not_exclude() -> None:
     """C046: rejected with the way to reach the primary, before poolers are considered."""
-    refusal = judge_session(replace(GOOD, standby=True), 999, "auto", 100)
+    refusal = judge_session(GOOD._replace(standby=True), 999, "auto", 100)
     assert isinstance(refusal, StandbyError)
     assert "primary" in str(refusal)
 
@@ -90,13 +89,13 @@ def test_a_standby_does_not_exclude() -> None:
 )
 def test_look_alikes_are_rejected(version: str) -> None:
     """Rule 20: a server that only speaks PostgreSQL's protocol is not PostgreSQL, whatever version it reports."""
-    refusal = judge_session(replace(GOOD, version=version), 100, "auto", None)
+    refusal = judge_session(GOOD._replace(version=version), 100, "auto", None)
     assert isinstance(refusal, UnsupportedServerError)
 
 
 def test_stub_functions_are_rejected() -> None:
     """Rule 20: a server that grants locks and shows none keeps none, whatever it calls itself."""
-    refusal = judge_session(replace(GOOD, locks_seen=0), 100, "auto", None)
+    refusal = judge_session(GOOD._replace(locks_seen=0), 100, "auto", None)
     assert isinstance(refusal, UnsupportedServerError)
     assert "exclude no other session" in str(refusal)
 
@@ -104,13 +103,13 @@ def test_stub_functions_are_rejected() -> None:
 @every_row(("number", "refused"), [(90624, True), (139999, True), (140000, False), (180006, False)])
 def test_old_versions_are_rejected(number: int, refused: bool) -> None:
     """Rule 20: before 14 some settings that a quiet holder needs do not exist."""
-    answer = judge_session(replace(GOOD, number=number), 100, "auto", None)
+    answer = judge_session(GOOD._replace(number=number), 100, "auto", None)
     assert isinstance(answer, UnsupportedServerError) == refused
 
 
 def test_an_unsupported_server_is_said_to_be_that_first() -> None:
     """For a look-alike behind a pooler on a standby, the error is about the server, because fixing the pooler would not help."""
-    bad = replace(GOOD, version="CockroachDB", standby=True)
+    bad = GOOD._replace(version="CockroachDB", standby=True)
     assert isinstance(judge_session(bad, 999, "transaction", 100), UnsupportedServerError)
 
 

@@ -14,7 +14,6 @@ from pgfence._process.clock import clock
 from pgfence._process.events import build_log_fields, emit_event
 from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence.errors import LockLostError, LockNotHeldError
-from pgfence.types import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
     from pgfence.errors import LossReason
     from pgfence.keys import LockKey
-    from pgfence.types import State
+    from pgfence.types import Holder, State
 
 
 SessionT = TypeVar("SessionT")
@@ -279,6 +278,8 @@ def _find_nothing() -> None:
 
 def describe_local_holder(key: LockKey, hold: Hold[Any]) -> Holder:
     """Return the description of a holder in this process."""
+    from pgfence.types import Holder  # as in `activity`
+
     return Holder(
         name=key.name,
         key=key,

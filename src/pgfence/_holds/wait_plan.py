@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pgfence._process.clock import Deadline, between
 
@@ -42,8 +42,7 @@ NESTED_LIMIT = 60.0
 """The default timeout of a task or thread that holds another lock, because deadlocks between processes are not detected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """One step of a wait, which is a slice in the server, or a pause before polling."""
 
     seconds: float

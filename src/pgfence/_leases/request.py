@@ -5,7 +5,6 @@ A request is a generator that yields statements and receives their rows, so that
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pgfence._holds.hold import format_names
 from pgfence._leases import terms
+from pgfence._leases.json_text import decode_json
 from pgfence._sql.activity import build_lease_holder
 from pgfence._sql.lease import lease_sql
 from pgfence.keys import unqualify_name
@@ -189,11 +189,6 @@ def warn_of_clock(claim: AcquireRequest, set_back: float | None) -> None:
         )
 
 
-def decode_json(text: str | None) -> Json:
-    found: Json = None if text is None else json.loads(text)
-    return found
-
-
 @cache
 def get_host() -> str:
     return socket.gethostname()
@@ -221,34 +216,7 @@ def read_adoption(claim: AcquireRequest, token: int, row: Row) -> tuple[AcquireR
         return str(outcome)
     found = replace(
         claim,
-        terms=replace(claim.terms, ttl=ttl),
+        terms=claim.terms._replace(ttl=ttl),
         identity=replace(claim.identity, purpose=purpose or ""),
     )
     return found, Granted(token, expires_at, remaining, hold_remaining, decode_json(checkpoint))
-
-
-def encode_json(value: object, what: str) -> str | None:
-    """Return a value as JSON that PostgreSQL accepts.
-
-    Raises:
-        TypeError: the value cannot be JSON.
-        ValueError: the value contains NaN, infinity, NUL or a lone surrogate.
-    """
-    if value is None:
-        return None
-    try:
-        text = json.dumps(value, allow_nan=False)
-    except TypeError as error:
-        raise TypeError(f"{what} must be JSON: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{what} must be JSON: {error}") from None
-    if "\\u0000" in text:
-        raise ValueError(f"{what} must not contain NUL: PostgreSQL's jsonb cannot hold it")
-    # json.dumps escapes a lone surrogate, which jsonb rejects. The full check is expensive, so it is done only for suspects.
-    if "\\ud" in text:
-        try:
-            json.dumps(json.loads(text), ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            found = error.object[max(0, error.start - 20) : error.end + 20]
-            raise ValueError(f"{what} must be valid Unicode, but it contains a lone surrogate: {found!r}") from None
-    return text

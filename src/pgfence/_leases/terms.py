@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from pgfence._process.clock import between, seconds
 
@@ -78,8 +77,7 @@ def compute_statement_budget(left: float) -> float:
     return min(left if left < 2 * SHORTEST_PATIENCE else left / 2, LONGEST_STATEMENT)
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseTerms:
+class LeaseTerms(NamedTuple):
     """The times that a lease is requested with, in seconds."""
 
     ttl: float

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pgfence._connections.connection import ConnectionGoneError, LockConnection
@@ -21,7 +20,7 @@ NO_CONNECTION = ": all connections for locks are in use; raise max_lock_connecti
 
 def translate_lock_error(session: LockConnection, error: Exception, sql: LockSql) -> Exception:
     """Return the exception to raise for an error while contending. The connection is closed, so nothing is held."""
-    context = replace(sql.context, lock_table=(session.facts.locks_used, session.facts.lock_limit))
+    context = sql.context._replace(lock_table=(session.facts.locks_used, session.facts.lock_limit))
     if told := translate_error(error, sql.row and sql.row[0], context):
         return told
     if session.dead or is_connection_lost(error):

@@ -6,8 +6,6 @@ import logging
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from pgfence.types import LockEvent
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
@@ -120,6 +118,8 @@ def emit_event(
         except Exception:
             log.exception(_FAILED)
     if events.listener is not None:
+        from pgfence.types import LockEvent  # without a listener nobody needs it
+
         events.notify(
             LockEvent(
                 event=event,

@@ -6,11 +6,10 @@ The texts are separate from the functions that send them, so that callers with a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._sql.params import from_microseconds, microseconds_sql, style_of
-from pgfence.types import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
     from pgfence._sql.params import ParamStyle, Row
     from pgfence.keys import LockKey
+    from pgfence.types import Holder
 
 # pg_locks shows the halves of a key as unsigned oids. Combined as one signed number they are `LockKey.value`.
 _VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"
@@ -52,8 +52,7 @@ _TABLE_USE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HolderTexts:
+class HolderTexts(NamedTuple):
     """The texts for one parameter style. All of them take the parameters from `build_arguments(keys)`."""
 
     holders: str
@@ -82,7 +81,11 @@ def decode(rows: Iterable[Row], keys: Iterable[LockKey]) -> list[Holder]:
     return [_build_holder(row, known[row[0], row[1]]) for row in rows]
 
 
+# `Holder` is imported where one is built, because creating the classes of that module takes longer than acquiring a lock, and a
+# holder is described only if the lock is busy.
 def _build_holder(row: Row, key: LockKey) -> Holder:
+    from pgfence.types import Holder
+
     _, _, mode, backend_pid, application_name, host, since, gid = row
     return Holder(
         name=key.name,
@@ -99,6 +102,8 @@ def _build_holder(row: Row, key: LockKey) -> Holder:
 
 def build_lease_holder(name: str, row: Row) -> Holder:
     """Return the holder for a row of `lease_sql(...).look`; `name` is without the namespace."""
+    from pgfence.types import Holder
+
     kind, owner, host, pid, backend_pid, application_name, purpose, token, since, expires_at = row
     return Holder(
         name=name,

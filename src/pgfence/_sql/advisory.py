@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._sql import activity
 from pgfence._sql.errors import ErrorContext
@@ -64,8 +63,7 @@ _UNLOCK_MANY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LockTexts:
+class LockTexts(NamedTuple):
     """The texts for one parameter style."""
 
     try_one: str

@@ -20,8 +20,9 @@ UNTRANSLATABLE = "22P05"
 BAD_BYTES = "22021"
 UNSUPPORTED = "0A000"
 _SHOWN = 40
-_BYTE = re.compile(r"0x([0-9a-f]{2})")
-_ESCAPES = re.compile(r"(?:\\u[0-9a-f]{4})+")
+# Compiled when they are used, as the patterns of `errors`.
+_BYTE = r"0x([0-9a-f]{2})"
+_ESCAPES = r"(?:\\u[0-9a-f]{4})+"
 
 
 class TextError(ValueError):
@@ -87,7 +88,7 @@ def _iterate_texts(values: object) -> Iterator[str]:
 def _find_culprit(said: str, texts: list[str]) -> str:
     """Return an excerpt of the text that the server rejected."""
     # In every language, the server's message contains the bytes of one character in UTF-8.
-    letter = bytes(int(byte, 16) for byte in _BYTE.findall(said)).decode(errors="ignore")[:1]
+    letter = bytes(int(byte, 16) for byte in re.findall(_BYTE, said)).decode(errors="ignore")[:1]
     forms = (letter, json.dumps(letter)[1:-1]) if letter else ()
     for text in texts:
         for form in forms:
@@ -98,7 +99,7 @@ def _find_culprit(said: str, texts: list[str]) -> str:
 
 
 def _cut(text: str) -> str:
-    plain = _ESCAPES.sub(lambda found: str(json.loads(f'"{found[0]}"')), text)
+    plain = re.sub(_ESCAPES, lambda found: str(json.loads(f'"{found[0]}"')), text)
     return repr(plain if len(plain) <= _SHOWN * 2 else f"{plain[: _SHOWN * 2]}...")
 
 

@@ -10,9 +10,8 @@ import contextlib
 import json
 import re
 import socket
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
@@ -47,7 +46,6 @@ from pgfence.errors import (
     UnreachableError,
 )
 from pgfence.keys import unqualify_name
-from pgfence.types import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,8 +57,7 @@ if TYPE_CHECKING:
 LOCK_OUTCOME_UNKNOWN = "The state of the lock is unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorContext:
+class ErrorContext(NamedTuple):
     """The purpose of a statement, where the meaning of its error depends on it.
 
     Attributes:
@@ -86,6 +83,7 @@ class ErrorContext:
     audit_rights: str = ""
 
 
+_NO_CONTEXT = ErrorContext()
 FENCE = ErrorContext(
     on_primary="A gate is entered where rows are written. Begin on the primary, in a read-write transaction",
     fewer_locks="Enter fewer gates in one transaction",
@@ -95,7 +93,7 @@ FENCE = ErrorContext(
 def translate_error(
     error: BaseException,
     place: TableNames | None,
-    context: ErrorContext = ErrorContext(),
+    context: ErrorContext = _NO_CONTEXT,
     engine: Engine | None = None,
 ) -> PgfenceError | None:
     """Return the exception for an error of a statement, or None if it is not an error that pgfence explains.
@@ -134,7 +132,7 @@ def translate_error(
 def raise_translated(
     error: BaseException,
     place: TableNames | None,
-    context: ErrorContext = ErrorContext(),
+    context: ErrorContext = _NO_CONTEXT,
     engine: Engine | None = None,
 ) -> None:
     """Raise the exception for an error of a statement, see `translate_error`. Return if `translate_error` returns None."""
@@ -161,14 +159,14 @@ def missing_tables_error(place: TableNames, needed: int, state: str | None, row:
     )
 
 
-_OWNED = re.compile(r"(?:must be owner of|permission denied for) (?:relation|table|view) (.+)")
-
-_VIEW_OF_SERVER = re.compile(r"permission denied for (?:relation|table|view) (pg_\w+)")
+# Patterns are compiled when they are used, because that takes longer than importing this module, and few programs see the errors.
+_OWNED = r"(?:must be owner of|permission denied for) (?:relation|table|view) (.+)"
+_VIEW_OF_SERVER = r"permission denied for (?:relation|table|view) (pg_\w+)"
 
 
 def _denial_error(said: str, place: TableNames, context: ErrorContext) -> SchemaError:
     if context.owner:
-        of = _OWNED.search(said)
+        of = re.search(_OWNED, said)
         command = "" if of is not None and not of[1].startswith(place.prefix) else place.command
         advice = (
             f"Run `{command}` or call pgfence.schema.create_all(engine) as a role with that right"
@@ -176,7 +174,7 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
             else "Run it as the owner"
         )
         return SchemaError(f"permission denied: {said}. {advice}", needed=VERSION, command=command, sqlstate=NO_RIGHT)
-    if view := _VIEW_OF_SERVER.search(said):
+    if view := re.search(_VIEW_OF_SERVER, said):
         command = f"GRANT SELECT ON pg_catalog.{view[1]} TO <role>"
         return SchemaError(
             f"permission denied: {said}. As a superuser, run: {command}", command=command, sqlstate=NO_RIGHT
@@ -240,6 +238,8 @@ def _translate_rejection(error: BaseException, state: str) -> PgfenceError | Non
 
 
 def _gate_timeout_error(detail: Mapping[str, Any]) -> LockTimeoutError:
+    from pgfence.types import Holder  # as in `activity`
+
     name, seconds = unqualify_name(str(detail["resource"])), detail["milliseconds"] / 1000
     holders = [
         Holder(
@@ -355,12 +355,12 @@ def translate_connect_error(
     return UnreachableError(f"{told} {otherwise}", sqlstate=state)
 
 
-_REJECTED = re.compile(
+_REJECTED = (
     r"server does not support SSL|rejected SSL upgrade|certificate verify failed|certificate file|bouncer config error|"
     r"authentication failed|no password supplied|no pg_hba\.conf entry|is not permitted to log in"
     r"|(?:role|database) \".*\" does not exist|no such (?:user|database)|permission denied for database"
 )
-_UNRESOLVED = re.compile(
+_UNRESOLVED = (
     "Name or service not known|nodename nor servname provided|No address associated with hostname|No such host is known"
 )
 _NO_SUCH_HOST = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
@@ -372,7 +372,7 @@ def is_login_rejected(state: str | None, reason: str) -> bool:
     libpq does not pass on the SQLSTATE, so the text decides. Messages in languages other than English are not recognized.
     """
     if state in (None, "08P01"):  # older releases of PgBouncer send only 08P01
-        return _REJECTED.search(reason) is not None
+        return re.search(_REJECTED, reason) is not None
     return state[:2] in ("28", "3D", "42")
 
 
@@ -380,7 +380,7 @@ def is_host_unknown(error: BaseException, reason: str) -> bool:
     """Return whether the host is known not to exist. A name server that does not respond is not enough evidence."""
     if isinstance(error, socket.gaierror):
         return error.errno in _NO_SUCH_HOST
-    return _UNRESOLVED.search(reason) is not None
+    return re.search(_UNRESOLVED, reason) is not None
 
 
 def find_connect_error(engine: Engine, error: Exception, otherwise: str) -> UnreachableError | None:

@@ -7,10 +7,9 @@ pooler could otherwise send its two halves to two servers.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from pgfence._sql.params import call, mark, name_of
 from pgfence._sql.semaphore import PermitSql, permit_sql
@@ -38,8 +37,7 @@ _FORGET = "text, text"
 _ADOPT = "text, text, bigint, text, text, text, integer"
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseSql:
+class LeaseSql(NamedTuple):
     """The texts for one set of tables and one parameter style.
 
     Attributes:
@@ -143,8 +141,7 @@ def read_unreleased(place: TableNames, style: ParamStyle) -> str:
 Verdict: TypeAlias = Literal["ok", "busy", "lost"]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseResult:
+class LeaseResult(NamedTuple):
     """The result of one renewal."""
 
     verdict: Verdict
@@ -197,8 +194,7 @@ _ACQUIRE_SLOT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SlotSql:
+class SlotSql(NamedTuple):
     """The texts for one set of tables and one parameter style.
 
     Attributes:

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 
 _HARMLESS = ("SELECT", "INSERT", "UPDATE", "DELETE", "WITH")
 _NAME = r'\s+(?P<name>"[^"]+"|[A-Za-z_]\w*)\s*;?\s*'
-_SAVEPOINT = re.compile(r"\s*SAVEPOINT" + _NAME, re.IGNORECASE)
-_RELEASE = re.compile(r"\s*RELEASE(?:\s+SAVEPOINT(?=\s))?" + _NAME, re.IGNORECASE)
-_ROLLBACK_TO = re.compile(r"\s*ROLLBACK(?:\s+(?:WORK|TRANSACTION))?\s+TO(?:\s+SAVEPOINT(?=\s))?" + _NAME, re.IGNORECASE)
+# Not compiled here: that takes longer than creating a module, and most programs send no savepoint on such a connection.
+_SAVEPOINT = r"(?i)\s*SAVEPOINT" + _NAME
+_RELEASE = r"(?i)\s*RELEASE(?:\s+SAVEPOINT(?=\s))?" + _NAME
+_ROLLBACK_TO = r"(?i)\s*ROLLBACK(?:\s+(?:WORK|TRANSACTION))?\s+TO(?:\s+SAVEPOINT(?=\s))?" + _NAME
 _READING = "_pgfence_reading"
 _RECORDS = "_pgfence_records"
-_ENDS = re.compile(r"\b(?:ROLLBACK|ABORT|COMMIT|RELEASE|END|PREPARE)\b", re.IGNORECASE)
+_ENDS = r"(?i)\b(?:ROLLBACK|ABORT|COMMIT|RELEASE|END|PREPARE)\b"
 
 
 class TransactionRecord:
@@ -100,13 +101,13 @@ class TransactionRecord:
 
     def read(self, statement: str) -> None:
         """Update the record for a statement that is about to be sent."""
-        if found := _SAVEPOINT.fullmatch(statement):
+        if found := re.fullmatch(_SAVEPOINT, statement):
             self._savepoints.append((found["name"], self._keys.copy()))
-        elif found := _ROLLBACK_TO.fullmatch(statement):
+        elif found := re.fullmatch(_ROLLBACK_TO, statement):
             self._roll_back_to(found["name"])
-        elif found := _RELEASE.fullmatch(statement):
+        elif found := re.fullmatch(_RELEASE, statement):
             self._cut(found["name"])
-        elif _ENDS.search(statement):
+        elif re.search(_ENDS, statement):
             self.forget()
 
     def _cut(self, name: str) -> dict[Hashable, Any] | None:

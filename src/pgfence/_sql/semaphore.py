@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._sql.params import call, mark, name_of
 
@@ -20,8 +19,7 @@ _RELEASE = "text[], text, bigint[]"
 _BY_ID = "text, text"
 
 
-@dataclass(frozen=True, slots=True)
-class PermitSql:
+class PermitSql(NamedTuple):
     """The texts for one set of tables and one parameter style.
 
     Attributes:

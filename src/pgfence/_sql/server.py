@@ -7,8 +7,7 @@ mislead an idle holder. `judge_session` evaluates the facts without I/O.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pgfence._sql.errors import standby_error
 from pgfence._sql.lock_names import has_names_sql
@@ -91,8 +90,7 @@ STARTED = "SELECT EXTRACT(epoch FROM pg_catalog.pg_postmaster_start_time())::tex
 LOCK_TABLE_USE = "SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks"
 
 
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
+class ServerInfo(NamedTuple):
     """The facts about a server and the session on it, read in one round trip."""
 
     backend_pid: int

@@ -38,7 +38,7 @@ FILES = {
     5: ("lease", "semaphore", "rate_limit", "partitions"),
     6: ("names",),
 }
-_CREATED = re.compile(r"^CREATE FUNCTION @(\w+)@", re.MULTILINE)
+_CREATED = r"(?m)^CREATE FUNCTION @(\w+)@"
 WHERE = "SELECT pg_catalog.current_database(), pg_catalog.current_setting('search_path')"
 """The query whose row `errors.missing_tables_error` takes."""
 
@@ -173,4 +173,4 @@ def _read_statements(name: str, since: int, place: TableNames) -> list[tuple[str
                 pieces[i] = place.name(what)
     whole = "".join(pieces)
     created = ["CREATE " + part.rstrip() for part in whole.split("\nCREATE ")[1:]]
-    return list(zip(_CREATED.findall(text), created, strict=True))
+    return list(zip(re.findall(_CREATED, text), created, strict=True))

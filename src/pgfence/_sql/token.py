@@ -18,7 +18,6 @@ from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.errors import ErrorContext, raise_translated
-from pgfence._sql.lease import lease_sql
 from pgfence._sql.params import call, mark
 from pgfence._sql.storage import LEASES
 from pgfence._sql.ticket_queue import HAS_TICKETS
@@ -76,6 +75,10 @@ class TokenSql(LockSql):
 
     def holders(self, connection: Connection) -> list[Holder]:
         """Return the holders of the key and of a lease with that name, which also blocks the lock, in two round trips."""
+        from pgfence._sql.lease import (
+            lease_sql,  # most programs with locks have no leases, and a lock is seldom described
+        )
+
         look = lease_sql(self.place, self.style).look
         try:
             with translate_text_errors(connection, self.name):

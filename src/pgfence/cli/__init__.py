@@ -37,8 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A name that the encoding of the terminal does not have must not end the command.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Modules are loaded once and stay. The garbage collector would need a tenth of the run time to search them.
+    # Modules are loaded once and stay, and the garbage collector would need a tenth of the run time to search them. So the
+    # modules that are already loaded are exempt, and the collector waits until far more than the other ones was created.
+    gc.freeze()
     gc.set_threshold(100_000)
+    gc.enable()
     code = _end_output(_perform(words))
     gc.freeze()
     return code

@@ -4,8 +4,8 @@ If `pgfence run` is killed with SIGKILL, the server frees the lock immediately, 
 command. So this second, small process ends the command and what it started with SIGTERM, and with SIGKILL after the grace
 period.
 
-It is run as a program (`python -I -S guard.py GRACE`) and imports nothing of pgfence, so that it starts quickly and `pkill -f
-"pgfence run"` does not match it. `pgfence run` ends it with SIGKILL.
+It is a program of its own (see `supervise`) and imports nothing of pgfence, so that it starts quickly and `pkill -f "pgfence run"`
+does not match it. `pgfence run` ends it with SIGKILL.
 
 The functions that find and end what a command started are also in this module, because `pgfence run` does the same when a lock is
 lost.
@@ -14,15 +14,17 @@ lost.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
-from contextlib import suppress
 
-# The command starts only after this process has started. Importing `typing` and `subprocess` would double that time.
+# The command starts only after this process has started. Importing `typing` and `subprocess` would double that time. `signal` and
+# `contextlib` add a third: they import enum and collections. So the module is used that `signal` wraps.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Callable, Iterable
+else:
+    import _signal as signal
 
 FORWARDED = (
     signal.SIGHUP,
@@ -56,11 +58,14 @@ def list_processes() -> dict[int, ProcessRow]:
     found = {}
     for name in os.listdir("/proc"):  # noqa: PTH208
         if name.isdecimal():
-            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
-                # The program's name before the last parenthesis may contain anything.
-                fields = file.read().rpartition(b") ")[2].split()
-                running = fields[0] not in {b"Z", b"X"}
-                found[int(name)] = ProcessRow(int(fields[1]), int(fields[2]), int(fields[19]), running)
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                    # The program's name before the last parenthesis may contain anything.
+                    fields = file.read().rpartition(b") ")[2].split()
+            except OSError:  # the process has ended
+                continue
+            running = fields[0] not in {b"Z", b"X"}
+            found[int(name)] = ProcessRow(int(fields[1]), int(fields[2]), int(fields[19]), running)
     return found
 
 
@@ -166,7 +171,3 @@ def main() -> None:
         ending = Ending(_Left(command).find, float(sys.argv[1]))
         while ending.step():
             time.sleep(PAUSE)
-
-
-if __name__ == "__main__":
-    main()

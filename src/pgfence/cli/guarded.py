@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 import signal
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._process.clock import clock
 from pgfence.cli.codes import Code
@@ -32,8 +31,7 @@ class OnLost(StrEnum):
     WARN = "warn"
 
 
-@dataclass(frozen=True, slots=True)
-class GuardedCommand:
+class GuardedCommand(NamedTuple):
     """The command, the name of its lock, and what to do when the lock is lost.
 
     Attributes:

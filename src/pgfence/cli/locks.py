@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._leases.terms import SHORTEST_TTL
 from pgfence.advisory import AdvisoryLock
@@ -31,8 +30,7 @@ SLOT_VARIABLE = "PGFENCE_SLOT"
 RESUMED_VARIABLE = "PGFENCE_RESUMED"
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):
     """The kind of lock that the user wants. Options that were not given are None. Times are in seconds."""
 
     lease: bool = False

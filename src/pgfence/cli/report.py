@@ -9,7 +9,7 @@ import sys
 import textwrap
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
@@ -88,8 +88,7 @@ def as_data(holder: Holder) -> dict[str, str | int | None]:
     return known | {"since": holder.since.isoformat() if holder.since else None}
 
 
-@dataclass(frozen=True, slots=True)
-class Console:
+class Console(NamedTuple):
     """Writes lines to stderr, unbuffered. A closed pipe ends neither pgfence nor the command."""
 
     quiet: bool = False
@@ -115,8 +114,7 @@ class Console:
             self.warn(line)
 
 
-@dataclass(frozen=True, slots=True)
-class AdminReport(Generic[F]):
+class AdminReport(NamedTuple, Generic[F]):
     """The result of a command that ends a hold or frees a key.
 
     Attributes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._api.decorators import find_unsafe_time
 from pgfence._process.clock import clock
@@ -43,8 +42,7 @@ class OnUnreachable(StrEnum):
     RUN = "run"
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(NamedTuple):
     """The options of one call; times in seconds."""
 
     name: str
@@ -60,7 +58,7 @@ class RunOptions:
     on_lost: OnLost
     on_unreachable: OnUnreachable
     grace: float
-    terms: Terms = field(default_factory=Terms)
+    terms: Terms = Terms()
 
 
 def run(options: RunOptions, speaker: Console, environ: Mapping[str, str]) -> Report:

@@ -34,8 +34,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from pgfence._process.clock import clock
 from pgfence.cli import guard
@@ -53,6 +52,8 @@ LONGEST_SLEEP = 3600.0
 SAME_SIGNAL = 0.5
 ANSWER = 5.0
 PR_SET_CHILD_SUBREAPER = 36
+# Imported, not run as a script, because Python compiles a script at each start.
+_START_GUARD = "import sys; sys.path.append(sys.argv[2].rpartition('/')[0]); import guard; guard.main()"
 
 
 class Interrupted(BaseException):
@@ -63,8 +64,7 @@ class Interrupted(BaseException):
         self.signum = signum
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """How a command ended.
 
     Attributes:
@@ -116,7 +116,7 @@ class _Guard:
 
     def __init__(self, grace: float, *, in_our_group: bool) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, repr(grace)],
+            [sys.executable, "-I", "-S", "-c", _START_GUARD, repr(grace), guard.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

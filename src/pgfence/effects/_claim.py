@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pgfence._leases.request import AcquireRequest, Busy, Granted, Refused, decode_json, get_host, owner_of
+from pgfence._leases.json_text import decode_json
+from pgfence._leases.request import AcquireRequest, Busy, Granted, Refused, get_host, owner_of
 from pgfence._leases.terms import LeaseTerms
 from pgfence._sql.effects import effect_sql
 from pgfence.errors import AttemptLostError, IdempotencyKeyReusedError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast, overload
 
 from pgfence._api.handles import AsyncHeld, Held, _Handle
 from pgfence._api.inputs import unwrap_session
-from pgfence._leases.request import encode_json
+from pgfence._leases.json_text import encode_json
 from pgfence._process.coroutines import run_sync
 from pgfence.fence._entering import begin_fenced, begin_fenced_async, enter, save_checkpoint
 from pgfence.keys import SEPARATOR, qualify_name

@@ -8,8 +8,9 @@ from uuid import UUID
 
 from pgfence._api.inputs import check_choice, check_text
 from pgfence._leases import terms
+from pgfence._leases.json_text import encode_json
 from pgfence._leases.manager import LeaseManager
-from pgfence._leases.request import Identity, LeaseRequest, encode_json, holder_of
+from pgfence._leases.request import Identity, LeaseRequest, holder_of
 from pgfence.errors import UnreachableError
 from pgfence.keys import SEPARATOR, qualify_name, unqualify_name
 from pgfence.lease._engines import EngineSourceT

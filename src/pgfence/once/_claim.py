@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from pgfence._holds.hold import format_names
 from pgfence._leases.grant import log
+from pgfence._leases.json_text import decode_json
 from pgfence._leases.request import (
     AcquireRequest,
     Busy,
     Granted,
     Refused,
-    decode_json,
     get_host,
     holder_of,
     owner_of,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from pgfence._api.inputs import check_text
 from pgfence._holds.hold import format_names
 from pgfence._leases.answers import is_row_locked
-from pgfence._leases.request import Identity, LeaseRequest, Refused, encode_json
+from pgfence._leases.json_text import encode_json
+from pgfence._leases.request import Identity, LeaseRequest, Refused
 from pgfence._sql.activity import build_lease_holder
 from pgfence._sql.partitions import partition_sql
 from pgfence._sql.storage import LIMITS
