@@ -85,12 +85,10 @@ class LockKey:
     @classmethod
     def _make(cls, value: int, space: Literal["bigint", "pair"], name: str | None, hashed: str | None) -> LockKey:
         key = object.__new__(cls)
-        # This is written out for speed, because a lock of a thousand names creates a thousand keys.
-        fill = object.__setattr__
-        fill(key, "_value", value)
-        fill(key, "_space", space)
-        fill(key, "_name", name)
-        fill(key, "_hashed", hashed)
+        _SET_VALUE(key, value)
+        _SET_SPACE(key, space)
+        _SET_NAME(key, name)
+        _SET_HASHED(key, hashed)
         return key
 
     @classmethod
@@ -222,11 +220,21 @@ class LockKey:
         return f"<LockKey {self.label!r}, {self._space} {self._value}>"
 
 
+# A lock of a thousand names creates a thousand keys, and object.__setattr__ would look up each slot by its name.
+_SET_VALUE, _SET_SPACE, _SET_NAME, _SET_HASHED = (
+    vars(LockKey)[slot].__set__ for slot in ("_value", "_space", "_name", "_hashed")
+)
+_FIRST_8_OF_32 = struct.Struct(">q24x")
+
+
 def _hash_names(names: Sequence[str], namespace: str) -> list[LockKey]:
     """Return the keys of names that were already checked."""
+    sha256 = hashlib.sha256
     hashed = [namespace + SEPARATOR + name for name in names]
-    values = struct.unpack(f">{len(names)}q", b"".join([hashlib.sha256(text.encode()).digest()[:8] for text in hashed]))
-    return [LockKey._make(value, "bigint", name, text) for value, name, text in zip(values, names, hashed, strict=True)]
+    digests = b"".join([sha256(text.encode()).digest() for text in hashed])
+    values = [value for (value,) in _FIRST_8_OF_32.iter_unpack(digests)]
+    make = LockKey._make
+    return [make(value, "bigint", name, text) for value, name, text in zip(values, names, hashed, strict=True)]
 
 
 @lru_cache(maxsize=1024)
@@ -279,8 +287,9 @@ def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
         raise ValueError("a lock needs at least one name")
     if texts := _find_plain(names) if len(names) > _FEW else []:
         keys = _hash_names(texts, _check_text(namespace, "a namespace"))
-    else:
-        keys = [name if isinstance(name, LockKey) else LockKey.of(name, namespace=namespace) for name in names]
+        by_value = dict(zip([key._value for key in reversed(keys)], reversed(keys), strict=True))
+        return tuple([by_value[value] for value in sorted(by_value)])
+    keys = [name if isinstance(name, LockKey) else LockKey.of(name, namespace=namespace) for name in names]
     if len(keys) == 1:
         return (keys[0],)
     # The keys are sorted as numbers, because comparing two keys takes longer than hashing a name.

@@ -114,7 +114,7 @@ class LockSql:
     def __init__(self, keys: tuple[LockKey, ...], style: ParamStyle) -> None:
         self.keys = keys
         self.style: ParamStyle = style
-        self.places: tuple[Hashable, ...] = tuple(k.value if k.space == "bigint" else (k.value,) for k in keys)
+        self.places: tuple[Hashable, ...] = tuple([k._value if k._space == "bigint" else (k._value,) for k in keys])
         """The keys as plain values, which are cheap to hash."""
         self._texts = _TEXTS[style]
         self._base: int | None = None

@@ -42,7 +42,7 @@ def build_try(function: str, may_start: str) -> str:
 
 def encode_keys(keys: Sequence[LockKey], style: ParamStyle) -> tuple[int, object]:
     """Return how many of the sorted keys are bigints, and the array in the driver's format."""
-    values = [key.value for key in keys]
+    values = [key._value for key in keys]
     bigints = sum([key.space == "bigint" for key in keys]) if keys[-1].space == "pair" else len(keys)
     if style == "numeric":
         return bigints, values
