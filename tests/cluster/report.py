@@ -113,7 +113,7 @@ def _describe(results: Sequence[Result]) -> str:
     numbers = " and ".join(
         f"{_count_failovers(result)} failovers with {result['mode']} replication" for result in results
     )
-    return f"Measured on {newest['date']} in {numbers}, with {', '.join(versions)}."
+    return f"These figures were measured on {newest['date']} in {numbers}, with {', '.join(versions)}."
 
 
 def _count_failovers(result: Result) -> int:

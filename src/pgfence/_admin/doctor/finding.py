@@ -69,7 +69,10 @@ class CodeEntry(NamedTuple):
 
 
 CATALOGUE: Mapping[str, CodeEntry] = {
-    "server-version": CodeEntry("error", "pgfence uses functions and views that older servers do not have."),
+    "server-version": CodeEntry(
+        "error",
+        "pgfence needs PostgreSQL 14 or later, because it uses functions and views that older servers do not have.",
+    ),
     "standby": CodeEntry(
         "error", "A lock on a standby excludes no process on the primary, so every call raises StandbyError."
     ),
@@ -80,12 +83,12 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "pooler-undeclared": CodeEntry(
         "error",
-        "Session locks are safe only if the pooler gives each client a dedicated server session. pgfence cannot see that, so"
-        " AdvisoryLock, ReadWriteLock and migration_lock raise PoolerError.",
+        "Session locks are safe only if the pooler gives each client a dedicated server session. pgfence cannot see whether it"
+        " does, so AdvisoryLock, ReadWriteLock and migration_lock raise PoolerError.",
     ),
     "host-list": CodeEntry(
         "warning",
-        "While one host hangs, the driver does not try the next one in time. During such a failover calls raise"
+        "If one host of the list hangs, the driver does not try the next host in time. During a failover, calls then raise"
         " UnreachableError, and leases are lost although there is a new primary.",
     ),
     "target-session-attrs": CodeEntry(
@@ -99,13 +102,14 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "keepalives": CodeEntry(
         "warning",
-        "If a client vanishes without closing its connection, the server keeps its transaction, and with it transaction locks"
-        " and entered gates. pgfence sets keepalives only on the connections that it opens itself.",
+        "If a client vanishes without closing its connection, the server keeps the client's transaction open, with its"
+        " transaction locks and the gates that it has entered. pgfence sets keepalives only on the connections that it opens"
+        " itself.",
     ),
     "clock": CodeEntry(
         "warning",
-        "pgfence uses the server's clock, so locks are safe. However, `expires_at`, `since` and the slots of Once do not"
-        " match this host's logs. If the server's clock is the wrong one, a failover changes when leases expire.",
+        "pgfence uses the server's clock, so locks are safe even if the clocks differ. However, `expires_at`, `since` and the"
+        " slots of Once do not match this host's logs. If the server's clock is the wrong one, a failover changes when leases expire.",
     ),
     "idle-in-transaction": CodeEntry(
         "warning",
@@ -114,9 +118,9 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "idle-session-timeout": CodeEntry(
         "warning",
-        "The server ends the session of a holder that sends no statement for the time of the setting, and releases its session"
-        " lock. pgfence switches the setting off on its own connections, but not through a pooler and not on a connection of"
-        " yours.",
+        "The server ends the session of a holder that sends no statement for as long as the setting allows, and thereby"
+        " releases the holder's session lock. pgfence switches the setting off on its own connections, but not through a pooler"
+        " and not on a connection of yours.",
     ),
     "statement-timeout": CodeEntry(
         "info",
@@ -125,8 +129,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "synchronous-commit": CodeEntry(
         "warning",
-        "pgfence raises the setting for tokens, but your own transactions commit without waiting for the disk: after a crash of"
-        " the server, fenced writes and idempotent results that were acknowledged may be missing.",
+        "pgfence switches the setting on when it commits a token, but your own transactions commit without waiting for the"
+        " disk: after a crash of the server, fenced writes and idempotent results that were acknowledged may be missing.",
     ),
     "tables-missing": CodeEntry(
         "info",
@@ -134,7 +138,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
         " Advisory locks without a token and transaction locks do not.",
     ),
     "tables-elsewhere": CodeEntry(
-        "error", "Everything that needs the tables raises SchemaError, because they are not found."
+        "error", "Every call that needs the tables raises SchemaError, because it does not find them."
     ),
     "tables-outdated": CodeEntry("error", "Features that need the newer tables or functions raise SchemaError."),
     "tables-differ": CodeEntry("error", "Features that use the missing or altered objects raise SchemaError or fail."),
@@ -149,11 +153,12 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "leaked-locks": CodeEntry(
         "warning",
-        "An idle session that holds an advisory lock has often been returned to a connection pool without releasing it. No"
-        " other session can acquire that lock until the idle session ends.",
+        "An idle session that holds an advisory lock has often been returned to a connection pool without releasing the"
+        " lock. No other session can acquire that lock until the idle session ends.",
     ),
     "long-wait": CodeEntry(
-        "warning", "The process makes no progress, and what it holds itself keeps further processes waiting."
+        "warning",
+        "The waiting process makes no progress, and the locks that it holds itself keep other processes waiting.",
     ),
     "invalid-index": CodeEntry(
         "warning",
