@@ -133,7 +133,7 @@ class DeadlockError(PgfenceError):
 
 
 class PoolerError(PgfenceError):
-    """A connection pooler between client and server is configured in a way in which session locks do not work."""
+    """A connection pooler between client and server is configured so that session locks do not work."""
 
     def __init__(self, message: str, *, mode: PoolerMode = "unknown") -> None:
         super().__init__(message)
@@ -338,9 +338,9 @@ class IdempotencyInProgressError(PgfenceError):
 class AttemptLostError(PgfenceError):
     """This attempt has been superseded; its result was not stored.
 
-    Its claim has expired and `newest` has taken over, or an operator has freed the key. What the attempt has done outside the
-    database remains, and the provider can recognize it by the derived keys. `retry_after` is set, because the same call returns
-    the result of the newest attempt, or runs another one.
+    Its claim has expired and attempt `newest` has taken over, or an operator has freed the key. What the attempt has done outside
+    the database remains, and the provider can recognize it by the derived keys. `retry_after` is set, because the same call
+    returns the result of the newest attempt, or runs another one.
 
     For a claim of a row, `scope` is the table, `key` the primary key, `attempt` the token of the claim and `newest` that of the
     row.

@@ -60,8 +60,8 @@ def install_error_handlers(app: FastAPI) -> None:
     The response is `application/problem+json`, with the `http_status` of the error, a `code` for programs and a `detail` for
     people. The reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is `retryable`.
     Such a response is not stored by an `IdempotencyMiddleware`. The message of the error, which may name keys and holders, is not
-    sent but logged to `pgfence.fastapi`. From status 500 on, it is logged at ERROR with its traceback. In a WebSocket, the error
-    propagates. Call this function for each mounted application too, because it needs its own handlers.
+    sent but logged to `pgfence.fastapi`. If the status is 500 or above, it is logged at ERROR with its traceback. In a WebSocket,
+    the error propagates. Call this function for each mounted application too, because it needs its own handlers.
 
     The OpenAPI document lists these problems for the operations that use `idempotency_key`, `Idempotent` or `Locked`, that an
     `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also describes the request header
@@ -136,8 +136,8 @@ async def _as_documented(
     raise NotImplementedError
 
 
-# FastAPI reads this signature. The header is required in its document. pgfence checks it first, because FastAPI would respond
-# with 422 to a missing header.
+# FastAPI reads this signature and declares the header as required in its OpenAPI document. pgfence checks the header before
+# FastAPI does, because FastAPI would respond with 422 to a missing header.
 idempotency_key.__signature__ = inspect.signature(_as_documented)  # type: ignore[attr-defined]
 
 

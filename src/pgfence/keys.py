@@ -4,8 +4,8 @@ The key is the first 8 bytes, big-endian and signed, of SHA-256 over UTF-8(names
 byte order of the host does not matter, so every release, language and machine computes the same key. The text is used
 unchanged. It is not normalized, stripped or case-folded, so a composed and a decomposed "é" are two different names.
 
-PostgreSQL has two separate spaces of advisory lock keys, single bigint numbers and pairs of int4. Names use the first space.
-`LockKey.raw` and `LockKey.pair` return the keys of other programs.
+PostgreSQL has two separate spaces of advisory lock keys: single bigint numbers, and pairs of int4 numbers. Names use the first
+space. `LockKey.raw` and `LockKey.pair` return the keys of other programs.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
 def _find_plain(names: Sequence[Name]) -> list[str]:
     """Return the names if all are str that `LockKey.of` accepts, and an empty list otherwise.
 
-    Their concatenation is checked at once.
+    All names are checked at once, as one concatenated text.
     """
     texts = [name for name in names if type(name) is str]
     whole = SEPARATOR.join(texts)

@@ -66,9 +66,9 @@ def evict(
     The token in the name's row and in its gate is incremented, the lease ends, and a row with reason and actor is written to the
     audit table. The call waits at most 2 s for writers with the old token that are inside the gate. After that, no write with the
     old token can commit. The handle of a lease is lost with the reason "evicted". Handles of the same engine in this process are
-    lost by the time the function returns. The server notifies other processes within moments. If no notification arrives (behind
-    a pooler), their handles are lost at the next renewal. A holder that has held its lease for less than a second is notified
-    when that second has passed. Sessions that hold an advisory lock with that name are terminated, and their holders are notified
+    lost by the time the function returns. The server notifies other processes immediately. If no notification arrives (behind a
+    pooler), their handles are lost at the next renewal. A holder that has held its lease for less than a second is notified when
+    that second has passed. Sessions that hold an advisory lock with that name are terminated, and their holders are notified
     immediately, with the reason "killed". A name whose lease was already released still gets a higher token, so that a late
     writer is rejected.
 
@@ -178,7 +178,7 @@ def free_key(
 @overload
 def free_key(engine: Engine, scope: str, key: str, *, reason: str, actor: str | None = None) -> StuckKey | None: ...
 def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None = None) -> object:
-    """Free an idempotency key whose attempt was lost or is running, so that the next caller begins immediately, and record it.
+    """Free an idempotency key whose attempt was lost or is running, and record who freed it. The next caller begins immediately.
 
     In one transaction the claim of the attempt ends and a row with reason and actor is written to the audit table. The next
     caller runs the next attempt, which does not repeat the steps that were saved. An attempt that is still running gets

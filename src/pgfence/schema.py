@@ -56,7 +56,7 @@ def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfe
 
 
 def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
-    """Return a script that creates tables and functions in one transaction. Running it again changes nothing.
+    """Return the SQL script that creates pgfence's tables and functions in one transaction. Running it again changes nothing.
 
     Without a schema, both are created in the first schema of the search path. The functions find the tables by the caller's
     search path, so every writer needs the same search path.
@@ -128,7 +128,7 @@ def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
 
     Limitations: the fence does not stop a superuser who disables triggers, or the apply process of logical replication. Tables
     that inherit from this one with INHERITS need separate fences. Partitions are covered, but a new partition can be truncated
-    until this is called again.
+    until `add_fence` is called again.
 
     The table and its partitions (in a repeated call, only those whose fence is incomplete) are locked in SHARE ROW EXCLUSIVE
     mode. The call waits for transactions that have written to them, and new writers wait for the call, up to the session's

@@ -116,7 +116,7 @@ class LockEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class ProcessPause(Event):
-    """The heartbeat's thread woke up so late that a lease of this process was at risk.
+    """The heartbeat thread woke up so late that a lease of this process was at risk.
 
     Attributes:
         seconds: how late the thread woke up.

@@ -123,7 +123,7 @@ def test_unusable_functions_are_rejected_at_decoration() -> None:
         idempotent_call(key="{b}", scope="s")(plain)
     with pytest.raises(ValueError, match="payload contains"):
         idempotent_call(key="{a}", scope="s", payload=["b"])(plain)
-    with pytest.raises(TypeError, match=r"payload must be a list of names: \['a'\]"):
+    with pytest.raises(TypeError, match=r"payload must be a list of names, such as \['a'\]"):
         idempotent_call(key="{a}", scope="s", payload="a")(plain)
     for fn, told in ((generator, "calling it does not run its body"), (row, "cannot be stored")):
         with pytest.raises(TypeError, match=told):

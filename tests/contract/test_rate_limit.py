@@ -98,7 +98,7 @@ async def test_a_wait_that_cannot_succeed_fails_at_once(world: World, name: str)
     """The error says when the units may be allowed, and nothing was taken."""
     one = rate(world, world.engine(), name, limit=1, per=3600)
     await world.call(one.wait, timeout=0)
-    with pytest.raises(LockTimeoutError, match="1 per 3600 s are used") as caught:
+    with pytest.raises(LockTimeoutError, match="could not take 1 of the 1 units per 3600 s") as caught:
         await world.call(one.wait, timeout=30)
     assert 3500 < (caught.value.retry_after or 0) <= 3600
 

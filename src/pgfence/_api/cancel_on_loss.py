@@ -1,4 +1,4 @@
-"""Cancel the block of a task when its lock is lost, and distinguish this cancellation from one by other code."""
+"""Cancel the block of a task when its lock is lost, and distinguish this cancellation from a cancellation by other code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CancelOnLoss:
         self._task: asyncio.Task[object] | None = None
 
     def start(self, handle: AsyncHeld) -> None:
-        """Cancel the running task's block when this handle is lost."""
+        """Cancel the running task's block when the lock of this handle is lost."""
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("hold() must be called in a task")
@@ -87,9 +87,9 @@ async def await_work(task: asyncio.Task[object], handle: AsyncHeld) -> None:
 
 
 async def _count_pending_cancels() -> asyncio.CancelledError | None:
-    """Return the cancellation that was requested before the block ended.
+    """Return the cancellation that is pending at the end of the block, or None.
 
-    Otherwise the task would raise it later, at another place.
+    If it were not collected here, the task would raise it at its next await, outside the block.
     """
     try:
         await asyncio.sleep(0)

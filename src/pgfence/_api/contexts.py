@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# contextlib.contextmanager is not used, because it also makes decorators: a decorated coroutine function would run unguarded.
+# contextlib.contextmanager is not used, because its objects are also decorators, and a decorated coroutine function would run
+# without the lock.
 class _NoDecorator:
     def __call__(self, _: object) -> Never:
         """Raise an error, because these context managers are not decorators."""

@@ -71,7 +71,7 @@ class AsyncWrapSkip(Protocol):
 
 
 def find_unsafe_time(error: UnreachableError) -> float:
-    """Return the seconds left of the TTL of a holder that was known before the outage; 0.0 if none was known."""
+    """Return how many seconds are left of the TTL of the holder known before the outage, or 0.0 if none was known."""
     return max(0.0, error._held_until - clock()) if error._held_until is not None else 0.0
 
 
@@ -88,23 +88,23 @@ class Policy:
             raise ValueError('unreachable="skip" returns None, and therefore requires busy="skip"')
         self.timeout = 0 if timeout is None and busy != "raise" else timeout
         self.tries = busy == "skip" and self.timeout == 0
-        """Whether the call only tries. A skipped call needs no error with the holder's name, which would cost a round trip."""
+        """Whether the call tries once, without waiting, because skipping it needs no round trip for the holder's name."""
         self._busy = busy
         self._unreachable = unreachable
 
     def handle_busy(self, error: LockTimeoutError) -> None:
-        """Raise, or return if the call is to be skipped."""
+        """Raise an error for a lock that is held, or return if the call is to be skipped."""
         if callable(self._busy):
             raise self._busy(error) from error
         if self._busy == "raise":
             raise error
 
     def find_retry_time(self, error: UnreachableError) -> float:
-        """Return for how many seconds to retry before the call runs unprotected; 0.0 if it need not wait."""
+        """Return for how many seconds to retry before the call runs unprotected, or 0.0 if it need not wait."""
         return find_unsafe_time(error) if self._unreachable == "run" and error.retryable else 0.0
 
     def skips(self, error: UnreachableError) -> bool:
-        """Return True if the call is skipped, and False if it runs unprotected, as its author chose."""
+        """Return True if the call is to be skipped, and False if it is to run unprotected. Otherwise raise the error."""
         if self._unreachable == "raise" or not error.retryable:
             raise error
         log.warning(

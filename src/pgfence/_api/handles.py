@@ -52,7 +52,7 @@ _USER_CONNECTIONS: weakref.WeakKeyDictionary[Connection, Held | AsyncHeld] = wea
 
 
 class HoldManager(Protocol[HoldT_contra]):
-    """The part of a manager that the handles which it created need."""
+    """The methods of a manager that its handles use."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -136,7 +136,7 @@ class _Handle:
                 return
             if exc is None:
                 raise
-            # `check()` in the block may have raised the error of this loss already, and a note would repeat it.
+            # `check()` in the block may already have raised the error of this loss, and a note would repeat it.
             if not (isinstance(exc, LockLostError) and isinstance(error, LockLostError) and str(exc) == str(error)):
                 attach(exc, error, "while the lock was being released")
 

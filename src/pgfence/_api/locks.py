@@ -60,7 +60,7 @@ class LockBase(Guided, ABC, Generic[H]):
 
     @abstractmethod
     def acquire(self, *, timeout: Seconds | None = None) -> H:
-        """Wait until the lock is held."""
+        """Acquire the lock, waiting until it is free or the timeout has passed."""
 
     @abstractmethod
     def _rename(self, names: Sequence[Name]) -> Self:
@@ -136,7 +136,8 @@ class LockBase(Guided, ABC, Generic[H]):
                 "run" retries until that holder's TTL has passed.
 
         Raises:
-            TypeError: at decoration, for a coroutine function (use the Async class) or a generator (use `hold()` inside it).
+            TypeError: at decoration, for a coroutine function (use the Async class) or a generator function (use `hold()` inside
+                it).
             ValueError: at decoration, if a template field is not an argument; immediately, if options contradict each other.
         """
         policy = Policy(timeout, busy, unreachable)
@@ -211,7 +212,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
 
     @abstractmethod
     async def acquire(self, *, timeout: Seconds | None = None) -> AH:
-        """Wait until the lock is held."""
+        """Acquire the lock, waiting until it is free or the timeout has passed."""
 
     @abstractmethod
     def _rename(self, names: Sequence[Name]) -> Self:

@@ -90,7 +90,7 @@ class _BegunSteps(_SafeSteps[W]):
 
     async def _exit(self, error: BaseException | None) -> None:
         if error is None:
-            # Flushed first, so that any later failure is one of the COMMIT itself.
+            # The Session is flushed first, so that any later failure is a failure of the COMMIT itself.
             try:
                 await _flush(self._work)
             except BaseException as failure:

@@ -111,7 +111,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         return await manager.acquire(self._labels, sql, 0.0, self._handle, on=await _start(on))
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AH:
-        """Wait until the lock is held.
+        """Acquire the lock, waiting until it is free or the timeout has passed.
 
         Args:
             timeout: seconds to wait. None means the configured default (at most 60 s while this task holds another session

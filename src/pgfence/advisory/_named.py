@@ -70,7 +70,7 @@ class LockNames:
         return other
 
     def _in_terms_of(self, engine: HasDialect, config: Config, style: ParamStyle) -> LockSql:
-        """Return the statements for this engine's namespace, driver and tables; built once."""
+        """Return the statements for this engine's namespace, driver and tables. They are built once and then reused."""
         namespace = config.namespace if self._namespace is None else self._namespace
         place = table_names_of(engine) if self._token else None
         made = self._made

@@ -54,10 +54,10 @@ class AdvisoryLock(LockNames, LockBase[H]):
     Guarantees: each key has at most one holder per database and server, among all clients that use PostgreSQL's advisory locks.
     The lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or
     SIGKILL of the holder, the release takes milliseconds. The holder is notified of a loss within milliseconds if the socket is
-    closed, and after about 20 s if the network is cut. The server gives up the session later than that. An interrupt or
-    cancellation at any point closes the connection, and thereby releases the lock. `engine.dispose()` does not release it. A
-    forked child holds no lock and cannot affect the parent's lock. Locking on a standby, through a pooler in transaction mode or
-    on a server that is not PostgreSQL raises an error that says what to do.
+    closed, and after about 20 s if the network is cut. The server ends the session later than that. An interrupt or cancellation
+    at any point closes the connection, and thereby releases the lock. `engine.dispose()` does not release it. A forked child
+    holds no lock and cannot affect the parent's lock. Locking on a standby, through a pooler in transaction mode or on a server
+    that is not PostgreSQL raises an error that says what to do.
 
     Limitations: a paused or disconnected holder may still be writing. Do its database work on the connection of `connect()`,
     which is closed when the lock is lost, or use a fence. Within one process, waiters are served in the order of their arrival.
@@ -66,8 +66,8 @@ class AdvisoryLock(LockNames, LockBase[H]):
     have no record of it, and it does not survive a failover. On a cluster it is therefore one lock per primary: while a former
     primary is paused, hangs or is cut off, another process can hold the lock on the new primary. A watchdog, or a proxy that
     closes the sessions of a former primary, limits that time. `token=True` with a fence rejects the former holder's writes, and a
-    lease does not have this limitation. The lock is not re-entrant. A second `acquire` by the thread that
-    holds it raises SelfDeadlockError, and a second `try_acquire` returns None.
+    lease does not have this limitation. The lock is not re-entrant. A second `acquire` by the thread that holds it raises
+    SelfDeadlockError, and a second `try_acquire` returns None.
 
     Args:
         engine: an Engine; a function that returns one, called at each use; or your own Connection, outside a transaction. That
@@ -145,7 +145,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
         return run_sync(manager.acquire, self._labels, sql, 0.0, self._handle, on=on)
 
     def acquire(self, *, timeout: Seconds | None = None) -> H:
-        """Wait until the lock is held.
+        """Acquire the lock, waiting until it is free or the timeout has passed.
 
         Args:
             timeout: seconds to wait. None means the configured default (at most 60 s while this thread holds another session

@@ -73,19 +73,20 @@ def claim(
 
     Guarantees: each row is returned to one transaction at a time, and a call returns at most `limit` rows. Rows that another
     transaction has locked are skipped, so the statement does not wait. The rows are locked until the transaction ends (FOR NO KEY
-    UPDATE), and free again if it is rolled back or its process dies. Rows of other tables in the statement are not locked, and an
-    INSERT of a row that refers to a claimed one does not wait. Attributes are read again even if the session already has the row.
-    If the session has autoflush, its pending changes are flushed first, as before any query.
+    UPDATE). They become free again if it is rolled back or its process dies. Rows of other tables in the statement are not
+    locked, and an INSERT of a row that refers to a claimed one does not wait. Attributes are read again even if the session
+    already has the row. If the session has autoflush, its pending changes are flushed first, as before any query.
 
-    With `ttl`, for a class with `Claimable`: a row without a claim, or with one that has expired by the server's clock, gets
-    a new claim, with a token that is larger by one. Commit, then work without a transaction; see `Claimable`. If the transaction is
-    rolled back, the row is not claimed.
+    With `ttl`, which requires the mixin `Claimable`, a row that has no claim, or whose claim has expired by the server's clock,
+    gets a new claim, whose token is larger by one. Commit, then work without a transaction; see `Claimable`. If the transaction
+    is rolled back, the row is not claimed.
 
-    Limitations: if the result has fewer rows than `limit`, other rows may match that were skipped because they were locked. A
-    join that returns a row several times counts it several times, so use `where(Job.tags.any(...))` instead. The rows are in the
-    order of `order_by` as of the start of the statement. The order in which different workers finish is not guaranteed. In
-    REPEATABLE READ and SERIALIZABLE a row that was changed after the snapshot causes an error with SQLSTATE 40001. A statement
-    that does not lock the row, such as a plain SELECT, reads it as unclaimed, and a transaction that writes the row waits.
+    Limitations: if the result has fewer rows than `limit`, other rows may match that were skipped because they were locked. If a
+    join returns a row several times, the row counts several times towards `limit`, so use `where(Job.tags.any(...))` instead. The
+    rows are in the order of `order_by` as of the start of the statement. The order in which different workers finish is not
+    guaranteed. In REPEATABLE READ and SERIALIZABLE a row that was changed after the snapshot causes an error with SQLSTATE 40001.
+    A statement that does not lock the row, such as a plain SELECT, reads it as unclaimed, and a transaction that writes the row
+    waits.
 
     Args:
         session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited.
@@ -172,7 +173,7 @@ def finish_claim(session: Any, row: Claimable) -> object:
 
 
 def _read_query(entity: Any, criteria: Sequence[Any], order_by: Any, ttl: object) -> tuple[Any, Mapper[Any]]:
-    """Return the statement that was passed, or one for the class, with its locks; and the class."""
+    """Return the SELECT with its row locks, which is built for the class unless the caller passed one, and the class."""
     if not isinstance(cast("object", entity), (ClauseElement, Executable)):
         return build_query(entity, criteria, order_by)
     if criteria or order_by is not None:
@@ -186,7 +187,7 @@ def _read_query(entity: Any, criteria: Sequence[Any], order_by: Any, ttl: object
 
 
 def _run(session: Any, work: Callable[[Session], Any], name: str) -> Coro[Any] | Any:
-    """Call a function with a Session, or with the one of an AsyncSession."""
+    """Call a function with a Session, or with the sync Session of an AsyncSession."""
     if isinstance(session, Session):  # before the checks that look classes up, which take longer
         return work(session)
     if is_async_session(session):

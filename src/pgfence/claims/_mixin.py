@@ -49,9 +49,9 @@ class Claimable:
     Guarantees: a row has one claim at a time, until `claimed_until` by the server's clock. An expired claim is replaced by
     the next call of `claim`, without any cleanup job. A claim that was replaced cannot be extended or finished.
 
-    Limitations: nothing is guaranteed about the work itself. After its claim has expired, an owner may still be running while the
-    next one starts. Writes of the row that are committed without `extend_claim` or `finish_claim` in the same transaction are not
-    protected either.
+    Limitations: nothing is guaranteed about the work itself. After a claim has expired, its owner may still be running while the
+    next owner starts. Writes of the row that are committed without `extend_claim` or `finish_claim` in the same transaction are
+    not protected either.
 
     Attributes:
         claim_token: the number of claims that the row has had, or None if it has never been claimed. It only grows.

@@ -43,7 +43,7 @@ _CLAUSES = {
     "_having_criteria": "HAVING: a group is not a row that can be locked. Use a subquery in where()",
     "_distinct": "DISTINCT: PostgreSQL does not lock its rows. Replace the join with where(Job.tags.any(...))",
 }
-# A parameter, so that one statement serves every limit and is built once.
+# The limit is a parameter, so that one statement serves every limit and is built once.
 _LIMIT = bindparam("pgfence_limit", type_=Integer)
 _STANDBY = ErrorContext(
     on_primary="Rows are claimed where they are written. Claim on the primary, in a read-write transaction"
@@ -73,7 +73,7 @@ def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> tuple[An
 
 @lru_cache(maxsize=1000)
 def _build_base(mapper: Mapper[Any], order_by: InstrumentedAttribute[Any] | None) -> AnySelect:
-    """Return the SELECT of all rows of a class. It is built once, because that is slower than the rest of a query's Python."""
+    """Return the SELECT of all rows of a class. It is built once, because that takes most of a claim's time in Python."""
     query = select(mapper.class_)
     return _lock_rows(query if order_by is None else query.order_by(order_by), mapper)
 

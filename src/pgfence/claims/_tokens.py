@@ -159,7 +159,7 @@ def _find_claim(row: object) -> tuple[State, _Claim]:
 
 
 def _write(session: Session, state: State, claim: _Claim, values: Mapping[str, object]) -> object:
-    """Write a claim's columns if it is still the row's claim, and return its end.
+    """Write the columns of a claim that is still the row's claim, and return when it expires.
 
     Raises:
         AttemptLostError: the claim is no longer the row's claim, and the transaction is aborted.

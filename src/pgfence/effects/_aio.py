@@ -1,4 +1,4 @@
-"""`AsyncIdempotentEffect`, for asyncio."""
+"""`AsyncIdempotentEffect`: effects outside the database, for asyncio."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class EffectKey(NamedTuple):
         fingerprint: the fingerprint of the request; None means that nothing is compared.
         ttl: seconds after which the claim of a dead attempt expires.
         keep: seconds for which a result is kept after the work has ended, and an unfinished attempt's steps after its claim.
-        takeover: whether a lost attempt is followed by another one.
+        takeover: whether another attempt follows a lost attempt.
     """
 
     scope: str
@@ -94,7 +94,7 @@ class Taken(Busy):
 
 @dataclass(frozen=True, kw_only=True)
 class EffectRequest(AcquireRequest):
-    """A request for a key.
+    """A request to claim a key.
 
     Attributes:
         wanted: the values with which the key is claimed.
@@ -108,7 +108,8 @@ class EffectRequest(AcquireRequest):
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        # It is not queued in this process. The server decides, so that another payload is rejected before any waiting.
+        # The request is not queued in this process. The server decides, so that a request with another payload is rejected before
+        # it waits.
         return ()
 
     def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:

@@ -36,7 +36,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def emit_refusal(events: EventHub, request: AcquireRequest, refused: Refused) -> None:
-    """Emit the event of a key that is finished, or that belongs to another payload."""
+    """Emit the event of a key that is finished, or that belongs to a request with another payload."""
     if isinstance(refused, AlreadyFinished):
         emit_event(events, "replayed", request.names[0], request.kind)
     elif isinstance(refused.__cause__, IdempotencyKeyReusedError):

@@ -58,7 +58,7 @@ class _Attempt:
         self.in_progress: dict[str, object] = {}
         """The steps that are running, each with a mark of its thread or task."""
         self.unsaved: dict[str, str] = {}
-        """The values, as JSON, of steps that were done and may not be saved, by step. The step "" is the whole effect."""
+        """The values, as JSON, of steps that were done but perhaps not saved, by name. The step "" is the whole effect."""
 
     def __repr__(self) -> str:
         wanted = self._running.wanted
@@ -199,7 +199,7 @@ class Attempt(_Attempt):
 
         Args:
             session: the session whose transaction stores the result. The transaction must end before the function returns.
-            value: the result. It must have the type `result`, if one was given, and a type that can be stored.
+            value: the result. It must be of a type that can be stored and, if the option `result` was given, of that type.
 
         Raises:
             AttemptLostError: this attempt is no longer valid. Roll back.

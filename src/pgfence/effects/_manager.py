@@ -20,7 +20,7 @@ FIRST_NAP = 0.02
 
 
 class EffectManager(LeaseManager):
-    """Manage the claims of effects, where they differ from leases.
+    """Manage the claims of effects, which are leases with different rules for waiting and for their end.
 
     The end of a claim sends no NOTIFY. Its commit must reach the disk, and commits that notify wait for each other in the whole
     database. A waiter polls instead, first after milliseconds and later once a second.

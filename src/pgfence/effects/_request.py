@@ -104,7 +104,10 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
     def _replay(self, stored: StoredResult) -> T:
         """Return what is stored, or raise the recorded error."""
         if stored.text is None:
-            raise IdempotencyMisuseError(f"{self._wanted} was used over HTTP: an HTTP response is stored, not a result")
+            raise IdempotencyMisuseError(
+                f"{self._wanted} was used over HTTP, so an HTTP response is stored under it, which run() cannot return: use"
+                " another key or scope for this effect"
+            )
         if stored.status == "failed":
             raise errors.decode(stored.text, self._record, self._codec, str(self._wanted))
         return self._codec.decode(stored.text)
@@ -174,7 +177,8 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         # is.
         if attempt.unsaved or attempt.in_progress:
             return "lapse", ""
-        # `Exception` does not include pgfence's errors, which count only if one of their classes is listed.
+        # `Exception` in `record` or `free` does not include pgfence's errors, which count only if one of their own classes is
+        # listed.
         if errors.is_among(error, self._record):
             try:
                 return "record", errors.encode(cast("Exception", error), self._codec)

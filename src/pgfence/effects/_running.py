@@ -41,7 +41,7 @@ ALREADY_COMPLETED = -2
 LONGEST_PATIENCE = 30.0
 """The maximum number of seconds that the end of an attempt waits for a server that does not respond."""
 _TROUBLE = ("53", "57", "58", "XX")
-"""SQLSTATE classes for trouble of the server itself, such as a full disk or an operator's cancel. It may recover."""
+"""SQLSTATE classes of problems from which the server may recover, such as a full disk or a cancel by an operator."""
 
 
 async def claim(
@@ -56,7 +56,7 @@ async def claim(
         timeout: seconds to wait for another attempt; 0 means not to wait.
 
     Raises:
-        IdempotencyKeyReusedError: the key belongs to another payload, whatever its state.
+        IdempotencyKeyReusedError: the key belongs to a request with another payload, whatever the state of that request.
         IdempotencyInProgressError: another attempt is running, and did not end within the timeout.
         AttemptLostError: an attempt was lost, and `wanted.takeover` does not allow another one.
         UnreachableError: the server did not respond; a claim that may have been granted is ended in the background.
@@ -76,9 +76,10 @@ async def claim(
 
 
 class RunningAttempt:
-    """An attempt whose claim is renewed until it is ended, once, by `finish`, `finish_reply`, `confirm`, `free` or a lapse.
+    """An attempt, whose claim is renewed until the attempt ends.
 
-    The attempt lapses if it is garbage-collected before that.
+    Exactly one of `finish`, `finish_reply`, `confirm`, `free` and a lapse ends it. If it is garbage-collected before that, it
+    lapses.
     """
 
     __slots__ = ("__weakref__", "_grant", "_inside", "_manager", "_wanted", "steps")
@@ -88,7 +89,7 @@ class RunningAttempt:
         self._manager = manager
         self._grant = grant
         self._inside = False
-        """Whether a transaction of the caller ends the attempt. Until then, no other session can change the row."""
+        """Whether the caller's transaction ends the attempt. Until that transaction ends, no other session can change the row."""
         assert isinstance(grant.checkpoint, dict)
         self.steps = {name: json.dumps(value) for name, value in grant.checkpoint.items()}
         """The results of steps, as JSON, that earlier attempts and this one have saved."""
@@ -104,7 +105,7 @@ class RunningAttempt:
 
     @property
     def number(self) -> int:
-        """The number of the attempt, starting at 1. What is stored with a lower number is older."""
+        """The number of the attempt, starting at 1. A result that is stored under a lower number is older."""
         assert self._grant.token is not None
         return self._grant.token
 
@@ -148,7 +149,7 @@ class RunningAttempt:
             raise self._ended_error()
 
     def check_newest(self, newest: int | None) -> None:
-        """Check what the server returned to `finish_inside`, or to a step.
+        """Check the number of the newest attempt, which the server returned to `finish_inside` or to a step.
 
         Raises:
             AttemptLostError: another attempt has taken over.
@@ -237,7 +238,7 @@ class RunningAttempt:
         return True
 
     async def free(self) -> bool | None:
-        """Let any caller run immediately, because it is known that this attempt did nothing.
+        """Free the key, so that any caller can run immediately, because this attempt is known to have done nothing.
 
         Returns True if the key was freed, and False if another attempt has it. Returns None if the server did not respond; the
         statement is then retried in the background.

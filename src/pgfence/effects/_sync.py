@@ -1,4 +1,4 @@
-"""`IdempotentEffect`, for threads."""
+"""`IdempotentEffect`: effects outside the database, for threads."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
         record: exception classes whose errors count as results. Such an error is stored, and raised again each time. `record`
             takes precedence over `free`.
         free: exception classes after which it is known that nothing was done, or that repeating it is harmless.
-        takeover: whether a lost attempt is followed by another one. With False, calls raise AttemptLostError, because the
-            outcome is unknown, until an operator frees the key or `keep` has passed.
+        takeover: whether another attempt follows a lost attempt. With False, calls raise AttemptLostError, because the outcome is
+            unknown, until an operator frees the key or `keep` has passed.
 
     Raises:
         TypeError, ValueError: an argument is unusable; nothing was sent.
@@ -77,7 +77,8 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
             fn: called with the attempt.
 
         Raises:
-            IdempotencyKeyReusedError: the key belongs to another payload, finished or in progress. Respond with 422.
+            IdempotencyKeyReusedError: the key belongs to a request with another payload, finished or in progress. Respond with
+                422.
             IdempotencyInProgressError: another attempt is running, or it ended with the error `ended_with` and its claim has not
                 expired yet. Respond with 409. `retry_after` is the number of seconds after which to retry.
             AttemptLostError: this attempt is no longer valid; or, with `takeover=False`, an earlier attempt was lost.

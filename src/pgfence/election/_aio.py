@@ -1,4 +1,4 @@
-"""Election, for tasks."""
+"""`AsyncElection`: leader election for asyncio."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _AsyncCandidate(TermOptions[AsyncEngineSource, AsyncTerm], AsyncLockBase[AsyncTerm]):
-    """The lease of an election."""
+    """The lease that the leader of an election holds."""
 
     _engines = ASYNC_ENGINES
     _handle = AsyncTerm
@@ -72,7 +72,7 @@ class AsyncElection:
         on_lost: Callable[[], object] | None = None,
         on_changed: Callable[[Holder | None], object] | None = None,
     ) -> AsyncMember:
-        """Stand for election, which makes this process a candidate in a task of the running loop until the member resigns.
+        """Stand for election, and return a member, which is a candidate in a task of the running loop until it resigns.
 
         Arguments are the same as for the sync class. The callbacks may be coroutine functions, and run one after the other in the
         member's task.
@@ -93,7 +93,7 @@ class AsyncElection:
         )
 
     async def campaign(self, *, owner: str | None = None, timeout: Seconds | None = None) -> AsyncTerm:
-        """Wait until this process is the leader, and return its term; arguments and errors are the same as for the sync class."""
+        """Campaign until this process is the leader, and return its term; arguments and errors are those of the sync class."""
         return await self._candidate.with_owner(owner).acquire(timeout=timeout)
 
     def lead(
@@ -151,7 +151,7 @@ class AsyncMember:
 
         Raises:
             RuntimeError: `run` is already running for this member.
-            Exception: the error that `fn` raises, after its term was given up. The member stays a candidate until it resigns.
+            Exception: the error that `fn` raises, which also ends its term. The member stays a candidate until it resigns.
         """
 
         async def work(term: AsyncTerm) -> None:

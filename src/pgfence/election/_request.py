@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TermRequest(LeaseRequest):
-    """A term.
+    """The request for the term of a leader.
 
     Attributes:
         on_busy: called with the server's response about the current leader.
@@ -60,7 +60,7 @@ class TermOptions(LeaseOptions[EngineSourceT, HandleT]):
         super().__init__(engine, name, ttl=ttl, heartbeat=heartbeat, max_hold=max_hold, namespace=namespace)
 
     def with_owner(self, owner: str | None) -> Self:
-        """Return the candidate with the name that operators see."""
+        """Return the options of a candidate with the name that operators see."""
         if owner is None:
             return self
         other = copy(self)

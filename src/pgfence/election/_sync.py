@@ -1,4 +1,4 @@
-"""Election, for threads."""
+"""`Election`: leader election for threads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ASYNC = "a Member runs it in a thread. Use AsyncElection"
 
 
 class _Candidate(TermOptions[EngineSource, Term], LockBase[Term]):
-    """The lease of an election."""
+    """The lease that the leader of an election holds."""
 
     _engines = SYNC_ENGINES
     _handle = Term
@@ -54,7 +54,7 @@ class Election:
         with Election(engine, "scheduler").stand(
             on_gained=scheduler.resume, on_lost=scheduler.pause
         ) as member:
-            serve()  # `member.is_leader` and `member.term` say what this process is
+            serve()  # `member.is_leader` says whether this process leads
 
     The leader holds a lease of that name, which a background thread renews. The fencing token of its term is the number of the
     term. A `Lease`, a `Once` and an `AdvisoryLock(token=True)` of the same name exclude a leader, and are excluded by it.
@@ -101,7 +101,7 @@ class Election:
         on_lost: Callable[[], object] | None = None,
         on_changed: Callable[[Holder | None], object] | None = None,
     ) -> Member:
-        """Stand for election, which makes this process a candidate in the background until the member resigns.
+        """Stand for election, and return a member, which is a candidate in the background until it resigns.
 
         If the server is unreachable or the tables are missing, the call raises no error. The problem is logged to
         `pgfence.election`, the member tries again, and `is_leader` is False.
@@ -134,7 +134,7 @@ class Election:
         )
 
     def campaign(self, *, owner: str | None = None, timeout: Seconds | None = None) -> Term:
-        """Wait until this process is the leader, and return its term. Release it to resign.
+        """Campaign until this process is the leader, and return its term. Release the term to resign.
 
         Args:
             owner: the name that operators see for the leader; None means host and process id.
@@ -221,7 +221,7 @@ class Member:
         Raises:
             TypeError: `fn` is a coroutine function.
             RuntimeError: `run` is already running for this member.
-            Exception: the error that `fn` raises, after its term was given up. The member stays a candidate until it resigns.
+            Exception: the error that `fn` raises, which also ends its term. The member stays a candidate until it resigns.
         """
         reject_coroutine(fn, _ASYNC)
 

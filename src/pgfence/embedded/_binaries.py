@@ -32,7 +32,10 @@ def find() -> Path:
     if chosen := os.environ.get(VARIABLE):
         if _complete(Path(chosen)):
             return Path(chosen).resolve()
-        raise UnreachableError(f"{VARIABLE} is {chosen!r}, a folder without initdb and postgres", retryable=False)
+        raise UnreachableError(
+            f"{VARIABLE} is {chosen!r}, a folder without initdb and postgres: set it to the folder that contains both",
+            retryable=False,
+        )
     for folder in _list_candidates():
         if _complete(folder):
             return folder.resolve()

@@ -117,7 +117,7 @@ def _is_private(place: Path) -> bool:
 
 
 def _is_complete(template: Path) -> bool:
-    """Return whether a template is complete. An incomplete one, for example after a cleaner of temporary folders, is removed."""
+    """Return whether a template is complete. An incomplete template, for example one with deleted files, is removed."""
     try:
         os.utime(template)
         if int((template / _ENTRIES).read_text()) == _count(template):
@@ -141,7 +141,7 @@ def _remove(template: Path) -> None:
 
 
 def _publish(data: Path, template: Path) -> None:
-    """Save a copy for the next start. An existing template is kept; an incomplete copy has another name."""
+    """Save a copy as the template for the next start. An existing template is kept, and an incomplete copy has another name."""
     partial = template.with_name(f"{_PARTIAL}{secrets.token_hex(8)}")
     try:
         for old in template.parent.iterdir():

@@ -78,7 +78,7 @@ class Server:
     def pid(self) -> int:
         """The process id of the running server."""
         if self._process is None:
-            raise RuntimeError("the server is not running")
+            raise RuntimeError("the server is not running: call start() first")
         return self._process.pid
 
     def _prepare(self, *, durable: bool) -> None:
@@ -88,12 +88,14 @@ class Server:
             if durable:
                 _cluster.flush_to_disk(self.data, self.bindir)
         elif not (self.data / _cluster.PASSWORD_FILE).is_file():
-            raise ValueError(f"data_dir {self.data} is neither empty nor a data folder that pgfence.embedded created")
+            raise ValueError(
+                f"data_dir {self.data} is neither empty nor a data folder that pgfence.embedded created: use another folder"
+            )
         major = (self.data / "PG_VERSION").read_text().strip()
         if not re.match(rf"{major}\b", self.version):
             raise ValueError(
                 f"data_dir {self.data} was created by PostgreSQL {major}, but the binaries in {self.bindir} are {self.version}: "
-                f"choose others with {_binaries.VARIABLE}, or use another folder"
+                f"choose other binaries with {_binaries.VARIABLE}, or use another folder"
             )
         self.password = (self.data / _cluster.PASSWORD_FILE).read_text()
         hba = self.folder / "pg_hba.conf"
@@ -173,7 +175,7 @@ def _check_settings(settings: Mapping[Any, Any]) -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name, re.ASCII):
             raise ValueError(f"{name!r} is not a valid name of a server setting")
         if name.lower() in _OURS:
-            raise ValueError(f"the setting {name} is set by pgfence.embedded itself")
+            raise ValueError(f"pgfence.embedded itself sets {name}: remove it from settings")
         if "\x00" in value:
             raise ValueError(f"the value of {name} must not contain NUL")
     return {name.lower(): value for name, value in settings.items()}

@@ -74,7 +74,7 @@ def tokens_of(resource: object, token: object) -> dict[str, int]:
     else:
         found = [(resource, token)]
     if not found:
-        raise ValueError("no resource was given to enter")
+        raise ValueError("no resource was given: pass at least one resource and its token")
     tokens: dict[str, int] = {}
     for name, number in found:
         text = qualify_name(name, "", "a resource")
@@ -168,7 +168,7 @@ def _enter(
     if issued is not None:
         _check_same_tables(place, issued, tokens)
     record, first = _get_record(connection, tokens, fresh=fresh)
-    # A gate that was entered under another token is entered again, because the server decides which of the two is valid.
+    # A gate that was entered under another token is entered again, because the server decides which of the two tokens is valid.
     missing = {name: token for name, token in tokens.items() if record.token_of(place, name) != token}
     if not missing:
         return

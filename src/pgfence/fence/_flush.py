@@ -80,7 +80,7 @@ _FLUSHES: weakref.WeakKeyDictionary[Session, _Flush] = weakref.WeakKeyDictionary
 
 
 def before_insert(mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
-    """Check the token for a new row, and for the row it replaces, and write it into the row."""
+    """Check the token for a new row, and for the row it replaces, and write the token into the new row."""
     cls, flush = type(target), _flush_of(target)
     token = flush.choose_token(cls, find_flushed_resource(cls, target), connection)
     replaced = flush.find_replaced(mapper, target)
@@ -161,7 +161,7 @@ def prelock_rows(session: Session, context: UOWTransaction, _instances: object) 
 
 
 def _read_newest(flush: _Flush, mapper: Mapper[object], connection: Connection, target: object) -> int:
-    """Return the token in a row, and lock the row unless `prelock_rows` already did.
+    """Return the token in a row, and lock the row unless `prelock_rows` has already locked it.
 
     Raises:
         StaleDataError: the row no longer exists. It may have been re-created by a newer holder in the meantime.

@@ -63,7 +63,7 @@ def fence(
         CapacityError: the server's lock table is full. PostgreSQL has aborted this transaction.
         SchemaError: pgfence's tables are missing, or this role may not use them.
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
-        TypeError: `session` has no transaction (an engine or a factory); a name is not a str, or a token is not an int.
+        TypeError: `session` is an engine or a factory, which has no transaction; a name is not a str; or a token is not an int.
         ValueError: a name is not usable, or a token is below 1.
     """
     if is_async(session):

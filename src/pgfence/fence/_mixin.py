@@ -55,7 +55,7 @@ class Fenced(Guarded):
 
     Limitations:
         In mode "row" the column cannot reject stale INSERTs of new rows, stale writes to rows that the newer holder has not
-        written, or any stale write before the newer holder's first one.
+        written, or any stale write before the newer holder's first write.
 
         The mixin does not detect SQL in plain text, a DELETE of the Table or changes that the server makes itself (`ON DELETE
         CASCADE`). `schema.add_fence` guards against them with a trigger. If the resource depends on the row, or in mode "row",

@@ -191,7 +191,8 @@ def choose_token(cls: type[Guarded], resource: str, connection: Connection) -> i
     """
     name = qualify_name(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
     token = get_entered_token(connection, name)
-    # In mode "row" the stored token is compared under the row's lock, so a token that is only held by this task is sufficient.
+    # In mode "row" the stored token is compared under the row's lock, so the token of a lock that this task holds is sufficient,
+    # without a gate.
     if token is None and cls.__fence__ == "row":
         if read_driver_state(connection).autocommit:
             raise TransactionStateError(
@@ -222,7 +223,7 @@ def _find_held_token(name: str, place: TableNames) -> int | None:
 def undetermined_error(cls: type[Guarded], why: str) -> FenceRequiredError:
     """Return the error for a statement whose rows cannot be determined in advance."""
     return FenceRequiredError(
-        f"{cls.__name__} is fenced, and {why}: write such rows through a flush, or by an update() or delete() of the class"
+        f"{cls.__name__} is fenced, and {why}: write such rows through a flush, or with update() or delete() of the class"
     )
 
 

@@ -56,7 +56,7 @@ _NEW = "pgfence_new_"
 
 
 class Work(NamedTuple):
-    """One statement of a fenced class."""
+    """An insert(), update() or delete() of a fenced class, and where it runs."""
 
     state: ORMExecuteState
     mapper: Mapper[object]
@@ -166,7 +166,7 @@ def _read(work: Work, query: AnySelect, parameters: Mapping[str, object]) -> Seq
 
 
 def _build_query(work: Work, changes: dict[str, object]) -> AnySelect:
-    """Return the locking SELECT of the columns that matter, with `changes` as their new values, ordered by key."""
+    """Return a SELECT, ordered by key, that locks the rows and reads what their check needs, with the values of `changes`."""
     columns = {prop.key: prop.class_attribute for prop in work.mapper.column_attrs if _is_needed(work, prop)}
     asked = [attribute.label(key) for key, attribute in columns.items()]
     asked += [
@@ -245,7 +245,7 @@ def _match_keys(keys: Sequence[ColumnElement[object]], listed: TableValuedAlias)
 
 
 def _guard_batch(work: Work) -> AnyResult:
-    """Read, lock and check the rows of an UPDATE by primary key, and add the token to the parameters of each."""
+    """Read, lock and check the rows of an UPDATE by primary key, and add the token to the parameters of each row."""
     parameters = work.state.parameters
     assert isinstance(parameters, list)
     names = [work.mapper.get_property_by_column(column).key for column in work.mapper.primary_key]

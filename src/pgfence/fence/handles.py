@@ -93,7 +93,7 @@ class _Leased(_HasToken):
         return self._grant.checkpoint
 
     def remaining(self) -> float:
-        """Return the seconds for which this process considers the lease held, less the safety margin; 0.0 if it has expired.
+        """Return for how many seconds this process considers the lease held, less the safety margin, or 0.0 if it has expired.
 
         It does no I/O.
         """
@@ -205,9 +205,9 @@ class HeldLease(_Leased, FencedHeld):
         save_checkpoint(session, self._hold.stored, self.token, encode_json(data, "a checkpoint"), self._hold.place)
 
     def hand_over(self) -> LeaseRef:
-        """Return a reference with which another process can adopt the lease, after a last renewal. This handle is released.
+        """Renew the lease a last time, and return a reference with which another process can adopt it.
 
-        The other process has one TTL to adopt it.
+        This handle is then released, and the other process has one TTL to adopt the lease.
 
         Raises:
             LockLostError, LockNotHeldError, UnreachableError: the lease could not be renewed, and is not handed over; see

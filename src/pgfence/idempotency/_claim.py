@@ -209,9 +209,13 @@ def connection_of(session: Session) -> Connection:
     sql.translate(connection)
     state = read_driver_state(connection)
     if state.autocommit or state.pipeline:
-        where = "in autocommit" if state.autocommit else "in psycopg's pipeline mode"
+        where, way = (
+            ("in autocommit", "use a connection without AUTOCOMMIT")
+            if state.autocommit
+            else ("in psycopg's pipeline mode", "leave the pipeline before you request a key")
+        )
         raise TransactionStateError(
-            f"the connection is {where}, but an idempotency key needs a transaction that commits it together with the work"
+            f"the connection is {where}, but an idempotency key needs a transaction that commits it together with the work: {way}"
         )
     return connection
 

@@ -132,7 +132,7 @@ class _CallTemplate:
     ) -> None:
         reject_generator(fn)
         if isinstance(payload, str):
-            raise TypeError(f"payload must be a list of names: [{payload!r}]")
+            raise TypeError(f"payload must be a list of names, such as [{payload!r}], not a str")
         hints, unknown = _resolve_hints(fn)
         self._signature = inspect.signature(fn)
         self._session = _find_session(fn, self._signature, hints)
@@ -141,7 +141,8 @@ class _CallTemplate:
         Codec.of(self._options["result"])
         if strangers := set(payload or ()) - set(self._signature.parameters):
             raise ValueError(
-                f"payload contains {sorted(strangers)}, but {describe_function(fn)} has ({', '.join(self._signature.parameters)})"
+                f"payload contains {sorted(strangers)}, but the parameters of {describe_function(fn)} are"
+                f" ({', '.join(self._signature.parameters)})"
             )
         self._payload = payload
         self._plain = key, scope
@@ -178,8 +179,8 @@ def _find_session(fn: Callable[..., object], signature: inspect.Signature, hints
     if len(found) != 1:
         count = " and ".join(found) if found else "none"
         raise TypeError(
-            f"{describe_function(fn)} needs one parameter annotated as a Session or AsyncSession, whose transaction the work"
-            f" belongs to; it has {count}"
+            f"{describe_function(fn)} needs exactly one parameter annotated as a Session or AsyncSession, because the work runs"
+            f" in that session's transaction; it has {count}"
         )
     return found[0]
 

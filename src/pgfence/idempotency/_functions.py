@@ -142,7 +142,8 @@ def idempotent(
             an error of the work.
 
     Raises:
-        IdempotencyKeyReusedError: on entering, if the key belongs to another payload, finished or in progress. Respond with 422.
+        IdempotencyKeyReusedError: on entering, if the key belongs to a request with another payload, finished or in progress.
+            Respond with 422.
         IdempotencyInProgressError: on entering, if the holder of the key did not end within the timeout. Respond with 409.
         IdempotencyMisuseError: on leaving, if the block has not read `op.replayed` or not called `op.complete()`, or if the
             result is not of the type `result` or cannot be stored. On entering, if this transaction has already claimed the key,

@@ -63,7 +63,8 @@ class Op(Generic[T]):
         """Set the result of the work, which is stored in the caller's transaction at the end of the block.
 
         Args:
-            value: the result. It must have the type `result`, if one was given, and a type that can be stored; see `idempotent`.
+            value: the result. It must be of a type that can be stored and, if the option `result` was given, of that type; see
+                `idempotent`.
 
         Raises:
             IdempotencyMisuseError: the key already has a result; or the value is not of the type `result`.
@@ -88,7 +89,8 @@ class Op(Generic[T]):
             )
         if not self._complete:
             return IdempotencyMisuseError(
-                f"the block of {self._call} ended without op.complete(value): roll back, because its transaction cannot commit"
+                f"the block of {self._call} ended without op.complete(value), so this transaction cannot commit: roll back, and"
+                " call op.complete(value) at the end of the block"
             )
         return None
 
@@ -127,7 +129,9 @@ class _KeyBase(Guided, ABC, Generic[T]):
     def _mark_entered(self) -> None:
         self._used = True
         if self._op is not None:
-            raise IdempotencyMisuseError(f"the block of {self._call} was entered before: call idempotent() again")
+            raise IdempotencyMisuseError(
+                f"the block of {self._call} was entered before: call idempotent() again for another block"
+            )
 
     @abstractmethod
     async def _run(self, work: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:

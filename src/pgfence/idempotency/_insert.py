@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TRIES = 2
-"""The number of tries. The second one is for a row that was deleted again between the INSERT and the SELECT."""
+"""The number of tries. The second try is for a row that was deleted between the INSERT and the SELECT."""
 
 
 class _UniqueKey(NamedTuple, Generic[T]):
@@ -50,15 +50,14 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
         # The SELECT comes first, because the server logs a failed INSERT as an ERROR.
         if (found := session.scalars(wanted.query).one_or_none()) is not None:
             return found
-        savepoint = (
-            session.begin_nested()
-        )  # This flushes pending changes, whose errors must not count as errors of this row.
+        # Pending changes are flushed here, because their errors must not count as errors of this row.
+        savepoint = session.begin_nested()
         try:
             with savepoint:
                 session.add(instance)
                 session.flush()
         except IntegrityError as error:
-            # Under row-level security the server does not say which key it was.
+            # Under row-level security the server does not say which constraint was violated.
             if (met := find_duplicate_columns(error)) is None or (met and met != wanted.columns):
                 raise
             refused = error
@@ -76,7 +75,10 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
     if not find_duplicate_columns(refused):
         raise refused
     if session.connection(bind_arguments={"mapper": mapper}).get_isolation_level() == "READ COMMITTED":
-        refused.add_note(f"a row with {wanted.shown} exists, but a query of {type(instance).__name__} does not find it")
+        refused.add_note(
+            f"a row with {wanted.shown} exists, but a query of {type(instance).__name__} does not find it: the row belongs to"
+            " another class of the table, a filter or a policy hides it, or the server rounds the value"
+        )
         raise refused
     raise _invisible_row_error("there is", mapper, instance, wanted)
 
@@ -97,7 +99,7 @@ def _build_query(
     mapper: Mapper[T], instance: T, key: Sequence[str | QueryableAttribute[Any]] | QueryableAttribute[Any]
 ) -> _UniqueKey[T]:
     if isinstance(key, (str, QueryableAttribute)):
-        raise TypeError(f"key must be a list of attributes: [{repr(key) if isinstance(key, str) else key}]")
+        raise TypeError(f"key must be a list of attributes, such as [{repr(key) if isinstance(key, str) else key}]")
     if strange := [one for one in key if not issubclass(mapper.class_, getattr(one, "class_", object))]:
         raise ValueError(f"{strange[0]} is not an attribute of {mapper.class_.__name__}")
     names = [one if isinstance(one, str) else one.key for one in key]

@@ -1,4 +1,4 @@
-"""`AsyncLease`, for asyncio."""
+"""`AsyncLease`: locks that expire and have a fencing token, for asyncio."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         return await self._take(0.0)
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncHeldLease:
-        """Wait until the lease is held.
+        """Acquire the lease, waiting until it is free or the timeout has passed.
 
         Args:
             timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A

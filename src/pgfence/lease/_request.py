@@ -134,7 +134,7 @@ async def adopt(
     make: Callable[[LeaseManager, Grant], HandleT],
     what: str,
 ) -> HandleT:
-    """Take over a lease by its reference; `what` is the caller's name for messages."""
+    """Take over a lease by its reference; `what` is the name of the calling method in messages."""
     manager, place = engines.bind(engine, what).find_manager(LeaseManager)
     name, lease_id, token = _check_reference(reference)
     request = LeaseRequest(stored=name, place=place, terms=terms.LeaseTerms(terms.SHORTEST_TTL))
@@ -153,7 +153,7 @@ def _check_reference(reference: object) -> tuple[str, str, int]:
         raise TypeError("adopt() needs the dict that hand_over() returned, with name, lease_id and token")
     name, lease_id, token = reference["name"], reference["lease_id"], reference["token"]
     if type(token) is not int or not isinstance(name, str) or not isinstance(lease_id, str):
-        raise TypeError("this lease reference is damaged: name and lease_id must be str, token must be an int")
+        raise TypeError("this lease reference is damaged: name and lease_id must be str, and token must be an int")
     try:
         UUID(lease_id)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`Lease`, for threads."""
+"""`Lease`: locks that expire and have a fencing token, for threads."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         return run_sync(self._take, 0.0)
 
     def acquire(self, *, timeout: Seconds | None = None) -> HeldLease:
-        """Wait until the lease is held.
+        """Acquire the lease, waiting until it is free or the timeout has passed.
 
         Args:
             timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A

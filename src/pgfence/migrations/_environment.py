@@ -39,7 +39,7 @@ def make(directory: Path, template: str, ini: Path) -> None:
 
 
 def find_location(ini: Path) -> str | None:
-    """Return the environment's location in an ini file, or why the file cannot be read, or None if it has none."""
+    """Return the location of the environment in an ini file, None if the file has none, or a note that it is unreadable."""
     from alembic.config import Config
 
     try:

@@ -45,12 +45,12 @@ def migration_lock(
                 with context.begin_transaction():
                     context.run_migrations()
 
-    Guarantees: the session that migrates holds the lock from before the version is read until the block ends, whatever commits
-    in between, so it is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY. While it
-    waits, the connection is in autocommit and holds no snapshot. The block gets the connection without an open transaction. No
-    revision is recorded after the lock is lost. If the process dies, even in the middle of a statement, the server releases the
-    lock after at most a second (on Linux). `alembic current`, `check` and other commands that only read take no lock. An
-    upgrade for which Alembic finds nothing to apply takes no lock either.
+    Guarantees: the session that migrates holds the lock from before the version is read until the block ends, whatever commits in
+    between, so it is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY. During the wait,
+    the connection is in autocommit and holds no snapshot. The block gets the connection without an open transaction. No revision
+    is recorded after the lock is lost. If the process dies, even in the middle of a statement, the server releases the lock after
+    at most a second (on Linux). `alembic current`, `check` and other commands that only read take no lock. An upgrade for which
+    Alembic finds nothing to apply takes no lock either.
 
     Limitations: waiters are not ordered. Processes that migrate without this lock, or migrate another version table with
     another key, are not excluded.
@@ -75,8 +75,8 @@ def migration_lock(
             or the revisions form a cycle.
         PoolerError, StandbyError: session locks are not safe on this server.
         UnsupportedServerError: pgfence does not support the server, and `unsupported="raise"` was passed.
-        UnreachableError: the connection was lost, which ends the wait because the connection is yours; or the server does not
-            respond. Without a response, a wait ends a few seconds after its timeout, and a release after 30 s.
+        UnreachableError: the connection was lost, which ends the wait because pgfence cannot replace your connection; or the
+            server does not respond. Without a response, a wait ends a few seconds after its timeout, and a release after 30 s.
         TypeError, ValueError: an argument cannot be used.
     """
     if not isinstance(connection, Connection):

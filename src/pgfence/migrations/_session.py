@@ -138,7 +138,7 @@ class MigrationLock:
     # ------------------------------------------------------------ acquire
 
     def acquire(self) -> None:
-        """Wait until this session holds the lock.
+        """Acquire the lock, waiting until it is free or the timeout has passed.
 
         Raises:
             LockTimeoutError: another session held it until the timeout.
@@ -171,7 +171,7 @@ class MigrationLock:
             if logged == began or now - logged >= LOG_EVERY:
                 logged = now
                 _, doing = self.ask(self._find_holders)
-                log.info("waiting for the migration lock %s since %.0f s: %s", self._name, now - began, doing)
+                log.info("waiting for the migration lock %s (%.0f s so far): %s", self._name, now - began, doing)
             pause = min(between(SHORTEST_PAUSE, LONGEST_PAUSE), self._deadline - now)
             self._drive(self._manager.carrier.sleep, pause)
         if logged > began:

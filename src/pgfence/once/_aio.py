@@ -1,4 +1,4 @@
-"""`AsyncOnce`, for asyncio."""
+"""`AsyncOnce`: work that is done once in each slot of time, for asyncio."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class SlotClockError(SlotOverError):
     Attributes:
         slot: the beginning of the slot that is done.
         now: the time by the server's clock.
-        ahead: how long the slot is ahead of that time.
+        ahead: how far the beginning of the slot is ahead of that time.
         repair: the SQL statement that lets the job run again, if the clock is correct now.
     """
 

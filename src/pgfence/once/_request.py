@@ -29,7 +29,7 @@ WHAT = "the name of a Once"
 def list_rounds(results: list[R], once: W, further: W) -> Iterator[W]:
     """Yield a guard for each call while slots are caught up.
 
-    A call that adds no result is the last, because no slot is due then.
+    A call that adds no result is the last, because it found no slot that is due.
     """
     yield once
     before = 0

@@ -39,7 +39,7 @@ class Schedule(Protocol):
         ...
 
     def after(self, slot: datetime) -> datetime:
-        """Return the first slot that is later."""
+        """Return the first slot that begins after the given slot."""
         ...
 
 
@@ -166,7 +166,8 @@ def due(
             the first that was ever tried; "none" runs none of them, so a slot must be begun within its first minute.
         now: the time by the server's clock.
         done: the newest slot that was finished.
-        tried: the newest slot that was begun. If the clock was ahead then, it is ignored.
+        tried: the newest slot that was begun. A slot that is later than the current slot, because the clock was ahead, is
+            ignored.
     """
     if isinstance(schedule, datetime):
         return Due(schedule, None) if done is None or done < schedule else Over(schedule, "done", None)

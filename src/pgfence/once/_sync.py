@@ -1,4 +1,4 @@
-"""`Once`, for threads."""
+"""`Once`: work that is done once in each slot of time, for threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitions, for tasks."""
+"""`AsyncPartitions`: keys divided into partitions, each with one owner, for asyncio."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class AsyncPartitions:
         owner: str | None = None,
         address: str | None = None,
     ) -> AsyncWorker:
-        """Own a share of the partitions, from now until the worker leaves, in tasks of the running loop.
+        """Join as a worker, which owns a share of the partitions until it leaves, in tasks of the running loop.
 
         This works as in the sync class, but `serve(partition, lease)` runs in a separate task, which is cancelled when the
         partition is lost or given up.

@@ -28,7 +28,7 @@ def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = 
     Limitations: another count moves most keys to another partition.
 
     Args:
-        key: any text, hashed in UTF-8.
+        key: any text, which is hashed as UTF-8.
         count: the number of partitions, 1 to 1,000.
         hash: "sha256" takes the first 8 bytes of the SHA-256, big-endian and without the sign bit, modulo `count`. "murmur2"
             computes the same partition as Kafka.
@@ -56,7 +56,7 @@ def compute_partition(key: str, count: int, hash_name: PartitionHash) -> int:
 
 
 def compute_murmur2(data: bytes) -> int:
-    """Return Kafka's murmur2 of some bytes, as an unsigned 32-bit number."""
+    """Return Kafka's murmur2 hash of the data, as an unsigned 32-bit number."""
     whole = len(data) // 4 * 4
     found = _SEED ^ len(data)
     for at in range(0, whole, 4):

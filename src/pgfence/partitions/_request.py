@@ -36,7 +36,7 @@ _RESIZING = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRequest(LeaseRequest):
-    """A partition; `stored` is the name of its row.
+    """The request for one partition; `stored` is the name of its row.
 
     Attributes:
         group: the stored name of the set of partitions.
@@ -215,7 +215,7 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
     def _build_occupied_error(self) -> LockTimeoutError:
         return LockTimeoutError(
             f"{format_names((self._name,))} was not resized, and nothing was done: a transaction of a former owner is still open. End"
-            " it, then resize again",
+            " that transaction, then resize again",
             names=(self._name,),
             timeout=_RESIZING,
         )

@@ -1,4 +1,4 @@
-"""Partitions, for threads."""
+"""`Partitions`: keys divided into partitions, each with one owner, for threads."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Partitions:
 
     Guarantees: at most one owner of a partition has its newest token. A transaction of `lease.begin()` that begins after another
     worker took the partition is rejected, and the new owner waits at the gate for a transaction that was already open, so the
-    writes of a key are in order. The partitions of a worker that crashes are owned by others after at most two TTLs, if
-    other workers are alive and own fewer than their even share.
+    writes of a key are in order. The partitions of a worker that crashes are owned by other workers after at most two TTLs, if
+    such workers are alive and own fewer than their even share.
 
     Limitations: a function that does not return is not stopped. After a TTL another worker takes its partition, and only writes
     inside `lease.begin()` are rejected. Calls to services that do not check the token may overlap. The numbers of
@@ -134,7 +134,7 @@ class Partitions:
     def join(
         self, serve: Callable[[int, HeldLease], object], /, *, owner: str | None = None, address: str | None = None
     ) -> Worker:
-        """Own a share of the partitions, from now until the worker leaves.
+        """Join as a worker, which owns a share of the partitions until it leaves.
 
         `serve(partition, lease)` is called for each partition that this worker owns, on a separate thread. `lease.lost` becomes
         True when the partition is to move to another worker, when this worker leaves, and when the lease is lost. `serve` must

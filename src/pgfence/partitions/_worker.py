@@ -104,7 +104,7 @@ class Balancer(Generic[OwnershipT]):
         self._is_aside = False
         """Whether this worker has given up everything, because a function does not return."""
         self._rests: dict[int, float] = {}
-        """Until when this worker does not take a partition again, after its function returned early or failed, or it was evicted."""
+        """The time before which a partition is not taken again, after its function returned early or failed, or an eviction."""
         self._errors: dict[int, int] = {}
         """The number of consecutive failures of the function, by partition."""
         self._failures = 0

@@ -1,4 +1,4 @@
-"""RateLimit, for tasks."""
+"""`AsyncRateLimit`: rate limits for asyncio."""
 
 from __future__ import annotations
 

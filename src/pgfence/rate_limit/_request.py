@@ -122,8 +122,8 @@ class RateLimitOptions(Generic[EngineSourceT]):
 
     def _build_timeout_error(self, units: int, timeout: float, remaining: float) -> LockTimeoutError:
         error = LockTimeoutError(
-            f"could not take {units} of the rate limit {self._name!r} within {timeout:g} s: {self._limit} per {self._per:g} s are"
-            f" used, and the next are allowed in {remaining:.1f} s",
+            f"could not take {units} of the {self._limit} units per {self._per:g} s of the rate limit {self._name!r} within"
+            f" {timeout:g} s: retry in {remaining:.1f} s",
             names=(self._name,),
             timeout=timeout,
         )
@@ -138,9 +138,7 @@ def _check_limit(value: object) -> int:
     if type(value) is not int:
         raise TypeError(f"limit must be an int, not {type(value).__name__}")
     if not 1 <= value <= HIGHEST_LIMIT:
-        raise ValueError(
-            f"limit must be between 1 and {HIGHEST_LIMIT}, not {value}: each unit of it is stored as a row"
-        )
+        raise ValueError(f"limit must be between 1 and {HIGHEST_LIMIT}, not {value}: each unit is stored as a row")
     return value
 
 

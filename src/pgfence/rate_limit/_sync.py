@@ -1,4 +1,4 @@
-"""RateLimit, for threads."""
+"""`RateLimit`: rate limits for threads."""
 
 from __future__ import annotations
 

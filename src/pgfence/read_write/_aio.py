@@ -1,4 +1,4 @@
-"""`AsyncReadWriteLock`, for tasks."""
+"""`AsyncReadWriteLock`: reader/writer locks for asyncio."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AsyncWriteHeld(AsyncHeld):
     __slots__ = ()
 
     async def downgrade(self) -> AsyncHeld:
-        """Become a reader, and return the handle of the read lock; errors are the same as for the sync class."""
+        """Replace the write lock with the read lock, and return its handle; errors are the same as for the sync class."""
         return await downgrade(cast("LockManager", self._manager), cast("SessionHold", self._hold), AsyncHeld)
 
 

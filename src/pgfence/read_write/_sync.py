@@ -1,4 +1,4 @@
-"""`ReadWriteLock`, for threads."""
+"""`ReadWriteLock`: reader/writer locks for threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WriteHeld(Held):
     __slots__ = ()
 
     def downgrade(self) -> Held:
-        """Become a reader, and return the handle of the read lock. This handle is released.
+        """Replace the write lock with the read lock, and return the handle of the read lock. This handle is released.
 
         No other writer gets the lock in between. Other readers are admitted from then on.
 
@@ -74,7 +74,7 @@ class ReadWriteLock:
 
     Limitations: those of `AdvisoryLock`. Within the first half second of a reader's wait the order between processes is not
     guaranteed. Clients that lock the same key by other means, in shared mode, do not wait behind a writer. A reader cannot become
-    a writer, and cannot acquire the read lock twice; both raise SelfDeadlockError.
+    a writer, and cannot acquire the read lock twice; both attempts raise SelfDeadlockError.
 
     Args:
         engine: an Engine, or a function that returns one.

@@ -11,7 +11,7 @@ Attempts and total time are bounded, and the last error is raised. Attempts are 
 doubled each time up to 500 ms, so that conflicting transactions do not collide again.
 
 Limitations: nothing is guaranteed about effects outside the transaction. An email that the function sends is sent again in each
-attempt. Return what has to be done, and do it after the commit. A running attempt is never interrupted.
+attempt. Return what must be done, and do it after the commit. A running attempt is never interrupted.
 
 These errors are never retried: a lost connection (during COMMIT it raises `CommitOutcomeUnknownError`, because the server may
 have committed), a conflict with the version that a client sent (`VersionConflictError` with `retryable` False), which no

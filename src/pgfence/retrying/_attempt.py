@@ -64,7 +64,7 @@ class AttemptRun:
         return DEFAULT if bind is None else config_of(bind)
 
     def finish(self, session: Session) -> None:
-        """Flush before the COMMIT, so that a later failure is one of the COMMIT itself.
+        """Flush before the COMMIT, so that a later failure is a failure of the COMMIT itself.
 
         Raises:
             Exception: an error of the flush, or an error that the function swallowed and that has aborted the transaction.

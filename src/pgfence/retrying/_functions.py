@@ -119,8 +119,8 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
         TransactionStateError: the call is inside another transaction of `run_transaction` on the same database; or the
             sessionmaker is bound to a Connection whose transaction is open and would be rolled back; or its engine is in
             autocommit.
-        TypeError: `sessionmaker` is not a session factory; or `fn` is a generator function, or async with a sync factory, or
-            sync with an async one.
+        TypeError: `sessionmaker` is not a session factory; or `fn` is a generator function, or async with a sync factory, or sync
+            with an async factory.
         ValueError: `attempts` is below 1.
         Exception: the last attempt's error, or the first error that another attempt cannot resolve.
     """
@@ -178,7 +178,7 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
 
         def bind(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[[object], object]:
             for given in args[:1]:
-                _reject_session(given, f"{plan.name} opens a session for each attempt: omit it in the call")
+                _reject_session(given, f"{plan.name} opens a session for each attempt: omit the session in the call")
             return lambda session: fn(session, *args, **kwargs)
 
         @functools.wraps(fn)

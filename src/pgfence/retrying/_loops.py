@@ -183,9 +183,9 @@ def _reject_nested(me: object, session: Session, factory: object, plan: Plan) ->
     if here in _RUNNING.get():
         raise TransactionStateError(
             f"{plan.name} was called inside a transaction of run_transaction: it would be committed even if the outer"
-            " transaction fails, repeated with each attempt of the outer one, and could wait indefinitely for locks of the"
-            " outer one. Call the function itself"
-            " with the open session; if it is decorated, .__wrapped__(session, ...)"
+            " transaction fails, repeated with each attempt of the outer transaction, and could wait indefinitely for locks of"
+            " the outer transaction. Call the function itself with the open session; if it is decorated, call"
+            " fn.__wrapped__(session, ...)"
         )
     before = _RUNNING.set((*_RUNNING.get(), here))
     try:

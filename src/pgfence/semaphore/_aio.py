@@ -1,4 +1,4 @@
-"""Semaphore, for tasks."""
+"""`AsyncSemaphore`: at most N holders of one name at a time, for asyncio."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
         return await self._take(0.0)
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncPermit:
-        """Wait until as many permits as the weight are free, and acquire them; see `Semaphore.acquire`."""
+        """Acquire as many permits as the weight, waiting for them until the timeout; see `Semaphore.acquire`."""
         return await self._acquire(timeout)
 
     async def holders(self) -> list[Holder]:

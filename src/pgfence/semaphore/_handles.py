@@ -40,7 +40,7 @@ class _PermitHandle(_HasToken):
 
 @final
 class Permit(_PermitHandle, HeldLease):
-    """One or more permits of a semaphore, held like a lease. Release it, or use it as a context manager.
+    """One or more permits of a semaphore, held like a lease. Call `release`, or use the handle as a context manager.
 
     Guarantees and limitations are the same as for `HeldLease`. `begin()` and `fence()` without a resource enter the gate of this
     permit, so that a stale holder of the same permit is rejected there; other holders of the semaphore are not affected.
@@ -49,7 +49,9 @@ class Permit(_PermitHandle, HeldLease):
     __slots__ = ()
 
     def hand_over(self) -> LeaseRef:
-        """Return a reference that another process can pass to `Lease.adopt`, after a last renewal. This handle is released.
+        """Renew the permit a last time, and return a reference for `Lease.adopt` in another process.
+
+        This handle is then released.
 
         Raises:
             ValueError: the weight is above 1.
@@ -66,6 +68,6 @@ class AsyncPermit(_PermitHandle, AsyncHeldLease):
     __slots__ = ()
 
     async def hand_over(self) -> LeaseRef:
-        """Return a reference that another process can adopt, after a last renewal; errors are the same as for the sync class."""
+        """Renew the permit a last time, and return a reference for another process; see `Permit.hand_over`."""
         self._check_single()
         return await super().hand_over()

@@ -1,4 +1,4 @@
-"""Semaphore, for threads."""
+"""`Semaphore`: at most N holders of one name at a time, for threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         name: text, at most 250 characters with its namespace; it must not end in `#` or `/` and digits.
         permits: the number of permits, from 1 to 1,000. The first process that requests a permit stores the number; see `resize`.
         ttl: seconds that a permit outlives a dead holder, from 0.3 s to a day (a timedelta may be longer).
-        weight: how many permits one acquire takes.
+        weight: how many permits each call of `acquire` takes.
         on_mismatch: what to do if another number of permits is stored. "raise" raises ValueError, and "stored" follows the stored
             number.
         fair: whether waiters are served in the order of their arrival. All processes should use the same value. Waiters with
@@ -73,7 +73,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         return run_sync(self._take, 0.0)
 
     def acquire(self, *, timeout: Seconds | None = None) -> Permit:
-        """Wait until as many permits as the weight are free, and acquire them.
+        """Acquire as many permits as the weight, waiting until they are free or the timeout has passed.
 
         Args:
             timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A

@@ -7,7 +7,7 @@ Installing pgfence adds its plugin to pytest. The plugin does nothing until a te
 - `pgfence_holds`: holds a lock in another session.
 - `pgfence_no_leaks`: fails a test that leaves a lock behind.
 - `pgfence_faults`: makes locks busy, lost or stale, ends connections and processes, and moves the server's clock.
-- `pgfence_history`: records who was inside a critical section, and checks the record.
+- `pgfence_history`: records which holders were inside a critical section, and checks the record.
 
 This module contains the types of these fixtures, and does not need pytest.
 """

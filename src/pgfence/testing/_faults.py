@@ -115,9 +115,9 @@ class PgfenceFaults:
         depend on a session: use `expire` or `steal`.
 
         Args:
-            target: the handle or the name of a session or transaction lock, whose server session is terminated; or a process,
-                or its id, which is ended with SIGKILL. The call waits for the end of a process, but not of an asyncio one:
-                await its `wait()`.
+            target: the handle or the name of a session or transaction lock, whose server session is terminated; or a process, or
+                its id, which is ended with SIGKILL. The call waits until a process has ended, but does not wait for an asyncio
+                process: await its `wait()`.
 
         Raises:
             LockNotHeldError: no session holds the lock.
@@ -328,7 +328,7 @@ def _expire(engine: Engine, place: TableNames, rows: Sequence[Row]) -> None:
 
 
 def _request_renewal(held: Held | AsyncHeld) -> None:
-    """Renew a lease now and ignore the result, so that its holder notices what the server knows."""
+    """Renew a lease now and ignore the result, so that its holder notices the state of the lease on the server."""
     leases, grant, done = held._manager, held._hold, threading.Event()
     assert isinstance(leases, LeaseStatements)
     assert isinstance(grant, Grant)

@@ -1,4 +1,4 @@
-"""Record who was inside a critical section, and check afterwards that no two were inside at the same time."""
+"""Record which holders were inside a critical section, and check afterwards that no two of them were inside at the same time."""
 
 from __future__ import annotations
 

@@ -105,7 +105,9 @@ class AsyncTransactionLock(TransactionLockBase):
         return done
 
     async def acquire(self, *, timeout: Seconds | None = None) -> None:
-        """Wait until the lock is held, or return immediately if this transaction already holds it.
+        """Acquire the lock, waiting until it is free or the timeout has passed.
+
+        If this transaction already holds the lock, the call returns immediately.
 
         Args:
             timeout: seconds, for all names together. None means the configured default (at most 60 s while this task holds a
@@ -243,6 +245,4 @@ def _session_error(given: object) -> str:
     )
     if is_async_sessionmaker(given) or is_async_engine(given):
         return f"{message}: use AsyncTransactionLock.begin(), which opens a transaction and acquires the lock first"
-    return (
-        f"{message}: use TransactionLock for sync ones, AsyncTransactionLock.begin() for engines and session factories"
-    )
+    return f"{message}: use TransactionLock for sync ones, and AsyncTransactionLock.begin() for engines and session factories"

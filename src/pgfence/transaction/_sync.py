@@ -54,11 +54,11 @@ class TransactionLock(TransactionLockBase):
     closes.
 
     Limitations: nothing is protected after COMMIT or ROLLBACK, and what was read before the lock may be stale. REPEATABLE READ
-    and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock.
-    Waiters are not ordered. The lock exists in one database on one server, and a failover ends it with its transaction. A
-    deadlock or a cancelled statement aborts the transaction, as PostgreSQL does for every statement. A lost connection and
-    other database errors are raised as SQLAlchemy's own errors. There is neither a `release()` nor a `wrap()`, because the lock
-    belongs to one transaction.
+    and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock. Waiters
+    are not ordered. The lock exists in one database on one server, and a failover ends it with its transaction. A deadlock or a
+    cancelled statement aborts the transaction, as with every statement in PostgreSQL. A lost connection and other database errors
+    are raised as SQLAlchemy's own errors. There is neither a `release()` nor a `wrap()`, because the lock belongs to one
+    transaction.
 
     Args:
         session: the Session, scoped_session or Connection whose transaction the lock belongs to. The lock uses the connection
@@ -109,7 +109,9 @@ class TransactionLock(TransactionLockBase):
         return self._try(self._unwrap())
 
     def acquire(self, *, timeout: Seconds | None = None) -> None:
-        """Wait until the lock is held, or return immediately if this transaction already holds it.
+        """Acquire the lock, waiting until it is free or the timeout has passed.
+
+        If this transaction already holds the lock, the call returns immediately.
 
         Args:
             timeout: seconds, for all names together. None means the configured default (at most 60 s while this thread holds a
@@ -236,6 +238,4 @@ def _session_error(given: object) -> str:
     message = f"TransactionLock needs the Session or Connection whose transaction the lock should belong to, not {type(given).__name__}"
     if isinstance(given, Engine) or is_sessionmaker(given):
         return f"{message}: use TransactionLock.begin(), which opens a transaction and acquires the lock first"
-    return (
-        f"{message}: use AsyncTransactionLock for async ones, TransactionLock.begin() for engines and session factories"
-    )
+    return f"{message}: use AsyncTransactionLock for async ones, and TransactionLock.begin() for engines and session factories"

@@ -152,7 +152,7 @@ class Flush:
         return {row for rows_of, parameters, found in self.sent if found == outcome for row in rows_of(parameters)}
 
     def has_added(self, state: State) -> bool:
-        """Return whether the transaction or savepoint about to be rolled back has added a row."""
+        """Return whether the transaction or savepoint that is about to be rolled back has added a row."""
         return self.context is not None and state in self.context.transaction._new
 
     def collect_tables(self) -> set[str]:
@@ -257,7 +257,7 @@ def _choose_way(flush: Flush, context: UOWTransaction, mapper: Mapper[object]) -
 
 
 def compare(flush: Flush, states: list[State], *, deleting: bool = False, connection: Connection | None = None) -> None:
-    """Lock rows, and raise unless each is at the version at which its instance was read."""
+    """Lock rows, and raise an error unless each is at the version at which its instance was read."""
     barred: list[str] = []
     for mapper, some in _group_by_table(states):
         where = connection or flush.session.connection(bind_arguments={"mapper": mapper})
@@ -275,7 +275,7 @@ def compare(flush: Flush, states: list[State], *, deleting: bool = False, connec
 
 
 def _confirm(flush: Flush) -> None:
-    """Read the rows that a batch has sent, and raise if one of them was not written."""
+    """Read the rows that a batch has sent, and raise an error if one of them was not written."""
     unwritten: list[str] = []
     for mapper, some in _group_by_table(list(flush.written)):
         where = flush.session.connection(bind_arguments={"mapper": mapper})

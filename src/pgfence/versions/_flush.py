@@ -186,7 +186,7 @@ def raise_version(mapper: Mapper[object], state: State, old: object) -> None:
         state.dict[ATTRIBUTE] = mapper.version_id_generator(old)
         flag_modified(state.obj(), ATTRIBUTE)
         if old is not None:
-            # flag_modified() has replaced it. If the flush fails, the version that was read is compared with the row.
+            # flag_modified() has replaced the version that was read, which is compared with the row if the flush fails.
             state.committed_state[ATTRIBUTE] = old
 
 

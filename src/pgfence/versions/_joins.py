@@ -111,7 +111,7 @@ class Join:
 
 
 def register_join(prop: RelationshipProperty[object]) -> None:
-    """Register a relationship that counts, with the class that it leads to.
+    """Register a relationship whose changes count as changes of its owner, with the class that it leads to.
 
     Raises:
         ValueError: the owner of a row cannot be found by the columns of the row.

@@ -65,9 +65,9 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
             held until the transaction ends, even after a conflict.
 
     Raises:
-        VersionConflictError: the row is at another version, or was deleted. In the row's item in the error, `found` is that
-            version, or None if the row was deleted. Respond with 412. The error is not `retryable`, because the client must read
-            the row first. The session remains usable.
+        VersionConflictError: the row is at another version, or was deleted. In the error's item for the row, `found` is the
+            current version, or None if the row was deleted. Respond with 412. The error is not `retryable`, because the client
+            must read the row first. The session remains usable.
         TransactionStateError: the session has unflushed changes, which could be lost when the row is read again.
         TypeError: `expected` is not a version of that class (such as None or "1"); the class is not versioned; or `session` is
             not a session. With `__version_mode__ = "xmin"`, `expected` may not be an IfMatch other than `*` either; see `etag`.

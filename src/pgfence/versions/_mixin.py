@@ -134,7 +134,7 @@ class VersionedUUID(_Guarded):
             _check_settings(cls)
             if cls.__version_mode__ != "client":
                 raise ValueError(
-                    f"{cls.__name__}: VersionedUUID supports only the mode 'client'; use Versioned for the others"
+                    f"{cls.__name__}: VersionedUUID supports only the mode 'client'; use Versioned for the other modes"
                 )
             return _make_column(cls.__version_column__, Uuid, insert_default=uuid4)
 

@@ -1,4 +1,4 @@
-"""Count a change of rows that belong to a versioned row as a change of that row, if `__version_relationships__` says so."""
+"""Count a change of rows that belong to a versioned row as a change of that row, if `__version_relationships__` lists them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _before_flush(session: Session, context: UOWTransaction, _instances: object)
 
 
 def _count(context: UOWTransaction) -> None:
-    """Let a flush write the owners of the rows that it writes."""
+    """Make a flush also write the owners of the rows that it writes."""
     # Cascades may add rows to the flush. SQLAlchemy does not repeat this step.
     while True in [action.execute(context) for action in list(context.presort_actions.values())]:
         pass

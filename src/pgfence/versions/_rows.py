@@ -99,7 +99,7 @@ def lock_rows(
         deleting: whether some of the rows will be deleted, so that no other transaction may add rows that refer to them.
 
     Returns:
-        The version of each row, None if it does not exist; and the keys of rows that exist and were not locked, because a
+        The version of each row, or None if the row does not exist; and the keys of rows that exist and were not locked, because a
         row-level security policy allows this role only to read them.
     """
     found = versions_of(connection, mapper, keys, lock={"key_share": not deleting})

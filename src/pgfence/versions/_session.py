@@ -97,7 +97,9 @@ class VersionedSession(Session):
         self.conflict_check: Literal["auto", "row", "batch"] = conflict_check
 
     def flush(self, objects: Sequence[Any] | None = None) -> None:
-        """Flush; if another transaction has written some of the rows, the error lists them. autoflush and commit call this too.
+        """Flush pending changes. If another transaction has written some of the rows, the error lists them.
+
+        Autoflush and `commit()` call this method too.
 
         Raises:
             VersionConflictError: rows are not at the version at which they were read. The transaction or savepoint was rolled

@@ -229,7 +229,7 @@ def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[obj
     names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
     keys: list[Key] = [tuple(row.get(name) for name in names) for row in rows]
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
-        raise ValueError(f"rows of {mapper.class_.__name__} are given more than once: {twice[:5]}")
+        raise ValueError(f"rows of {mapper.class_.__name__} are given more than once: {twice[:5]}. Give each row once")
     _compare(state, mapper, keys, [row[ATTRIBUTE] for row in rows])
     try:
         result, loaded = _execute_followed(state, mapper)

@@ -13,7 +13,7 @@ __all__ = ["Headers", "IfMatch", "etag", "if_match"]
 
 _STAR = "*"
 _WEAK = "W/"
-# One element of a list, which may be empty, with what separates it from the next. The blanks are possessive: a header of
+# One element of a list, which may be empty, with what separates it from the next. The quantifiers are possessive, so a header of
 # blanks alone takes time proportional to its length, not to its square.
 _ELEMENT = re.compile(r'[ \t]*+(?P<tag>(?:W/)?"[\x21\x23-\x7e\x80-\xff]*+")?[ \t]*+(?P<end>,|\Z)')
 _SHOWN = 60

@@ -87,7 +87,7 @@ def migrate(connection: Connection) -> None:
 
     with migration_lock(connection, timeout=LOCK_WAIT, key=KEY):
         for schema in tenants(connection):
-            # Every name without a schema refers to the tenant's, including the version table.
+            # Names without a schema, such as that of the version table, refer to the tenant's schema.
             settings["search_path"] = connection.dialect.identifier_preparer.quote(schema)
             connection.dialect.default_schema_name = schema
             context.configure(connection=connection, **OPTIONS)
