@@ -324,7 +324,7 @@ def test_a_key_that_is_not_unique_is_rejected() -> None:
         (object(), ["a"], "mapped class"),
         (Payment, ["order_id"], "mapped class"),
         (row(), "order_id", "list of attributes"),
-        (row(), Payment.order_id, "list of attributes: .Payment.order_id"),
+        (row(), Payment.order_id, "list of attributes, such as .Payment.order_id"),
     )
     for instance, key, told in wrong:
         with pytest.raises(TypeError, match=told):
