@@ -34,7 +34,7 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Ways to respond that cannot be stored. If these extensions are not offered, the application sends a body.
+# Extensions of ASGI whose responses cannot be stored. The middleware removes them, so that the application sends a body instead.
 _NOT_OFFERED = ("http.response.pathsend", "http.response.trailers", "http.response.zerocopysend")
 
 

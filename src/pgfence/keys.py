@@ -128,8 +128,8 @@ class LockKey:
     def family(cls, name: str, *, namespace: str = "") -> KeyFamily:
         """Return a function that maps an id to the key `LockKey.of(f"{name}:{id}", namespace=namespace)`.
 
-        The ids 42 and "42" have the same key. A colon in an id has no special meaning, so choose family names for which no two
-        ids can produce the same text.
+        The ids 42 and "42" have the same key. A colon in an id has no special meaning: the id "b:c" of the family "a" and the id
+        "c" of the family "a:b" have the same key, so choose family names for which this cannot happen.
 
         Raises:
             TypeError, ValueError: the name is not usable; see `of`. The returned function raises the same errors for an id.

@@ -46,7 +46,7 @@ def instrument(
 
     The metrics are collected by the reader of the meter provider. An acquire or release only appends its event to a list;
     durations are recorded when the metrics are collected. If more than 1,000 durations with the same attributes occur between two
-    collections, a random sample of 1,000 is recorded. Counters count everything.
+    collections, a random sample of 1,000 is recorded. Counters include every event.
 
     Spans are added only to a trace that is already being recorded: `pgfence.acquire` for a call that found another holder,
     `pgfence.hold` for the time from the grant to the release, and `pgfence.transaction.attempt` for each attempt of
@@ -81,7 +81,7 @@ def instrument(
         return
     database = engine.url.database or ""
     spans = SpanWriter(trace.get_tracer(_SCOPE, tracer_provider=tracer_provider), database)
-    # A provider has one recorder: it would ignore the callbacks of a second one, whose instruments are equal.
+    # A provider gets only one recorder, because it would ignore the callbacks of a second recorder, whose instruments are equal.
     now = metrics.get_meter_provider()
     keys = [_GLOBAL, now] if meter_provider in (None, now) else [meter_provider]
     recorder = next((_RECORDERS[key] for key in keys if key in _RECORDERS), None)

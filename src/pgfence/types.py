@@ -78,7 +78,7 @@ class Event:
         owner: the owner that the holder gave, for leases, slots, permits and terms.
         lease_id: identifies one grant of a lease.
         token: the fencing token of the grant.
-        at: the time on the clock of this process, in UTC.
+        at: the time of the event, on the clock of this process, in UTC.
     """
 
     event: str

@@ -55,7 +55,7 @@ class IdempotencyMiddleware:
 
     An iterable, a generator, the function `write` and the server's file wrapper are supported. The whole output is collected
     before the response is stored and sent, and `close()` is called when the server has sent the response. The status code is
-    stored, but the reason phrase is not. A server that joins repeated headers turns two keys into a malformed one, which gets a
+    stored, but the reason phrase is not. A server that joins repeated headers turns two keys into one malformed key, which gets a
     400. A body needs a length, or a server that terminates it (`wsgi.input_terminated`). Otherwise the request gets a 411.
 
     Raises:

@@ -111,7 +111,9 @@ async def test_a_handle_enters_no_gate_of_another_installation(
     configure(engine, schema="public")
     mapped = engine.execution_options(schema_translate_map={"public": tenants[1]})
     async with world.enter(lease(world, engine, name).hold()) as held:
-        with pytest.raises(ValueError, match=r'"public"\."pgfence_lease".*"Tenant %b_') as caught:
+        with pytest.raises(
+            ValueError, match=r'"public"\."pgfence_lease".*if you mean the gate in "Tenant %b_'
+        ) as caught:
             async with world.enter(held.begin(factory(world, mapped))):
                 raise AssertionError
         assert f"'{name}'" in str(caught.value)

@@ -147,7 +147,7 @@ class _Handle:
 
 
 class Held(_Handle):
-    """A lock that is held. Release it, or use it as a context manager: leaving the block releases it.
+    """A lock that is held. Call `release`, or use the handle as a context manager, which releases the lock at the end.
 
     Any thread may release it, but only once.
 
@@ -199,7 +199,7 @@ class Held(_Handle):
 
 
 class AsyncHeld(_Handle):
-    """A lock that is held. Release it, or use it as an async context manager: leaving the block releases it.
+    """A lock that is held. Call `release`, or use the handle as an async context manager, which releases the lock at the end.
 
     Any task of its event loop may release it, but only once. A release that is cancelled closes the connection, so the lock is
     released in that case too.

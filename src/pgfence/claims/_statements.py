@@ -87,7 +87,8 @@ def prepare_query(query: object) -> tuple[AnySelect, Mapper[Any]]:
     Raises:
         TypeError, ValueError: the same errors as `_find_mapper` and `build_query`.
     """
-    # For a select() that the program keeps, SQLAlchemy then also computes the key for its cache of compiled statements only once.
+    # The prepared SELECT is kept, so that SQLAlchemy computes the key for its cache of compiled statements only once for a
+    # select() that the program reuses.
     found = _PREPARED.get(query) if isinstance(query, Select) else None
     if found is None:
         query, mapper = _find_mapper(query)

@@ -121,7 +121,7 @@ class AsyncElection:
 class AsyncMember:
     """A member of an election, which is a candidate in a task; see `Member`.
 
-    Call `resign`, or use it as an async context manager.
+    Call `resign`, or use the member as an async context manager.
     """
 
     def __init__(self, candidacy: Candidacy[AsyncTerm]) -> None:

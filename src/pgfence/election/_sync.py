@@ -187,7 +187,7 @@ class Election:
 
 
 class Member:
-    """A member of an election, which is a candidate in the background. Call `resign`, or use it as a context manager."""
+    """A member of an election, which is a candidate in the background. Call `resign`, or use the member as a context manager."""
 
     def __init__(self, candidacy: Candidacy[Term]) -> None:
         self._candidacy = candidacy

@@ -193,8 +193,7 @@ def _check_same_tables(place: TableNames, issued: TableNames, names: Iterable[st
         raise ValueError(
             f"the token for {_quote_names(names)} was issued by {issued.name('lease')}, but this transaction enters gates in"
             f" {place.name('gate')}, and each installation numbers its own tokens. Use a sessionmaker or an engine with the same"
-            " schema and prefix; or, if you mean the gate in {place.name('gate')},"
-            " call fenced(session, resource, token)"
+            f" schema and prefix; or, if you mean the gate in {place.name('gate')}, call fenced(session, resource, token)"
         )
 
 

@@ -165,7 +165,7 @@ class FencedHeld(_HasToken, Held):
 
 
 class HeldLease(_Leased, FencedHeld):
-    """A lease that is held. Release it, or use it as a context manager.
+    """A lease that is held. Call `release`, or use the handle as a context manager, which releases the lease at the end.
 
     `state`, `lost` and `check()` use the clock of this process, so after a pause they report a loss before any I/O.
     """

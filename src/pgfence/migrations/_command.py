@@ -61,7 +61,7 @@ def is_read_only() -> bool:
 
 
 def find_too_old() -> str | None:
-    """Return what this version of Alembic lacks, or None if it loads the operations of plugins."""
+    """Return a message if this version of Alembic is too old to load the operations of plugins, or None."""
     version = getattr(sys.modules.get("alembic"), "__version__", "")
     if not version or tuple(int(digits) for digits in re.findall(r"\d+", version)[:3]) >= NEEDED:
         return None

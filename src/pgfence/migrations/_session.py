@@ -116,7 +116,7 @@ class MigrationLock:
 
     @contextmanager
     def _limit_time(self, session: LockConnection, seconds: float) -> Iterator[None]:
-        """Have the watcher shut down the socket if the block takes longer, because no driver ends a wait for a hung server."""
+        """Have the watcher shut down the socket after `seconds`, because no driver ends a wait for a server that hangs."""
         session.begin(seconds)
         try:
             yield

@@ -41,7 +41,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
     async def try_acquire(self) -> AsyncSlot | None:
         """Request the current slot, without waiting. This takes two round trips.
 
-        Returns None if the slot is done, or if it is running, even in this same task.
+        Returns None if the slot is done, or if it is being run, even by this task.
 
         Raises:
             PgfenceError: the same errors as `acquire`.
@@ -125,7 +125,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         return decorate
 
     async def holders(self) -> list[Holder]:
-        """Return who is running a slot of this name, as the server reports it, without taking a lock.
+        """Return the holders that are running slots of this name, as the server reports them, without taking a lock.
 
         Raises:
             UnreachableError: the server cannot be reached.

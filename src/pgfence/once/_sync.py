@@ -73,7 +73,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     def try_acquire(self) -> Slot | None:
         """Request the current slot, without waiting. This takes two round trips.
 
-        Returns None if the slot is done, or if it is running, even in this same thread.
+        Returns None if the slot is done, or if it is being run, even by this thread.
 
         Raises:
             PgfenceError: the same errors as `acquire`.
@@ -158,7 +158,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         return decorate
 
     def holders(self) -> list[Holder]:
-        """Return who is running a slot of this name, as the server reports it, without taking a lock.
+        """Return the holders that are running slots of this name, as the server reports them, without taking a lock.
 
         Raises:
             UnreachableError: the server cannot be reached.

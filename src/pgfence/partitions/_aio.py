@@ -86,7 +86,7 @@ class AsyncPartitions:
 
 
 class AsyncWorker:
-    """A worker that owns a share of the partitions. Call `leave`, or use it as an async context manager; see `Worker`."""
+    """A worker that owns a share of the partitions. Call `leave`, or use the worker as an async context manager; see `Worker`."""
 
     def __init__(self, options: _AsyncOptions, serve: Callable[[int, AsyncHeldLease], Awaitable[object]]) -> None:
         self._loop = asyncio.get_running_loop()

@@ -99,7 +99,7 @@ class Partitions:
         return self._options.choose_partition(key)
 
     def owner_of(self, partition: int) -> Holder | None:
-        """Return the worker that owns a partition, with the `address` that it joined with, or None if the partition has no owner.
+        """Return the worker that owns a partition, with the `address` that it passed to `join`, or None if no worker owns it.
 
         This takes one round trip. The owner may have changed before you use it, so the worker itself must write inside
         `lease.begin()`.

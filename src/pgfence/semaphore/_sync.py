@@ -29,14 +29,14 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     token series.
 
     Guarantees: no more than `permits` permits are held at a time, by the server's clock. The permits of a process that dies
-    become free after one TTL at the latest. A weight is acquired completely or not at all. With `fair=True` waiters are served in
-    the order of their arrival, even if a later one requests fewer permits.
+    become free after one TTL at the latest. The permits of one request are acquired together or not at all. With `fair=True`
+    waiters are served in the order of their arrival, even if a later one requests fewer permits.
 
     Limitations: a former holder may not have stopped, so write inside `permit.begin()`, which fences that permit. The token of a
     permit cannot fence a resource that several holders write. Without `fair=True` the order of waiters is not guaranteed, and a
-    large weight may wait while smaller ones pass. A fair waiter that sends no request for 3 seconds, because its process is
-    paused, is overtaken until it sends a request again. A `Lease` with the name `NAME#i` blocks that permit. Each fair waiter
-    queries the server once a second and at each release, even if many of them wait in one process.
+    request with a large weight may wait while smaller requests are granted. A fair waiter that sends no request for 3 seconds,
+    because its process is paused, is overtaken until it sends a request again. A `Lease` with the name `NAME#i` blocks that
+    permit. Each fair waiter queries the server once a second and at each release, even if many of them wait in one process.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.
@@ -83,7 +83,8 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
             LockTimeoutError: too few permits were free in time. The message names the holder of the permit that expires first.
             ValueError: another number of permits is stored, or fewer than the weight.
             WaitCancelledError: the event of `cancel_waits()` was set.
-            SelfDeadlockError: this thread holds and requests more permits than the semaphore has. Not raised with `timeout=0`.
+            SelfDeadlockError: this thread holds and requests more permits in total than the semaphore has. Not raised with
+                `timeout=0`.
             UnreachableError: the server cannot be reached. A grant whose response was lost is released in the background.
             SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: this server accepts no writes.

@@ -49,7 +49,7 @@ class ServerClock:
 
     @contextmanager
     def move(self, seconds: float) -> Iterator[None]:
-        """Set the clock ahead by a number of seconds, or back if it is negative, until the end of the block."""
+        """Set the clock ahead by a number of seconds, or back if the number is negative, until the end of the block."""
         before = self._ahead
         self._set(before + seconds)
         try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def pause(*pids: int) -> Iterator[None]:
-    """Stop processes with SIGSTOP, and let them continue at the end. They stay alive and connected, but do not respond.
+    """Stop processes with SIGSTOP until the end of the block. They stay alive and connected, but do not respond.
 
     Raises:
         FaultUnavailableError: this platform has no SIGSTOP, or a process belongs to another user.

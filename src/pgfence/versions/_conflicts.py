@@ -200,10 +200,11 @@ def conflict_error(
 
 def own_statement_error(items: Sequence[VersionConflict]) -> PgfenceError:
     """Return the error for rows that this session's own statement has written in a way that the session cannot track."""
+    rows = "this row" if len(items) == 1 else "these rows"
     return PgfenceError(
-        f"{_describe_all(items)}: a statement or flush of this session has written it since. This is not a conflict with another process,"
-        " and retrying would fail the same way. The session tracks update(), insert() and synchronized delete() through"
-        " session.execute(), but not SQL text, statements sent through session.connection(), or rows that a trigger"
+        f"{_describe_all(items)}: a statement or flush of this session has written {rows} since. This is not a conflict with"
+        " another process, and retrying would fail the same way. The session tracks update(), insert() and synchronized"
+        " delete() through session.execute(), but not SQL text, statements sent through session.connection(), or rows that a trigger"
         " changes: call session.refresh() after such a statement, before you change the instance or pass its version"
     )
 
