@@ -59,7 +59,7 @@ def configure(
     pooler: PoolerSetting = "auto",
     on_event: Callable[[Event], object] | None = None,
 ) -> None:
-    """Configure how pgfence uses an engine. Call it once for each engine, before the first use.
+    """Configure how pgfence uses an engine. Call this function once for each engine, before the first use of the engine.
 
     A second call with the same values does nothing, so every part of an application may repeat the call. The settings apply to
     this engine and its `execution_options()` copies in this process. Other processes must configure their own engines.

@@ -86,7 +86,7 @@ def evict(
         The holders that were evicted, or, with `dry_run`, would be evicted.
 
     Raises:
-        ValueError: the name, the reason or the actor cannot be used; or it is the name of a semaphore or of partitions.
+        ValueError: the name, the reason or the actor cannot be used; or the name is that of a semaphore or of partitions.
         TypeError: one of these arguments is not a str, or `engine` is not an engine.
         LockTimeoutError: a transaction that writes with the old token is still open, and `holders` lists the candidates. Nothing
             was done.
@@ -258,7 +258,7 @@ def doctor(engine: Engine, *, alembic_ini: str | PathLike[str] | None = None) ->
 def doctor(engine: Engine | AsyncEngine, *, alembic_ini: str | PathLike[str] | None = None) -> object:
     """Examine the server, the role and the settings of an engine, and return what could cause problems with pgfence.
 
-    The list of findings is in the documentation, on the page "Check an installation". Call it with the engine of your
+    The list of findings is in the documentation, on the page "Check an installation". Call this function with the engine of your
     application, because settings and privileges belong to its role.
 
     Guarantees: nothing is changed, and no lock is taken. No privilege is needed. Anything that the role may not read is reported

@@ -41,7 +41,7 @@ def instrument(
 ) -> None:
     """Report what happens to the locks, leases and keys of an engine as OpenTelemetry metrics and spans.
 
-    Call it once for each engine, at any time, before or after `configure()`; a listener that was set with
+    Call this function once for each engine, at any time, before or after `configure()`; a listener that was set with
     `configure(on_event=...)` is still called. A second call with the same providers does nothing.
 
     The metrics are collected by the reader of the meter provider. An acquire or release only appends its event to a list;

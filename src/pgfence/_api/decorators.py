@@ -174,8 +174,8 @@ def compile_templates(
         root = field.replace("[", ".").split(".", 1)[0]
         if root not in signature.parameters and not (takes_any and root.isidentifier()):
             raise ValueError(
-                f"the field {{{field}}} of a name is not an argument of {describe_function(fn)}, which has"
-                f" ({', '.join(signature.parameters)}). Double a brace that is meant literally"
+                f"the field {{{field}}} of a name is not an argument of {describe_function(fn)}, whose arguments"
+                f" are ({', '.join(signature.parameters)}). Double a brace that is meant literally"
             )
 
     def choose_names(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Name]:

@@ -111,7 +111,7 @@ class _Handle:
     def check(self) -> None:
         """Raise an error unless the lock is held as far as this process knows.
 
-        It does no I/O, so you can call it as often as you like.
+        The check does no I/O, so you can repeat it as often as you like.
 
         Raises:
             LockLostError: the lock was lost.
@@ -149,7 +149,7 @@ class _Handle:
 class Held(_Handle):
     """A lock that is held. Call `release`, or use the handle as a context manager, which releases the lock at the end.
 
-    Any thread may release it, but only once.
+    Any thread may release the lock, but only once.
 
     Limitations: work is not protected after a loss. Calling `check()` before each step shortens the time in which a loss goes
     unnoticed, but cannot reduce it to zero.
@@ -201,8 +201,8 @@ class Held(_Handle):
 class AsyncHeld(_Handle):
     """A lock that is held. Call `release`, or use the handle as an async context manager, which releases the lock at the end.
 
-    Any task of its event loop may release it, but only once. A release that is cancelled closes the connection, so the lock is
-    released in that case too.
+    Any task of the same event loop may release the lock, but only once. A release that is cancelled closes the connection, so the
+    lock is released in that case too.
 
     Limitations: work is not protected after a loss, as with `Held`.
     """
@@ -295,7 +295,7 @@ AnyHeld = TypeVar("AnyHeld", bound=Held | AsyncHeld)
 def current(kind: type[AnyHeld], /) -> AnyHeld:
     """Return the innermost handle of a class that this thread holds or, for an async class, that this task holds.
 
-    It works inside `hold()`, `with held:` and functions decorated by `wrap()`.
+    The function works inside `hold()`, `with held:` and functions decorated by `wrap()`.
 
     Args:
         kind: a class of handles, such as `Held` or `AsyncHeldLease`.

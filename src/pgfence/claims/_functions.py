@@ -122,7 +122,7 @@ def extend_claim(
 @overload
 def extend_claim(session: SyncSession, row: Claimable, *, ttl: Seconds | None = None) -> None: ...
 def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) -> object:
-    """Extend a claim, so that it expires `ttl` seconds from now by the server's clock. It takes effect with the commit.
+    """Extend a claim, so that it expires `ttl` seconds from now by the server's clock. The commit makes this effective.
 
     Guarantees: a claim that another worker has replaced is not extended. The extension and everything else that the transaction
     writes are committed together, or not at all. A claim that has expired and was not replaced is extended.
@@ -149,7 +149,7 @@ def finish_claim(session: AnyAsyncSession, row: Claimable) -> Coroutine[Any, Any
 @overload
 def finish_claim(session: SyncSession, row: Claimable) -> None: ...
 def finish_claim(session: Any, row: Claimable) -> object:
-    """End a claim, in the transaction that writes the result of the work. It takes effect with the commit.
+    """End a claim, in the transaction that writes the result of the work. The commit makes this effective.
 
     The call sets `claimed_until` and `claimed_by` to None and keeps `claim_token`. Change the row in the same transaction so that
     the criteria of `claim` no longer match it: a row without a claim is available to the next call of `claim`.

@@ -42,9 +42,9 @@ class Claimable:
                 finish_claim(session, job)
                 session.commit()
 
-    Use it for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument) and SQLModel. With joined or
-    single-table inheritance, put it on the base class. Only `claim`, `extend_claim` and `finish_claim` write its columns. A
-    flush that would write them raises ValueError.
+    Use the mixin for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument) and SQLModel. With joined or
+    single-table inheritance, put it on the base class. Only `claim`, `extend_claim` and `finish_claim` write its columns. A flush
+    that would write them raises ValueError.
 
     Guarantees: a row has one claim at a time, until `claimed_until` by the server's clock. An expired claim is replaced by
     the next call of `claim`, without any cleanup job. A claim that was replaced cannot be extended or finished.

@@ -73,7 +73,7 @@ class _Attempt:
         return self._running.number
 
     def check(self) -> None:
-        """Raise an error unless this attempt is still valid as far as this process knows. It does no I/O.
+        """Raise an error unless this attempt is still valid as far as this process knows. The check does no I/O.
 
         Raises:
             AttemptLostError: the claim could not be renewed in time, or another attempt has taken over.

@@ -129,7 +129,7 @@ class RunningAttempt:
         return self._grant.get_remaining()
 
     def check(self) -> None:
-        """Raise an error unless the claim is valid as far as this process knows. It does no I/O.
+        """Raise an error unless the claim is valid as far as this process knows. The check does no I/O.
 
         Raises:
             AttemptLostError: the attempt was lost.
@@ -140,7 +140,7 @@ class RunningAttempt:
             raise self._lost_error(None)
 
     def check_unfinished(self) -> None:
-        """Raise an error if the attempt has ended in this process. It does no I/O.
+        """Raise an error if the attempt has ended in this process. The check does no I/O.
 
         Raises:
             IdempotencyMisuseError: the attempt has ended, or this is a forked child.
@@ -274,7 +274,7 @@ class RunningAttempt:
     def let_lapse(self, ended: str = "") -> None:
         """Stop renewing, so that the outcome is unknown until the claim expires.
 
-        It does no I/O; a note is sent in the background.
+        The call does no I/O; a note is sent in the background.
 
         Args:
             ended: the error that the attempt ended with, for the next caller; empty for no note.

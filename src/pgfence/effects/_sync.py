@@ -51,7 +51,8 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
             results need different scopes. Do not use the same scope with `idempotent`.
         payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means
             that nothing is compared.
-        result: the type of the result, which may refer to the classes that steps return; see `idempotent`.
+        result: the type of the result. Dataclasses and models in the result, or in what a step returns, can be stored only if
+            this type contains their classes; see `idempotent`.
         ttl: seconds after which the claim of a dead attempt expires, from 0.3 s to a day. The ttl does not limit how long the
             work takes.
         keep: seconds for which the result is kept after the work has ended, and for which the steps of a lost attempt are kept

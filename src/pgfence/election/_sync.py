@@ -70,7 +70,7 @@ class Election:
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         name: text, at most 255 characters with its namespace.
-        ttl: seconds that a term outlives a dead leader, from 0.3 s to a day.
+        ttl: seconds after which a dead leader loses the term, from 0.3 s to a day.
         heartbeat: "auto" renews the term while the process lives. "progress" renews it only while `term.progress()` is called, so
             that a leader that does nothing loses the term.
         max_hold: seconds after which a term always ends; None means no limit.
@@ -111,7 +111,7 @@ class Election:
         returned.
 
         Args:
-            owner: the name that operators see for the leader; None means host and process id.
+            owner: the name that operators see for the leader; None means the host name and the process id.
             on_gained: called when this member becomes the leader.
             on_lost: called after `on_gained` when the member is no longer the leader, for whatever reason. It should stop the
                 work, because the term is released when it returns.
@@ -137,7 +137,7 @@ class Election:
         """Campaign until this process is the leader, and return its term. Release the term to resign.
 
         Args:
-            owner: the name that operators see for the leader; None means host and process id.
+            owner: the name that operators see for the leader; None means the host name and the process id.
             timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
 
         Raises:

@@ -37,8 +37,8 @@ class Fenced(Guarded):
         with lease.begin(SessionLocal) as session:
             session.add(Entry(id=1, book="2026-04"))
 
-    Use it for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument) and SQLModel. It adds a column with
-    the highest token that wrote the row. Values that the program assigns to this column are ignored.
+    Use the mixin for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument) and SQLModel. It adds a column
+    with the highest token that wrote the row. Values that the program assigns to this column are ignored.
 
     Guarantees:
         A Session writes such a row only in a transaction that has a token for the row's resource before the change and for its

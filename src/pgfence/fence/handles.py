@@ -95,19 +95,19 @@ class _Leased(_HasToken):
     def remaining(self) -> float:
         """Return for how many seconds this process considers the lease held, less the safety margin, or 0.0 if it has expired.
 
-        It does no I/O.
+        The call does no I/O.
         """
         return self._grant.get_remaining()
 
     def progress(self) -> None:
-        """Report progress of the work. This does no I/O.
+        """Report progress of the work. The call does no I/O.
 
         With `heartbeat="progress"`, the lease is renewed only if progress was reported since the last renewal.
         """
         self._grant.progress()
 
     def abandon(self) -> None:
-        """Stop renewing without releasing, so that the lease expires after its TTL. It does no I/O.
+        """Stop renewing without releasing, so that the lease expires after its TTL. The call does no I/O.
 
         Raises:
             LockNotHeldError: the handle was already released.
@@ -175,7 +175,7 @@ class HeldLease(_Leased, FencedHeld):
     def renew(self, ttl: Seconds | None = None) -> None:
         """Renew the lease now. If a TTL is given, it applies from now on.
 
-        You need this with `heartbeat="manual"`, and rarely otherwise.
+        With `heartbeat="manual"` you must call this method yourself. Otherwise it is rarely needed.
 
         Raises:
             LockLostError: the lease is lost.

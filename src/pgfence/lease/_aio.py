@@ -56,7 +56,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
 
     @staticmethod
     async def adopt(engine: AsyncEngineSource, ref: LeaseRef) -> AsyncHeldLease:
-        """Take over a lease that another process handed over. This process renews it from now on.
+        """Take over a lease that another process handed over. This process renews the lease from now on.
 
         A reference can be used only once, and a second `adopt` raises LockLostError.
 

@@ -39,7 +39,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         lock_delay: seconds for which no holder gets the lease after it has expired without a release.
         heartbeat: "auto" renews the lease while the process lives, "progress" only while `progress()` is called, and "manual"
             never.
-        owner: the name that operators see for the holder. None means host and process id.
+        owner: the name that operators see for the holder. None means the host name and the process id.
         purpose: a description of the work, for operators.
         metadata: JSON for operators, stored in the row.
         namespace: replaces the configured namespace.
@@ -84,7 +84,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
 
     @staticmethod
     def adopt(engine: EngineSource, ref: LeaseRef) -> HeldLease:
-        """Take over a lease that another process handed over. This process renews it from now on.
+        """Take over a lease that another process handed over. This process renews the lease from now on.
 
         A reference can be used only once, and a second `adopt` raises LockLostError.
 

@@ -68,7 +68,7 @@ class Partitions:
         count: how many partitions there are, from 1 to 1,000. Choose several times the number of workers. The first worker
             stores the number; see `resize`.
         hash: how a key is assigned to a partition; see `partition_for`. The first worker stores it.
-        ttl: seconds that a partition stays with a dead owner, from 0.3 s to a day. The ttl is also the time that a function may
+        ttl: seconds after which a dead owner loses a partition, from 0.3 s to a day. The ttl is also the time that a function may
             take to stop.
         namespace: replaces the configured namespace.
 
@@ -151,7 +151,7 @@ class Partitions:
 
         Args:
             serve: the function that does the work of one partition.
-            owner: the name that operators see; None means host and process id.
+            owner: the name that operators see; None means the host name and the process id.
             address: where other processes can reach this worker; `owner_of` returns it.
 
         Raises:

@@ -42,7 +42,7 @@ class AttemptRun:
     """One attempt at a transaction.
 
     Attributes:
-        joined: whether it is a savepoint in a transaction that the caller began on the Session's Connection.
+        joined: whether the attempt is a savepoint in a transaction that the caller began on the Session's Connection.
     """
 
     def __init__(self, session: Session, number: int) -> None:

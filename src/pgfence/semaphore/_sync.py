@@ -42,7 +42,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.
         name: text, at most 250 characters with its namespace; it must not end in `#` or `/` and digits.
         permits: the number of permits, from 1 to 1,000. The first process that requests a permit stores the number; see `resize`.
-        ttl: seconds that a permit outlives a dead holder, from 0.3 s to a day (a timedelta may be longer).
+        ttl: seconds after which a dead holder loses a permit, from 0.3 s to a day (a timedelta may be longer).
         weight: how many permits each call of `acquire` takes.
         on_mismatch: what to do if another number of permits is stored. "raise" raises ValueError, and "stored" follows the stored
             number.
@@ -50,7 +50,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
             `fair=False` are served after the fair waiters.
         max_hold: seconds after which a permit ends even if the holder is alive; None means no limit.
         heartbeat: see `Lease`.
-        owner: the name that operators see for the holder; None means host and process id.
+        owner: the name that operators see for the holder; None means the host name and the process id.
         purpose: a description of the work, for operators.
         namespace: replaces the configured namespace.
 

@@ -57,7 +57,7 @@ class PgfenceHistory:
     def enter(session: Any, holder: str, *, resource: str = "", token: int | None = None) -> object:
         """Record that a holder has entered the critical section.
 
-        Call it as soon as the lock is held, on the connection that does the work, and commit.
+        Call this method as soon as the lock is held, on the connection that does the work, and commit.
 
         Args:
             session: a Session or Connection, or their async counterpart, in which case the result must be awaited.
@@ -75,7 +75,7 @@ class PgfenceHistory:
     def leave(session: SyncWork, holder: str, *, resource: str = "") -> None: ...
     @staticmethod
     def leave(session: Any, holder: str, *, resource: str = "") -> object:
-        """Record that a holder leaves the critical section. Call it while the lock is still held, and commit.
+        """Record that a holder leaves the critical section. Call this method while the lock is still held, and commit.
 
         Args:
             session: the same as for `enter`.

@@ -66,8 +66,9 @@ class TransactionLock(TransactionLockBase):
         names: one or more names or LockKeys. Several names form one lock: either all are acquired or none, always in
             the same order.
         namespace: replaces the configured namespace, for names that are str.
-        shared: whether other shared holders may hold the lock at the same time; exclusive holders may not. An exclusive lock that
-            the transaction already holds is sufficient. Requesting the exclusive lock while holding the shared lock is rejected.
+        shared: whether the lock is shared. Other shared holders may then hold it at the same time, but exclusive holders may not.
+            An exclusive lock that the transaction already holds is sufficient. Requesting the exclusive lock while holding the
+            shared lock is rejected.
         bind_arguments: for a Session that routes to several engines, as in `Session.connection()`.
         expire: with a Session, whether to expire what was loaded before the lock, so that it is read again, and to raise an error
             if there are unflushed changes, which may be based on it. With False, the lock does neither.

@@ -70,7 +70,7 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
             must read the row first. The session remains usable.
         TransactionStateError: the session has unflushed changes, which could be lost when the row is read again.
         TypeError: `expected` is not a version of that class (such as None or "1"); the class is not versioned; or `session` is
-            not a session. With `__version_mode__ = "xmin"`, `expected` may not be an IfMatch other than `*` either; see `etag`.
+            not a session. With `__version_mode__ = "xmin"`, the only IfMatch that is allowed is `*`; see `etag`.
     """
     if is_async_session(session):
         return unwrap_session(session).run_sync(_load, _check_model(model, expected), pk, expected, lock)

@@ -55,8 +55,9 @@ class Versioned(_Guarded):
             session.get_one(Page, 1).title = "new"
             session.commit()  # VersionConflictError if the row has changed since it was read
 
-    Use it for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument), SQLModel and Flask-SQLAlchemy.
-    With joined or single-table inheritance, put it on the base class. A new row has version 1, and each UPDATE adds 1.
+    Use the mixin for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument), SQLModel and
+    Flask-SQLAlchemy. With joined or single-table inheritance, put it on the base class. A new row has version 1, and each UPDATE
+    adds 1.
 
     Guarantees: a flush changes or deletes a row only at the version at which its instance was read, and otherwise raises an
     error. update() of the class increments the version of every row that it writes, or is rejected; see `bulk` of
