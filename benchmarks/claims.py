@@ -249,9 +249,9 @@ def _describe(costs: dict[str, list[Cost]], wrong: int, what: str, shares: int) 
         "method": (
             f"{what.replace(', ', ' process ', 1)}. They claim {LIMIT} rows at a time, in one transaction with the UPDATE that marks"
             " them as done, until no row is left. All contestants use the same UPDATE. Hand-written SQL is a text"
-            " with FOR NO KEY UPDATE SKIP LOCKED, from which the Session loads ORM objects, as claim() returns"
-            " them, or plain rows. A select() that is written once is kept by the program; a select() that is"
-            " written in the call is built for each call. Every contestant has a copy of the table. The"
+            " with FOR NO KEY UPDATE SKIP LOCKED. The Session loads ORM objects from it, as claim() does, or plain"
+            " rows. The program builds a select() that is written once only at its start, and a select() that is"
+            " written in the call for each call. Every contestant has a copy of the table. The"
             f" contestants take turns in random order, and each processes one of {shares} shares of the rows at a"
             " time. The limits apply to the processor time of the processes and the server together. The"
             " processes keep the cores busy, so the rows per second depend on that time, and other programs on"
@@ -266,7 +266,7 @@ def _describe(costs: dict[str, list[Cost]], wrong: int, what: str, shares: int) 
                 "x",
             ),
             report.bar(
-                f"{what}: processor time of claim() of a select() written once, against the same select() without it",
+                f"{what}: processor time of claim() of a select() written once, against the same select() without claim()",
                 "at most 1.11x",
                 statistics.median(_compare(costs, OURS_ONCE, ONCE, "cpu")),
                 1.11,

@@ -222,7 +222,7 @@ def _table(sets: list[dict[str, list[float]]], field: tuple[str, ...]) -> dict[s
         everything = [took for each in sets for took in each[name]]
         rows.append((_ratio(sets, name, base), name, quantile(everything, 0.99) / floor_p50, len(everything)))
     return report.table(
-        "Release to running",
+        "From the release to the running waiter",
         ("Contestant", "p50, ratio to raw", "p99, ratio to the p50 of raw", "Samples"),
         [(name, f"{p50:.2f}x", f"{p99:.1f}x", count) for p50, name, p99, count in sorted(rows)],
     ) | {"seconds": sets}

@@ -125,8 +125,8 @@ def run(quick: bool) -> dict[str, Any]:
         "title": "Semaphores, rate limits, elections, reader/writer locks",
         "method": (
             "One cycle acquires and releases without contention, on a connection that is already open; a call of"
-            " a rate limit is only acquired. In alternation, the plain driver calls the same server functions or,"
-            " for the read lock, takes PostgreSQL's own shared lock."
+            " a rate limit needs no release. The plain driver alternates with pgfence, and calls the same server"
+            " functions or, for the read lock, takes PostgreSQL's own shared lock."
         ),
         "bars": bars,
         "tables": tables,

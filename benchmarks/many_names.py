@@ -38,7 +38,10 @@ def run(quick: bool) -> dict[str, Any]:
             medians[size] = rounds.alternate(place, _field(size), effort)
     bars = []
     for size in sizes:
-        wanted = ((f"a lock of {size:,} names", HOLD, BARS), (f"the same, including its {size:,} keys", NEW, WITH_KEYS))
+        wanted = (
+            (f"a lock of {size:,} names", HOLD, BARS),
+            (f"a lock of {size:,} names, including its keys", NEW, WITH_KEYS),
+        )
         for what, name, limits in wanted:
             if size in limits or quick:
                 limit = limits.get(size, 5.0)

@@ -96,8 +96,8 @@ def run(quick: bool) -> dict[str, Any]:
         "method": (
             "A proxy in a separate process delays all traffic, so that a `SELECT 1` with psycopg takes"
             f" {1e3 * trip:.2f} ms. A round trip begins when the client sends after it has received a response."
-            " *First* is the first use of a new engine, which opens connections and inspects the server. Ratios"
-            " compare an operation with the same operation without pgfence."
+            " *First* is the first use of a new engine, which opens connections and inspects the server, and *later*"
+            " is a use after that. Ratios compare an operation with the same operation without pgfence."
         ),
         "bars": bars,
         "tables": [_table(trips, medians), _async_table(apart), _ranking(crowd, ratios)],
@@ -118,7 +118,7 @@ def _table(trips: dict[str, tuple[int, int]], medians: Medians) -> dict[str, Any
         base = BASES.get(name)
         ratio = "" if base is None else f"{rounds.ratio(medians, name, base):.2f}x"
         rows.append((name, first, settled, f"{1e3 * statistics.median(medians[name]):.1f} ms", ratio))
-    columns = ("What", "Round trips, first", "settled", "At 1 ms", "Ratio")
+    columns = ("What", "Round trips, first", "Round trips, later", "At 1 ms", "Ratio")
     return report.table("Round trips, and the time they take", columns, rows) | {"seconds": medians}
 
 

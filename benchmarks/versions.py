@@ -161,8 +161,8 @@ def run(quick: bool) -> dict[str, Any]:
         "title": "Versions",
         "method": (
             "One cycle increments a number in rows that the session has loaded, and commits. The hook is"
-            " pgfence's listener for ORM statements (`do_orm_execute`). It is measured with a transaction of one"
-            " SELECT and one UPDATE by primary key, alternately with and without the hook. Round trips are those"
+            " pgfence's listener for ORM statements (`do_orm_execute`). Its cost is measured with a transaction of"
+            " one SELECT and one UPDATE by primary key, alternately with and without the hook. Round trips are those"
             " of a whole transaction, counted by a proxy."
         ),
         "bars": bars,

@@ -58,7 +58,7 @@ def test_a_ttl_that_is_too_short_is_1(
         out = capfd.readouterr().out
         assert "Shortest TTL for these figures: 18.53 s." in out
         assert ("The TTL of the lease, 15 s, is too short." in out) == (code == 1)
-        assert "Advice: 60 s, which survives 35.0 s" in out
+        assert "Advice: 60 s. With this TTL, a lease survives 35.0 s" in out
     engine.dispose()
 
 

@@ -116,7 +116,7 @@ PAUSE = Metric(
     "pgfence.process.pause.duration",
     "histogram",
     "s",
-    "Delay with which the heartbeat's thread of this process woke up",
+    "How late the heartbeat thread of this process woke up",
 )
 
 METRICS = (

@@ -1,4 +1,4 @@
-"""The command `pgfence`: parses arguments, calls the library, prints lines and returns an exit code."""
+"""The command `pgfence`, which parses arguments, calls the library, prints lines and returns an exit code."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MISSING = "the command line is not installed: pip install 'pgfence[cli]'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; see `codes` for what each means.
+    """Run one command and return its exit code; see `codes` for the meaning of each code.
 
     A mistake on the command line prints one line to stderr; an unexpected error prints a traceback.
 
     Args:
-        argv: the arguments after `pgfence`; None takes those of this process.
+        argv: the arguments after `pgfence`; None for the arguments of this process.
     """
     # The command prints its own messages. The library's warnings, printed by the last-resort handler, would repeat them.
     logging.getLogger("pgfence").addHandler(logging.NullHandler())
@@ -35,10 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is not None:
         return _perform(words)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name that the encoding of the terminal does not have must not end the command.
+        # A name that the encoding of the terminal cannot represent must not end the command.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # Modules are loaded once and stay, and the garbage collector would need a tenth of the run time to search them. So the
-    # modules that are already loaded are exempt, and the collector waits until far more than the other ones was created.
+    # Loaded modules are never freed, and the garbage collector would need a tenth of the run time to search them. The modules
+    # that are already loaded are therefore exempt, and the collector starts only after far more objects than those of the
+    # remaining modules have been created.
     gc.freeze()
     gc.set_threshold(100_000)
     gc.enable()
@@ -48,13 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_output(code: int) -> int:
-    """Write what is left of stdout, and return the exit code."""
+    """Flush stdout, and return the exit code. After success, it is the code of an output error if the flush fails."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
     except OSError as error:
-        # The interpreter would try again at its end, and print a traceback.
+        # Otherwise the interpreter would flush stdout again when it exits, and print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(error, BrokenPipeError):
             return code or Code.SIGNAL + signal.SIGPIPE

@@ -37,10 +37,10 @@ MODULES = {
 
 
 class _Commands(Group):
-    """The commands, imported one by one."""
+    """The group of all commands. The module of a command is imported when the command is looked up."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        """Parse the options of the group; with `--help`, print the help."""
+        """Parse the options of the group. With `--help`, print the help."""
         with _catch_output_errors():
             return super().make_context(*args, **kwargs)
 
@@ -62,11 +62,11 @@ class _Commands(Group):
 
 @contextmanager
 def _catch_output_errors() -> Iterator[None]:
-    """End without a traceback if stdout cannot be written, because the reader of a pipe has ended, or the disk is full."""
+    """End the command without a traceback if the reader of a pipe has ended, or if the disk is full."""
     try:
         yield
     except BrokenPipeError:
-        # Like other programs in a pipeline, as in `pgfence ps | head -1`.
+        # Other programs in a pipeline also end in this way, for example in `pgfence ps | head -1`.
         raise CommandExit(Code.SIGNAL + signal.SIGPIPE) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -94,5 +94,5 @@ def _show_version(ctx: click.Context, _option: click.Parameter, wanted: bool) ->
 def pgfence() -> None:
     """Locks, leases and once-only jobs through the PostgreSQL you already run.
 
-    `pgfence COMMAND --help` describes a command, with its exit codes.
+    `pgfence COMMAND --help` describes a command and its exit codes.
     """

@@ -81,7 +81,7 @@ def parse_since(text: str) -> datetime | timedelta:
     """Return the time or the age that `--since` gives. A time without a zone is local time.
 
     Raises:
-        MisuseError: it is neither.
+        MisuseError: the text is neither a time nor an age.
     """
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip()):
         try:

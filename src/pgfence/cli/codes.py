@@ -1,4 +1,7 @@
-"""Exit codes, and the exceptions that become one. The numbers are public: scripts and unit files test for them."""
+"""Exit codes, and the exceptions that end a command with an exit code.
+
+The numbers are public, because scripts and unit files test for them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from enum import IntEnum
 
 
 class Code(IntEnum):
-    """Exit codes of pgfence itself, which are those of sysexits.h where it has a suitable code."""
+    """Exit codes of pgfence itself. They have the values of sysexits.h where that file has a suitable code."""
 
     OK = 0
     MISUSE = 64
-    """The command line, a name or the database URL cannot be used."""
+    """The command line, a name or the database URL is invalid."""
     TIME = 65
     """A slot that has not begun is recorded as done, because the server's clock was set back; or host and server differ on
     a time zone.
@@ -30,18 +33,18 @@ class Code(IntEnum):
     DECLINED = 77
     """The user did not confirm, and nothing was done."""
     REFUSED = 78
-    """The server responded, but pgfence cannot work there, for example because it is a standby, or tables are missing."""
+    """The server responded, but pgfence cannot use it, for example because it is a standby or because tables are missing."""
     NOT_EXECUTABLE = 126
     NOT_FOUND = 127
     SIGNAL = 128
     """The base of the exit codes for signals.
 
-    The number of the signal that ended the command, or pgfence while it waited, is added.
+    The number of a signal is added: the one that ended the command, or the one that ended pgfence while it waited.
     """
 
 
 class MisuseError(Exception):
-    """The user has to change something on the command line or in the environment; the message says what to change."""
+    """The user must change the command line or the environment. The message says what to change."""
 
 
 class CommandExit(Exception):

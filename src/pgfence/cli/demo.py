@@ -1,4 +1,4 @@
-"""`pgfence demo`: find the server, run the demo, print the result, choose the exit code."""
+"""`pgfence demo`: find the server, run the demo, print the result and choose the exit code."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _LEAST_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The options of one call.
+    """The options of one call of `pgfence demo`.
 
     Attributes:
         dsn: the database; None starts a server for the demo.
         seconds: length of each act.
         processes: number of worker processes.
-        keep: keep server and tables.
-        as_json: print JSON.
+        keep: whether to keep the server and the tables.
+        as_json: whether to print JSON.
     """
 
     dsn: str | None
@@ -55,7 +55,7 @@ class DemoOptions:
 
 
 class DemoInterrupted(KeyboardInterrupt):
-    """A signal asked the demo to end. This is not an `Exception`, so that no handler treats it as an error."""
+    """A signal asked the demo to end. The class is not an `Exception`, so that no handler treats the signal as an error."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -121,14 +121,14 @@ def _keep(engine: Engine, options: DemoOptions, speaker: Console) -> None:
             f"the tables are in the schema {SCHEMA} of that database; to remove them, run DROP SCHEMA {SCHEMA} CASCADE"
         )
         return
-    with suppress(DemoInterrupted):  # the text is printed, so Ctrl-C is the normal end from now on
+    with suppress(DemoInterrupted):  # the result is already printed, so Ctrl-C is the normal end
         speaker.write(f"The server runs until you press Ctrl-C. To connect:\n\n    {build_psql_command(engine)}\n")
         threading.Event().wait()
 
 
 @contextmanager
 def _handle_signals() -> Iterator[None]:
-    """Raise `DemoInterrupted` at the first signal that asks for the end, and ignore later ones during the clean-up."""
+    """Raise `DemoInterrupted` on the first signal that asks the demo to end, and ignore later signals during the clean-up."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def interrupt(signum: int, _frame: FrameType | None) -> NoReturn:

@@ -28,7 +28,7 @@ from pgfence.cli.report import Console
         ),
         ("75", "Another demo is running in this database."),
         ("78", "The server cannot run the demo: it is a pooler or a standby, or the role may not create a schema."),
-        ("128 + N", "Signal N ended it."),
+        ("128 + N", "Signal N ended the demo."),
     ],
 )
 @click.option("--dsn", cls=Option, metavar="URL", help="Run in this database instead of starting a server.")

@@ -1,4 +1,4 @@
-"""`pgfence doctor`: examine server, role and settings, and print findings with their fixes."""
+"""`pgfence doctor`: examine the server, the role and the settings, and print findings with their fixes."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
         ("78", "The server is not PostgreSQL."),
     ],
 )
-@click.option(
-    "--strict", cls=Option, heading=options.OUTPUT, is_flag=True, help="Exit with 1 if there is a warning too."
-)
+@click.option("--strict", cls=Option, heading=options.OUTPUT, is_flag=True, help="Exit with 1 for warnings, too.")
 @click.option(
     "--ttl",
     "lease",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SHORTEST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
 LONG_RUN = 60.0
-"""Seconds after which a command that ends is not part of a crash loop."""
+"""A command that ran for at least this many seconds is not in a crash loop."""
 
 
 class Restart(StrEnum):
@@ -46,7 +46,7 @@ class Restart(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ElectOptions:
-    """The options of one call; times in seconds, None for options that were not given."""
+    """The options of one call. Times are in seconds, and options that were not given are None."""
 
     name: str
     command: Sequence[str]
@@ -64,7 +64,7 @@ class ElectOptions:
 
 
 def elect(options: ElectOptions, speaker: Console, environ: Mapping[str, str]) -> Report:
-    """Keep one copy of a command running among all hosts that call this, and return the report of the last term.
+    """Keep one copy of a command running across all hosts that call this function. Return the report of the last term.
 
     Raises:
         MisuseError: the name, the engine, the URL or a time cannot be used.
@@ -86,7 +86,7 @@ def elect(options: ElectOptions, speaker: Console, environ: Mapping[str, str]) -
 
 
 class _FleetMember:
-    """This host's part in the election, from term to term."""
+    """This host's membership in the election, over all of its terms."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _FleetMember:
             return report_interrupted(report, stop, when="while the command was not running")
 
     def _look(self, report: Report) -> bool:
-        """Query once who leads, and return whether the election can never work, with the report filled in."""
+        """Query once who leads. Return whether the election can never work; in that case, the report is filled in."""
         # A member never gives up, so it would wait indefinitely for missing tables or a correct password.
         try:
             with self._supervisor.allow_interrupts():
@@ -143,7 +143,7 @@ class _FleetMember:
         return False
 
     def _serve_term(self, report: Report) -> Ended | None:
-        """Wait for a term, run the command in it, and release it. Return how the command ended, or None if it did not start."""
+        """Wait for a term, run the command in it, and release the term. Return how the command ended; None if it did not start."""
         gained, stopped = threading.Event(), threading.Event()
         self._supervisor.forget_loss()
 
@@ -178,7 +178,7 @@ class _FleetMember:
             _resign(member, stopped)
 
     def _is_over(self, report: Report, ended: Ended | None) -> bool:
-        """Return whether the program ends with this report."""
+        """Return whether `pgfence elect` ends with this report."""
         if report.outcome in {"interrupted", "not started"} or (ended is not None and _has_stop_signal(ended)):
             return True
         if ended is None or ended.stopped:
@@ -188,7 +188,7 @@ class _FleetMember:
 
     def _describe(self, report: Report, pause: float) -> None:
         if report.outcome == "lost":
-            # The supervised run has already printed why.
+            # The supervised run has already printed why the term was lost.
             self._speaker.tell(f"this host is a candidate again in {pause:g} s")
         else:
             self._speaker.tell(
@@ -206,12 +206,12 @@ def _resign(member: Member, stopped: threading.Event) -> None:
 
 
 def _has_stop_signal(ended: Ended) -> bool:
-    """Return whether a signal to this process ended the command. HUP may have made it reload its configuration."""
+    """Return whether a signal to this process ended the command. HUP may only have made the command reload its configuration."""
     return bool(ended.received - {signal.SIGHUP}) or (ended.signal == signal.SIGHUP and signal.SIGHUP in ended.received)
 
 
 class Backoff:
-    """The pauses between two terms of this host. They double as long as the command ends soon after its start."""
+    """The pauses between two terms of this host. They double each time that the command ends soon after its start."""
 
     def __init__(self) -> None:
         self._next = SHORTEST_PAUSE
@@ -227,7 +227,7 @@ class Backoff:
 
 @contextmanager
 def _report_warnings(speaker: Console) -> Iterator[None]:
-    """Print the warnings of the member, which remains a candidate whatever happens."""
+    """Print the warnings that the member logs. The member remains a candidate after each of them."""
     log, handler = logging.getLogger("pgfence.election"), _Printer(speaker)
     log.addHandler(handler)
     try:

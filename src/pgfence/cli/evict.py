@@ -1,4 +1,4 @@
-"""`pgfence evict`: show the holder of a name, ask, end the hold or request that, and record who did it and why."""
+"""`pgfence evict`: show the holder of a name, ask for confirmation, and evict the holder or ask it to resign."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
             "64",
             (
                 "The command was misused, or there is no terminal and --yes is missing; NAME is a whole semaphore or a whole set "
-                "of partitions, and not one permit or partition; with --ask, the holder is not the leader of an election."
+                "of partitions instead of one permit or partition; with --ask, the holder is not the leader of an election."
             ),
         ),
         ("67", "No lease and no session has that name; with --ask, there is no leader. Nothing was done."),
@@ -93,7 +93,7 @@ def evict(
 
 
 class _Eviction:
-    """One call of the command."""
+    """One call of `pgfence evict`."""
 
     question = "Evict?"
 
@@ -123,7 +123,7 @@ class _Eviction:
         return self._perform(seen)
 
     def _describe_absence(self, seen: Found) -> str | None:
-        """Return the message if there is nothing to do."""
+        """Return the message for the case that there is nothing to do, otherwise None."""
         if seen.token is None and not seen.holders:
             return f"No lease and no session has the name {self._name!r}, so there is nothing to evict."
         return None
@@ -158,7 +158,7 @@ class _Eviction:
 
 
 class _Request(_Eviction):
-    """One call with --ask."""
+    """One call of `pgfence evict --ask`."""
 
     question = "Ask it to resign?"
 
@@ -181,7 +181,10 @@ class _Request(_Eviction):
             raise MisuseError(str(error)) from None
         if leader is None:
             return AdminReport(
-                "nobody", Code.NOBODY, [f"The leader of {self._name!r} has resigned in the meantime."], seen
+                "nobody",
+                Code.NOBODY,
+                [f"The leader of {self._name!r} has resigned in the meantime, so nothing was done."],
+                seen,
             )
         found = replace(seen, holders=(leader,), token=leader.token)
         done = "The leader was asked to resign. The request is recorded in the audit table."

@@ -1,14 +1,13 @@
-"""The guard of one command, which ends the command when the `pgfence run` that started it has been killed.
+"""The guard process of a command. It ends the command if the `pgfence run` that started the command is killed.
 
-If `pgfence run` is killed with SIGKILL, the server frees the lock immediately, and that process can no longer stop the
-command. So this second, small process ends the command and what it started with SIGTERM, and with SIGKILL after the grace
-period.
+If `pgfence run` is killed with SIGKILL, the server frees the lock immediately, and `pgfence run` can no longer stop the command.
+This small second process then sends SIGTERM to the command and to everything that the command started, and SIGKILL after the
+grace period.
 
-It is a program of its own (see `supervise`) and imports nothing of pgfence, so that it starts quickly and `pkill -f "pgfence run"`
-does not match it. `pgfence run` ends it with SIGKILL.
+The guard is a separate program (see `supervise`) and imports nothing of pgfence, so that it starts quickly and
+`pkill -f "pgfence run"` does not match it. When the command has ended, `pgfence run` ends the guard with SIGKILL.
 
-The functions that find and end what a command started are also in this module, because `pgfence run` does the same when a lock is
-lost.
+`pgfence run` also uses the functions of this module to find and end processes when a lock is lost.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import os
 import sys
 import time
 
-# The command starts only after this process has started. Importing `typing` and `subprocess` would double that time. `signal` and
-# `contextlib` add a third: they import enum and collections. So the module is used that `signal` wraps.
+# The command waits until this process has started. Importing `typing` and `subprocess` would double that time. `signal` and
+# `contextlib` would add a third, because they import `enum` and `collections`, so this module uses `_signal`, which `signal` wraps.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
@@ -38,7 +37,7 @@ FORWARDED = (
 )
 READY = b"\0"
 PAUSE = 0.05
-# How long to continue after SIGKILL, because a process in an uninterruptible system call may not end at all.
+# Seconds to continue after SIGKILL, because a process in an uninterruptible system call may not end at all.
 PATIENCE = 10.0
 
 
@@ -52,7 +51,7 @@ class ProcessRow:
 
 
 def list_processes() -> dict[int, ProcessRow]:
-    """Return all processes by their number."""
+    """Return all processes, keyed by process id."""
     if not os.path.exists("/proc/self/stat"):  # noqa: PTH110 - pathlib would double the guard's start
         return _from_ps()
     found = {}
@@ -60,7 +59,7 @@ def list_processes() -> dict[int, ProcessRow]:
         if name.isdecimal():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
-                    # The program's name before the last parenthesis may contain anything.
+                    # The program's name, which ends with the last parenthesis, may contain spaces and parentheses.
                     fields = file.read().rpartition(b") ")[2].split()
             except OSError:  # the process has ended
                 continue
@@ -96,10 +95,10 @@ def list_descendants(roots: Iterable[int], table: dict[int, ProcessRow]) -> set[
 
 
 class Ending:
-    """Ends processes. Each gets SIGTERM when it is found, and SIGKILL if it is left after the grace period.
+    """Ends processes. Each of them gets SIGTERM when it is found, and SIGKILL if it still runs after the grace period.
 
     Args:
-        find: returns the processes that should end and still run. It is called repeatedly, because they may start others.
+        find: returns those of the processes that still run. It is called repeatedly, because they may start others.
         grace: seconds; `math.inf` for no SIGKILL.
         told: processes that have already received SIGTERM.
     """
@@ -111,7 +110,7 @@ class Ending:
         self._deadline = time.monotonic() + grace
 
     def step(self) -> bool:
-        """Signal the processes that are due, and return whether to call `step` again."""
+        """Signal the processes that must get a signal now. Return whether to call `step` again."""
         late = time.monotonic() - self._deadline
         found = self._find() - self._beyond
         for pid in found if late >= 0 else found - self._told:
@@ -152,7 +151,7 @@ class _Left:
 
 
 def main() -> None:
-    """Report signals, read which process to end, then wait for the end of the input."""
+    """Report signals, and read which process to end. At the end of the input, end that process."""
     # At a terminal, the guard is in the process group of the shell's job. A signal that reaches it was sent to the group, so the
     # command already has it. The byte of each signal is sent directly to `pgfence run`.
     os.set_blocking(1, False)

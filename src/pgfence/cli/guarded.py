@@ -1,4 +1,4 @@
-"""A command under a lock: started, stopped when the lock is lost, and the lock released at its end."""
+"""Run a command under a lock: start it, stop it if the lock is lost, and release the lock when it has ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pgfence.cli.report import Console, Report
     from pgfence.cli.supervise import Ended, Supervisor
 
-# With this variable a script can check that it runs under a lock, and under which one.
+# A script can read from this variable whether it runs under a lock, and under which one.
 NAME_VARIABLE = "PGFENCE_NAME"
 
 
@@ -39,7 +39,7 @@ class GuardedCommand(NamedTuple):
         command: program and arguments.
         grace: seconds between SIGTERM and SIGKILL.
         on_lost: what to do when the lock is lost.
-        noun: what a message calls the lock.
+        noun: the word for the lock in messages.
     """
 
     name: str
@@ -71,13 +71,13 @@ class GuardedRun:
         held: Held | None,
         release: Callable[[bool], None] | None = None,
     ) -> None:
-        """Prepare a run.
+        """Prepare a run of the command.
 
         Args:
             job: the command.
             speaker: prints lines.
             report: the report, which the run fills in.
-            held: the lock; None to run without a lock. Its loss must be reported to the supervisor.
+            held: the lock; None to run without a lock. The caller must report its loss to the supervisor.
             release: the function that releases the lock, if it is not `give_back`. It raises LockLostError if the lock was lost.
                 Its argument says whether the command succeeded.
         """
@@ -134,11 +134,13 @@ class GuardedRun:
                 f"{lost}: other hosts may run the same command now. The command continues because of --on-lost=warn"
             )
             return False
-        self._speaker.warn(f"{lost}: stopping the command; SIGKILL in {self._job.grace:g} s if it does not end")
+        self._speaker.warn(
+            f"{lost}: stopping the command, with SIGKILL in {self._job.grace:g} s if it has not ended by then"
+        )
         return True
 
     def _release(self, *, well: bool) -> bool:
-        """Release the lock and return whether it was lost before."""
+        """Release the lock and return whether it had been lost before."""
         if self._held is None:
             return False
         try:

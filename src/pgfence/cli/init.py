@@ -25,7 +25,7 @@ from pgfence.migrations import _environment as environment
     },
     codes=[
         ("0", "The environment was created."),
-        ("64", "Misuse: no such template, or the directory is not empty."),
+        ("64", "Misuse: there is no such template, or the directory is not empty."),
         ("78", "Alembic is not installed."),
     ],
 )
@@ -83,7 +83,7 @@ def init(directory: Path | None, template: str, ini: Path, path: bool, quiet: bo
 
 
 def _find_other_environment(ini: Path, directory: Path) -> str | None:
-    """Return a warning if the existing ini file points to another environment."""
+    """Return a warning if the existing ini file points to another environment, otherwise None."""
     named = environment.find_location(ini)
     if named is not None and Path(named).resolve() == directory.resolve():
         return None
@@ -102,7 +102,7 @@ def _make(directory: Path, template: str, ini: Path) -> None:
         raise MisuseError(f"cannot create {ini}: the directory {ini.parent} does not exist")
     try:
         environment.make(directory, template, ini)
-    except ImportError as error:  # also raised if the only importable `alembic` is a folder alembic/
+    except ImportError as error:  # also raised if a folder named alembic is the only `alembic` that can be imported
         if error.name != "alembic":
             raise
         Console().warn("Alembic is not installed: pip install 'pgfence[alembic]'")

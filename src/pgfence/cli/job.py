@@ -1,4 +1,4 @@
-"""Signal the supervised command and the processes that it started, list them, and collect those that have ended."""
+"""Start the supervised command, and signal, list and reap the command and the processes that it started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _list_children() -> frozenset[int]:
-    """Return the processes that this one has started."""
+    """Return the ids of the child processes of this process."""
     lists = list(Path("/proc/self/task").glob("*/children"))
     if not lists:  # not Linux, or a kernel without this option: slower
         return frozenset(pid for pid, process in list_processes().items() if process.parent == os.getpid())
@@ -31,7 +31,7 @@ def _list_children() -> frozenset[int]:
 
 
 class Job:
-    """The command, and the processes it started."""
+    """The command, and the processes that it started."""
 
     def __init__(
         self, command: Sequence[str], env: Mapping[str, str], *, own_group: bool, descriptors: Sequence[int]
@@ -43,27 +43,27 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether the command has ended; what it started may still run."""
+        """Whether the command has ended. Processes that it started may still run."""
         return self.process.returncode is not None
 
     @property
     def group(self) -> int:
-        """The process group to which it belongs."""
+        """The process group of the command."""
         return self.process.pid if self._own_group else os.getpgrp()
 
     def send(self, signum: int) -> None:
-        """Send a signal to the command and to what it started in its group, as far as that is permitted."""
+        """Send a signal to the command and to what it started in its process group, as far as permissions allow."""
         for target in (-self.group,) if self._own_group else self.list_group():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(target, signum)
 
     def list_group(self) -> set[int]:
-        """Return its running processes in its process group."""
+        """Return the running processes of the command that are in the command's process group."""
         table = list_processes()
         return {pid for pid in self._list_all(table) if table[pid].group == self.group}
 
     def list_everything(self) -> set[int]:
-        """Return all of its running processes."""
+        """Return all running processes of the command."""
         return self._list_all(list_processes())
 
     def _list_all(self, table: dict[int, ProcessRow]) -> set[int]:
@@ -75,14 +75,14 @@ class Job:
         return {pid for pid in list_descendants(roots, table) if table[pid].running}
 
     def reap(self, guarding: subprocess.Popen[bytes]) -> None:
-        """Collect the processes that have ended, orphans included."""
+        """Reap the child processes that have ended, including adopted orphans."""
         with suppress(ChildProcessError):
             while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 known = [process for process in (self.process, guarding) if process.pid == child.si_pid]
                 if known:
                     known[0].poll()
                 elif child.si_pid in self._strangers:
-                    break  # started by other code, which collects the process itself
+                    break  # started by other code, which reaps the process itself
                 else:
                     os.waitpid(child.si_pid, 0)
         self.process.poll()
@@ -96,9 +96,9 @@ _EXEC_WITH_OUR_NUMBER = (
 
 
 def _with_sockets(command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
-    """Return a command that accepts the sockets that systemd opened for this process.
+    """Return the command and its environment, adapted so that it accepts the sockets that systemd opened for this process.
 
-    LISTEN_PID must be the command's process id.
+    A program accepts these sockets only if LISTEN_PID is its own process id.
     """
     if env.get("LISTEN_PID") != str(os.getpid()) or shutil.which(command[0], path=env.get("PATH")) is None:
         return command, env

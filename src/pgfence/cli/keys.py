@@ -100,7 +100,7 @@ def keys(
 
 
 def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
-    """Return the sentence for an empty list. It claims nothing about keys that the options excluded."""
+    """Return the sentence for an empty list. The sentence says nothing about keys that the options excluded."""
     where = f"in the namespace {namespace!r}" if namespace else "without a namespace"
     asked = [f"whose scope begins with {scope!r}"] if scope else []
     asked += [f"that were first claimed at least {older_than:g} s ago"] if older_than else []
@@ -170,7 +170,7 @@ def _build_option(parameter: str) -> str:
 
 
 class _Freeing:
-    """One call of the command."""
+    """One call of `pgfence keys free`."""
 
     def __init__(self, engine: Engine, scope: str, key: str, reason: str, actor: str | None) -> None:
         self._engine = engine

@@ -24,7 +24,7 @@ PERIODS = {"day": timedelta(days=1), "hour": timedelta(hours=1), "minute": timed
 DEFAULT_TTL = 60.0
 DAY = 86_400.0
 
-# The environment variables in which the command gets its lock, and whether an earlier attempt was not finished.
+# The environment variables that tell the command its token, its slot, and whether an earlier attempt at the slot was not finished.
 TOKEN_VARIABLE = "PGFENCE_TOKEN"  # noqa: S105
 SLOT_VARIABLE = "PGFENCE_SLOT"
 RESUMED_VARIABLE = "PGFENCE_RESUMED"
@@ -41,10 +41,10 @@ class Terms(NamedTuple):
     max_hold: float | None = None
 
     def check(self) -> None:
-        """Reject options that exclude each other.
+        """Check that the options can be used together and that the TTL is in range.
 
         Raises:
-            MisuseError: two options exclude each other, or a TTL is out of range.
+            MisuseError: two options exclude each other, an option needs another one, or the TTL is out of range.
         """
         if self.lease and self.once_per is not None:
             raise MisuseError("use --once-per or --lease, not both: --once-per already holds a lease")
@@ -137,7 +137,7 @@ def _find_slot(held: Held | None) -> Slot | None:
 
 
 def note(held: Held, report: Report) -> None:
-    """Record token and slot in the report."""
+    """Record the token and the slot of a hold in the report."""
     if isinstance(held, FencedHeld):
         report.token = held.token
     if (slot := _find_slot(held)) is not None:
@@ -146,11 +146,11 @@ def note(held: Held, report: Report) -> None:
 
 
 class CommandFailedError(Exception):
-    """The command of a slot has failed. Frees the slot for another attempt."""
+    """The command of a slot has failed, so the slot is free for another attempt."""
 
 
 def give_back(held: Held, *, well: bool) -> None:
-    """Release the hold. A slot is done only if the command succeeded.
+    """Release the hold. A slot is recorded as done only if the command succeeded.
 
     Raises:
         LockLostError: the lock was lost before the release.

@@ -57,7 +57,7 @@ prefix = click.option(
 
 def add_table_options(command: C) -> C:
     """Add the options that select the database and pgfence's tables."""
-    for option in (prefix, schema, engine, dsn):  # click lists the one that is applied last first
+    for option in (prefix, schema, engine, dsn):  # Click lists the option that is applied last at the top
         command = option(command)
     return command
 

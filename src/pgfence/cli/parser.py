@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text from the command line has no bytes that could not be decoded."""
+    """Return whether all bytes of a text from the command line could be decoded."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -57,11 +57,11 @@ class Command(click.Command):
         self._codes = codes
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse them, and reject options that are not text in the encoding of the terminal."""
+        """Parse the arguments, and reject options whose bytes could not be decoded."""
         left = super().parse_args(ctx, args)
         for parameter in self.get_params(ctx):
             value = ctx.params.get(parameter.name or "")
-            # Without the value, which may contain a password.
+            # The message does not contain the value, which may include a password.
             if isinstance(parameter, click.Option) and isinstance(value, str) and not is_unicode(value):
                 raise MisuseError(f"{parameter.opts[0]} must be valid Unicode")
         return left
@@ -79,7 +79,7 @@ class Command(click.Command):
         for parameter in self.get_params(ctx):
             row = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if row is not None:
-                heading = getattr(parameter, "heading", heading)  # --help is the last one, under the last heading
+                heading = getattr(parameter, "heading", heading)  # --help comes last, under the last heading
                 sections.setdefault(heading, []).append(row)
         for heading, rows in sections.items():
             with formatter.section(heading):

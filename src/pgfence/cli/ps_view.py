@@ -34,11 +34,11 @@ _STYLES = {
 }
 _WAITER = "  waiter"
 _WIDE = 120
-"""From this width on the holder is in a separate column."""
+"""The smallest terminal width at which the holder has a separate column."""
 
 
 def show_listing(listing: Listing, prefix: str, file: TextIO) -> None:
-    """Print the list: for a terminal in its width and with colours, otherwise as aligned lines in full."""
+    """Print the list, fitted to the width of a terminal and with colors; elsewhere, as aligned lines in full."""
     now = datetime.now(UTC)
     if file.isatty():
         console = open_console(file)
@@ -53,7 +53,7 @@ def show_listing(listing: Listing, prefix: str, file: TextIO) -> None:
 
 
 def open_console(file: TextIO) -> Console:
-    """Return Rich's console; with NO_COLOR it prints no escape sequences, not even bold letters."""
+    """Return a console of Rich. With NO_COLOR, it prints no escape sequences, not even for bold text."""
     system: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
     return Console(file=file, color_system=system, highlight=False, markup=False, emoji=False)
 
@@ -68,7 +68,7 @@ def _list_notes(listing: Listing) -> list[str]:
 
 
 def _build_view(listing: Listing, now: datetime, width: int) -> RenderableType:
-    """Return the table, or in a narrow terminal lines with the holder below."""
+    """Return the table or, for a narrow terminal, entries with the holder on a second line."""
     lines = list(_iterate_lines(listing, now))
     if width < _WIDE:
         return Group(*_build_narrow([tuple((title, "bold") for title in TITLES), *lines], width))
@@ -94,7 +94,7 @@ def _build_narrow(lines: Sequence[Sequence[tuple[str, str]]], width: int) -> Ite
 
 
 def _iterate_lines(listing: Listing, now: datetime) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Yield the cells of each line with their styles. A line for the holder is followed by one for each waiter."""
+    """Yield the cells of each line with their styles. The line of a holder is followed by a line for each waiter."""
     for row in listing:
         state = (_describe_state(row, now), _STYLES.get(row.state, ""))
         held = "" if row.holder.since is None else format_span(now - row.holder.since)
@@ -129,7 +129,7 @@ def _join(pids: tuple[int, ...]) -> str:
 
 
 def describe_holder(holder: Holder) -> str:
-    """Return who holds or waits, as far as it is known, without control characters."""
+    """Return what is known about a holder or waiter, as text without control characters."""
     who = holder.owner or holder.application_name or ""
     where = f"{holder.user}@{holder.host or 'local'}" if holder.user else holder.host or ""
     process = f"pid {holder.pid}" if holder.pid else ""
@@ -150,7 +150,7 @@ def format_span(span: timedelta) -> str:
 
 
 def build_data(listing: Listing) -> dict[str, object]:
-    """Return the list for JSON."""
+    """Return the list as data for JSON."""
     return {
         "rows": [_build_row_data(row) for row in listing],
         "limited": listing.limited,
@@ -192,7 +192,7 @@ def _build_holder_data(holder: Holder) -> dict[str, object]:
 
 
 def watch(read: Callable[[int | None], Listing], limit: int | None, interval: float, *, as_json: bool) -> None:
-    """Show the list again and again until Ctrl-C. An error of the server is shown, and the next refresh tries again."""
+    """Refresh the list until Ctrl-C. If the list cannot be read, show the error, and try again at the next refresh."""
     console = open_console(sys.stdout)
     live = None
     if console.is_terminal and not console.is_dumb_terminal and not as_json:
@@ -234,7 +234,7 @@ def _show(found: Listing | PgfenceError, live: Live | None, *, as_json: bool) ->
 
 
 def build_frame(found: Listing | PgfenceError, now: datetime, width: int) -> RenderableType:
-    """Return one picture of the live view."""
+    """Return one frame of the live view."""
     title = Text(f"pgfence ps   {now.isoformat(timespec='seconds')}   Ctrl-C to quit", "dim")
     if isinstance(found, PgfenceError):
         return Group(title, Text(), Text(str(found), "bold red"))

@@ -77,8 +77,8 @@ def release_leaked(
 
     The command shows the sessions and asks for confirmation.
 
-    Use it when `pgfence doctor` reports leaked locks, that is, locks of sessions that were returned to a connection pool or a
-    pooler without releasing their lock. PostgreSQL does not record whether a program still needs a lock, so check the list first.
+    Use it when `pgfence doctor` reports leaked locks, that is, locks that a session still held when it was returned to a
+    connection pool or a pooler. PostgreSQL does not record whether a program still needs a lock, so check the list first.
     A program that holds a lock on an idle session while it works on another connection looks the same in the list. For a
     lock that pgfence took, use `pgfence evict`.
     """
@@ -90,7 +90,7 @@ def release_leaked(
 
 
 class _Release:
-    """One call of the command."""
+    """One call of `pgfence release-leaked`."""
 
     def __init__(self, engine: Engine, reason: str, actor: str | None, idle_for: float) -> None:
         self._engine = engine

@@ -29,11 +29,11 @@ Outcome: TypeAlias = Literal[
 
 @dataclass(slots=True)
 class Report:
-    """The result of one run, which is filled in during the run.
+    """The result of one run. Its fields are filled in during the run.
 
     Attributes:
         name: the name of the lock.
-        key: the 64-bit number of the lock, once the namespace is known; a lease has none.
+        key: the 64-bit number of the lock; None for a lease, and until the namespace is known.
         outcome: how the run ended, in a word.
         exit_code: the exit code of pgfence.
         locked: whether the command ran under the lock.
@@ -41,7 +41,7 @@ class Report:
         ran: seconds that the command ran, or None if it did not.
         command_code: the exit status of the command, 128 + N for signal N, or None if it did not run.
         token: the fencing token of a lease.
-        slot: which slot was run or is done, as an instant in ISO 8601; None without `--once-per`.
+        slot: the slot that was run or is done, as an instant in ISO 8601; None without `--once-per`.
         resumed: whether an earlier attempt at this slot was not finished.
         loss_reason: why the lock was lost.
         message: the line printed at the end.
@@ -64,7 +64,7 @@ class Report:
     holders: list[dict[str, str | int | None]] = field(default_factory=list)
 
     def end(self, outcome: Outcome, exit_code: int, message: str | None = None) -> Report:
-        """Set outcome, exit code and message, and return the report."""
+        """Set the outcome, the exit code and the message, and return the report."""
         self.outcome, self.exit_code, self.message = outcome, exit_code, message
         return self
 
@@ -100,7 +100,7 @@ class Console(NamedTuple):
             os.write(2, f"{line}\n".encode(errors="backslashreplace"))
 
     def warn(self, line: str) -> None:
-        """Print a line, even if quiet. Line breaks in messages of drivers are removed."""
+        """Print a line, even if quiet. Line breaks, as in the messages of drivers, are replaced by spaces."""
         self.write(f"pgfence: {make_printable(' '.join(line.split()))}")
 
     def tell(self, line: str) -> None:
@@ -121,7 +121,7 @@ class AdminReport(NamedTuple, Generic[F]):
         outcome: how it ended, in a word.
         code: the exit code.
         lines: the text for people.
-        found: what the command found, if it got that far.
+        found: what the command found, or None if it ended before that.
     """
 
     outcome: str
@@ -148,9 +148,9 @@ class AdminReport(NamedTuple, Generic[F]):
 
 
 def make_printable(text: str) -> str:
-    """Return a text whose control and format characters are replaced by backslash escapes.
+    """Return a text with its control and format characters replaced by backslash escapes.
 
-    Names, owners and the like may come from any client of the database. Escape sequences in them would control the terminal, and
+    Names, owners and other texts may come from any client of the database. Escape sequences in them would control the terminal, and
     line breaks would look like other rows.
     """
     if text.isprintable():
@@ -159,7 +159,7 @@ def make_printable(text: str) -> str:
 
 
 def format_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return aligned lines with all values in full, except for control characters; the first row has the titles."""
+    """Return aligned lines with all values in full and control characters escaped. The first row has the titles."""
     cells = [[make_printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -178,7 +178,7 @@ def run_reported(work: Callable[[], AdminReport[F]]) -> AdminReport[F]:
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """End the command with one line on stderr and the exit code for the error, if pgfence raises one inside the block."""
+    """If pgfence raises an error inside the block, print one line on stderr and end the command with the exit code for it."""
     try:
         yield
     except PgfenceError as error:
@@ -187,22 +187,22 @@ def exit_on_error() -> Iterator[None]:
 
 
 def choose_code(error: PgfenceError) -> Code:
-    """Return the exit code for an error, which means no server, or a server that rejected the request."""
+    """Return the exit code for an error: UNAVAILABLE if there is no connection to the server, and REFUSED otherwise."""
     return Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED
 
 
 def format_in_color(text: str, color: str) -> str:
-    """Return a text in bold and in a color, on a terminal; unchanged elsewhere, and if NO_COLOR is set."""
+    """Return a text in bold and in a color. If stdout is not a terminal or NO_COLOR is set, return it unchanged."""
     import click
 
     return click.style(text, fg=color, bold=True) if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 def write_wrapped(text: str, indent: int = 0) -> None:
-    """Print a paragraph to stdout, as wide as the terminal; 80 columns elsewhere."""
+    """Print a paragraph to stdout, wrapped at the width of the terminal (at most 100 columns), elsewhere at 80 columns."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     blank = " " * indent
-    # A statement or a command in the text can still be copied.
+    # Long words are not broken, so that a statement or a command in the text can still be copied.
     filled = textwrap.TextWrapper(
         width, initial_indent=blank, subsequent_indent=blank, break_long_words=False, break_on_hyphens=False
     )
@@ -216,7 +216,7 @@ def expect_answer(*, dry_run: bool, yes: bool) -> None:
 
 
 def confirm(lines: Sequence[str], question: str) -> bool:
-    """Print lines to stderr, and ask for confirmation."""
+    """Print lines to stderr, ask for confirmation, and return whether the user confirmed."""
     import click
 
     for line in lines:

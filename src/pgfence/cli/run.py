@@ -43,7 +43,7 @@ class OnUnreachable(StrEnum):
 
 
 class RunOptions(NamedTuple):
-    """The options of one call; times in seconds."""
+    """The options of one call. Times are in seconds."""
 
     name: str
     command: Sequence[str]
@@ -138,7 +138,7 @@ def _take(lock: Once | Lease | AdvisoryLock[Held], options: RunOptions, speaker:
         try:
             return lock.acquire(timeout=timeout)
         except UnreachableError as error:
-            # The holder that was seen may still be running without the server. The command must not start before its TTL is over.
+            # The known holder may still be running without the server. The command must not start before the TTL of that holder has passed.
             runs = options.on_unreachable is OnUnreachable.RUN and error.retryable
             timeout = find_unsafe_time(error) if runs else 0.0
             if not timeout:

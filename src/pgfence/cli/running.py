@@ -1,4 +1,4 @@
-"""What the parsers of `pgfence run` and `pgfence elect` share."""
+"""Options and functions that the parsers of `pgfence run` and `pgfence elect` share."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ verbose = click.option("--verbose", "-v", cls=Option, heading=OUTPUT, is_flag=Tr
 
 
 def end_command(report: Report, speaker: Console, *, as_json: bool = False) -> NoReturn:
-    """Print the report, and end with its exit code."""
+    """Print the report, and end `pgfence` with the exit code in it."""
     if as_json:
         speaker.write(report.as_json())
     elif report.message:
         (speaker.tell if report.outcome in {"busy", "done", "skipped"} else speaker.warn)(report.message)
     if report.exit_code == Code.SIGNAL + signal.SIGINT and has_terminal():
-        # A shell then also ends its own loop or script. Its $? is the same.
+        # If SIGINT ends this process, a shell also ends its loop or script. $? is the same as after an exit with this code.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     raise CommandExit(report.exit_code)
@@ -83,7 +83,7 @@ def check_seconds(value: float, option: str) -> float:
 
 def fill_standard_descriptors() -> None:
     """Open the null device where stdin, stdout or stderr is closed."""
-    # Otherwise the socket of a lock would get that number, and the command would write to it.
+    # Otherwise the socket of a lock would get the number of a closed descriptor, and the command would write to the socket.
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -1,6 +1,6 @@
 """The output of `pgfence demo`.
 
-Progress is shown on stderr, live on a terminal and otherwise as lines, and the table on stdout.
+Progress is shown on stderr, live on a terminal and otherwise as lines. The table is printed to stdout.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from pgfence._demo.scenario import ScenarioResult
     from pgfence._demo.workload import Figures, Workload
 
-# Fits into 80 columns with titles of up to 22 letters.
+# The table fits into 80 columns if the titles of the acts have at most 22 letters.
 _COLUMNS = ("trans-\nfers", "per\nsecond", "cents\nlost", "wait\np50", "wait\np99", "longest\nwait", "take-\nover")
 _WIDTH_OF_A_FILE = 120
 _NONE = "-"
 
 
 class Screen:
-    """Shows the progress of a demo on stderr; a context manager."""
+    """A context manager that shows the progress of a demo on stderr."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr, highlight=False, markup=False)
@@ -47,7 +47,7 @@ class Screen:
             self._live.stop()
 
     def step(self, what: str) -> None:
-        """Print a line about a step before the acts."""
+        """Print a line about a step that precedes the acts."""
         self._console.print(what)
 
     def progress(self, act: Workload, seconds: float, transfers: int) -> None:
@@ -120,7 +120,7 @@ def _format_duration(seconds: float | None) -> str:
 def _describe_seen(shown: ScenarioResult) -> list[str]:
     """Return the result of a scene as text."""
     if shown.verdict is Verdict.CONTROL_FAILED:
-        return [f"{shown.title}: nothing went wrong without a guard, so this proves nothing."]
+        return [f"{shown.title}: nothing went wrong without a guard, so this scene proves nothing."]
     return [*shown.lines, *([f"{shown.title}: THE GUARD FAILED."] if shown.verdict is Verdict.GUARD_FAILED else [])]
 
 

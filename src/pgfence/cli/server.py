@@ -1,4 +1,4 @@
-"""Find the server of a command: `--dsn`, `--engine`, `DATABASE_URL`, or libpq's variables (PGSERVICE, PGHOST, ...).
+"""Find the server of a command, from `--dsn`, `--engine`, `DATABASE_URL` or libpq's variables (PGSERVICE, PGHOST, ...).
 
 No message contains a URL, because a URL may contain a password.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import Dialect
 
 DRIVERS = ("psycopg", "psycopg2")
-# libpq's variables that select a server, not only a user.
+# The variables of libpq that select a server. PGUSER, for example, does not.
 WHERE = ("PGDATABASE", "PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE")
 
 
@@ -56,7 +56,7 @@ def open_engine(dsn: str | None, path: str | None, *, name: str | None = None, *
 
 
 def settle(engine: Engine, **given: str | None) -> None:
-    """Configure an engine with the options that were given; the application's other settings stay.
+    """Configure an engine with the options that were given. The application's other settings are kept.
 
     Args:
         engine: the engine from `find_engine`.
@@ -190,7 +190,7 @@ def _import(path: str) -> Engine:
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
         raise MisuseError(f"--engine {path}: write it as package.module:attribute")
-    # As `python -m` does. For a console script the first entry is the folder of the script, not the current one.
+    # `python -m` does this, too. In a console script, the first entry of the path is the folder of the script.
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module))

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from pgfence._admin.ps import Listing, Row
 
 SAMPLED = 1000
-"""The largest number of rows of one sample."""
+"""The largest number of rows in one sample."""
 _BAR = 20
 
 
 @dataclass(slots=True)
 class Waited:
-    """The waits for one name, as far as samples show them.
+    """The waits for one name, as far as the samples show them.
 
     Attributes:
-        seconds: the time that all waiters have waited together, as far as samples show it.
-        most: the largest number of waiters at a time.
+        seconds: the total of the times that all waiters have waited.
+        most: the largest number of waiters in one sample.
         longest: the longest wait of one waiter, in seconds.
     """
 
@@ -52,7 +52,7 @@ class HoldSeen:
 
     Attributes:
         kind: the kind of lock.
-        seconds: how long it had been held when it was last seen.
+        seconds: how long the name had been held when this hold was last seen.
         holder: the holder.
     """
 
@@ -72,7 +72,7 @@ class HoldSamples:
     holds: dict[str, HoldSeen] = field(default_factory=dict)
 
     def add(self, listing: Listing, now: datetime, lasted: float) -> None:
-        """Add a list that was read now, and represents the last `lasted` seconds."""
+        """Add a list that was read at `now`. It represents the last `lasted` seconds."""
         self.count += 1
         self.limited |= listing.limited
         together: dict[str, int] = defaultdict(int)
@@ -95,11 +95,11 @@ class HoldSamples:
             self.holds[row.label] = HoldSeen(row.holder.kind, seconds, describe_holder(row.holder))
 
     def list_longest_waits(self, most: int) -> list[tuple[str, Waited]]:
-        """Return the names with the longest waits."""
+        """Return the names with the longest total wait, longest first."""
         return sorted(self.waited.items(), key=lambda each: -each[1].seconds)[:most]
 
     def list_longest_holds(self, most: int) -> list[tuple[str, HoldSeen]]:
-        """Return the longest holds."""
+        """Return the names with the longest holds, longest first."""
         return sorted(self.holds.items(), key=lambda each: -each[1].seconds)[:most]
 
 
@@ -165,7 +165,7 @@ def stats(
 
 
 def _collect_samples(read: Callable[[], Listing], length: float, interval: float) -> HoldSamples:
-    """Read the list until the time is over, or until Ctrl-C.
+    """Read the list repeatedly until the time is over, or until Ctrl-C.
 
     Raises:
         CommandExit: not even the first list could be read.

@@ -5,15 +5,15 @@ Guarantees:
 - the command gets the descriptors that were open and inheritable when this process started, and none that this process opened.
   The exit status of the command is returned as in shells;
 - HUP, INT, QUIT, TERM, USR1, USR2, CONT and WINCH that this process receives reach the command and what it started in its
-  process group, once. A signal that was ignored at the start (nohup) stays ignored for both;
+  process group exactly once. A signal that was ignored at the start (nohup) stays ignored for this process and the command;
 - without a terminal the command leads its own process group, to which signals are passed on;
-- with a terminal it stays in the group of this process, as under time(1) or flock(1), so that the shell's job control,
+- with a terminal the command stays in the group of this process, as under time(1) or flock(1), so that the shell's job control,
   pipelines and scripts work as usual;
 - when the lock is lost and the caller wants to stop the command, the command and everything that it started get SIGTERM (and
   CONT, because they may be stopped), and SIGKILL after the grace period. On Linux this process is the reaper of the orphans, so
-  it also finds those that left the group or session;
+  it also finds orphans that left the group or session;
 - when this process has passed on HUP, INT, QUIT or TERM, the processes that the command left behind are ended in the same
-  way. After HUP and TERM this applies to all of them, and after INT and QUIT to the command's process group;
+  way. After HUP and TERM this applies to all of these processes, and after INT and QUIT to the command's process group;
 - if this process is killed with SIGKILL, a guard ends the command and what it started (see `guard`);
 - as PID 1 of a container this process reaps orphans, and signals work although PID 1 has no default actions.
 
@@ -57,7 +57,7 @@ _START_GUARD = "import sys; sys.path.append(sys.argv[2].rpartition('/')[0]); imp
 
 
 class Interrupted(BaseException):
-    """A signal asked to stop before a command was running. This is not an `Exception`, like KeyboardInterrupt."""
+    """A signal asked to stop before a command was running. Like KeyboardInterrupt, this class is not an `Exception`."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -71,7 +71,7 @@ class Ended(NamedTuple):
         code: its exit status; 128 + N if signal N ended it.
         signal: the signal that ended it, or None if no signal did.
         stopped: whether it was stopped because of a loss.
-        received: HUP, INT, QUIT and TERM that this process received while it ran.
+        received: those of HUP, INT, QUIT and TERM that this process received while the command ran.
     """
 
     code: int
@@ -90,7 +90,7 @@ def has_terminal() -> bool:
 
 
 def list_inherited() -> tuple[int, ...]:
-    """Return the inheritable descriptors above stderr. At the start of this process those are the caller's."""
+    """Return the inheritable descriptors above stderr. When this process starts, these are the descriptors of its caller."""
     found = []
     for folder in ("/proc/self/fd", "/dev/fd"):
         with suppress(OSError):
@@ -106,13 +106,13 @@ def list_inherited() -> tuple[int, ...]:
 
 def _adopt_orphans(*, wanted: bool) -> None:
     """Become the reaper of orphaned descendants, or stop being the reaper. Linux only."""
-    # Processes that left the group or session of the command are then still found among the children.
+    # This process then finds processes that left the group or session of the command among its children.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 
 
 class _Guard:
-    """This process's end of the guard's pipes."""
+    """Starts the guard, and holds this process's end of the guard's pipes."""
 
     def __init__(self, grace: float, *, in_our_group: bool) -> None:
         self.process = subprocess.Popen(
@@ -125,7 +125,7 @@ class _Guard:
             cwd="/",
         )
         self._heard: dict[int, float] = {}
-        # Ctrl-C would end the guard before it has set its handlers.
+        # Wait until the guard has set its handlers. Before that, Ctrl-C would end it.
         self._read_reports()
 
     def watch(self, command: int) -> None:
@@ -187,7 +187,7 @@ class Supervisor:
         os.set_blocking(self._writer, False)
         self._open = True
         taken = [s for s in FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
-        # A parent that ignores SIGCHLD, which some daemons do, would get no exit status.
+        # Some daemons start their children with SIGCHLD ignored. This process would then get no exit status of the command.
         self._before = {s: signal.signal(s, self._on_signal) for s in (*taken, signal.SIGCHLD)}
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         return self
@@ -210,7 +210,7 @@ class Supervisor:
 
     @contextmanager
     def allow_interrupts(self) -> Iterator[None]:
-        """Let HUP, INT, QUIT and TERM raise `Interrupted` in the body. Outside of it, these signals are kept for the command."""
+        """Let HUP, INT, QUIT and TERM raise `Interrupted` in the block. Outside of it, these signals are kept for the command."""
         self._raising = True
         try:
             yield
@@ -223,7 +223,7 @@ class Supervisor:
         self.wake()
 
     def forget_loss(self) -> None:
-        """Prepare for another command, under another lock. No thread may call `lose` for the previous one after this."""
+        """Prepare for another command, under another lock. After this, no thread may call `lose` for the previous lock."""
         self._lost = False
 
     def wake(self) -> None:
@@ -234,7 +234,7 @@ class Supervisor:
                     os.write(self._writer, b"\0")
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = math.inf) -> bool:
-        """Wait until a condition is true, and return whether it is. It is evaluated after each `wake`.
+        """Wait until a condition is true, and return whether it is. The condition is evaluated after each `wake`.
 
         Raises:
             Interrupted: a signal asked to stop, now or since the end of the last command.
@@ -265,7 +265,7 @@ class Supervisor:
 
         Args:
             command: program and arguments.
-            env: its whole environment.
+            env: the whole environment of the command.
             on_loss: called once, in this thread, when the lock is lost while the command runs; returns whether to stop it.
             on_continue: called after SIGCONT, because this process may have been stopped. If it calls `lose`, the command gets
                 SIGTERM before SIGCONT.
@@ -308,7 +308,7 @@ class Supervisor:
                     ending = Ending(job.list_everything, self._grace)
                     ending.step()
             # A signal to the whole group (Ctrl-C, a shell) has already reached the command. Only a signal to this process alone
-            # is passed on; the guard, which is in the group too, shows which of the two it was.
+            # is passed on. The guard is also in the group, so it shows whether a signal was sent to the group.
             for signum in signals:
                 if signum in FORWARDED and (self._own_group or not guarding.on_signal(signum)):
                     job.send(signum)
@@ -328,7 +328,7 @@ class Supervisor:
             pause = min(pause * 1.2, LONGEST_PAUSE)
 
     def _wait_for_rest(self, job: Job, told: set[int]) -> Ending:
-        """Return the `Ending` of the processes that a command left behind."""
+        """Return an `Ending` for the processes that a command left behind."""
         everything = self._ends_rest or bool(told & {signal.SIGHUP, signal.SIGTERM})
         find = job.list_everything if everything else job.list_group
         return Ending(find, self._grace, job.list_group() if signal.SIGTERM in told else ())

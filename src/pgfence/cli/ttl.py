@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 _CONTEXT = ErrorContext(LEASES, on_primary="Measure on the primary")
 TOO_SHORT = 1
-"""The exit code if the TTL of the lease is shorter than the shortest one that is advised."""
+"""The exit code if the TTL of the lease is shorter than the shortest TTL for the measured figures."""
 _SAMPLES = 100
 _SLEEP = 0.02
 _MOST_SECONDS = 5.0
 _USUAL = 30.0
-"""The shortest TTL that is advised, in seconds, because a short sample cannot show that less is enough."""
+"""The shortest TTL that is advised, in seconds, because a short sample cannot show that a shorter TTL is enough."""
 _RESERVE = 3.0
 """The factor between the shortest TTL and the advice, because a short sample does not include the longest pauses."""
 _STEPS = (30, 45, 60, 90, 120, 180, 300, 600, 900, 1800, 3600)
@@ -66,7 +66,7 @@ class Sample:
 
 
 def advise(engine: Engine, name: str, *, as_json: bool) -> NoReturn:
-    """Measure for some seconds, print the advice, and end the command.
+    """Measure for at most about 5 seconds, print the advice, and end the command.
 
     Raises:
         ValueError: the name cannot be used.
@@ -78,7 +78,7 @@ def advise(engine: Engine, name: str, *, as_json: bool) -> NoReturn:
         with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             lease = read_lease(connection, place, stored)
             sample = build_sample(connection, place)
-            sample.run(connection)  # the first one also plans the statement
+            sample.run(connection)  # the first run also plans the statement
             renewals, pauses = _measure(lambda: sample.run(connection))
     except Exception as error:
         told = translate_error(error, place, _CONTEXT, engine) or translate_statement_error(engine, error)
@@ -103,7 +103,7 @@ def advise(engine: Engine, name: str, *, as_json: bool) -> NoReturn:
 
 
 def _measure(renew: Callable[[], None]) -> tuple[Sample, Sample]:
-    """Return how long renewals take, and by how much sleeps of this process are late."""
+    """Return how long renewals take, and how late this process wakes up from sleeps."""
     renewals: list[float] = []
     pauses: list[float] = []
     began = clock()
@@ -133,8 +133,8 @@ def _show(
     print()
     write_wrapped(f"Shortest TTL for these figures: {shortest:.2f} s.")
     write_wrapped(
-        f"Advice: {advice:g} s, which survives {_format(_compute_outage(advice))} in which the process is paused or the server does not"
-        " respond. After the holder has died, the name is free at the latest when the TTL has passed."
+        f"Advice: {advice:g} s. With this TTL, a lease survives {_format(_compute_outage(advice))} during which the process is paused or the"
+        " server does not respond. If the holder dies, the name is free at the latest when the TTL has passed."
     )
     if lease is not None and lease.ttl is not None and lease.ttl < shortest:
         write_wrapped(f"The TTL of the lease, {lease.ttl:g} s, is too short.")
