@@ -84,7 +84,7 @@ def run(quick: bool) -> dict[str, Any]:
                 ("What", "Measured"),
                 [
                     (
-                        f"processor time, by the scheduler's count, of {waiters} connections that send two requests a second",
+                        f"processor time, by the scheduler's count, of {waiters} connections that each send two requests a second",
                         f"{polling.exact:.2f} %",
                     ),
                     ("server log of each waiter's first slice", f"{first / waiters:.0f} bytes, once"),
