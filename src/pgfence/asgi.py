@@ -87,7 +87,7 @@ class IdempotencyMiddleware:
             request may succeed later.
         max_body: the largest request or response body, in bytes. A longer request gets a 413, and a longer response is not
             stored.
-        ttl: seconds until the claim of a dead process expires, from 0.3 s to a day. This does not limit how long a request may
+        ttl: seconds until the claim of a dead process expires, from 0.3 s to a day. The ttl does not limit how long a request may
             take.
         keep: seconds for which a response is kept, at least the ttl.
         on_failure: what happens to the key after a failure, that is, an error, no response, or a response that is not stored.

@@ -158,8 +158,9 @@ class UnsupportedServerError(PgfenceError):
 class UnreachableError(PgfenceError):
     """The server cannot be reached. It is not known whether the lock is free or held.
 
-    It is not `retryable`, and `http_status` is 500 instead of 503, if the server rejected the password, the user or the database,
-    or if the host does not exist. A wait then ends immediately, and `unreachable=` does not apply. Correct the configuration.
+    The error is not `retryable`, and `http_status` is 500 instead of 503, if the server rejected the password, the user or the
+    database, or if the host does not exist. A wait then ends immediately, and `unreachable=` does not apply. Correct the
+    configuration.
     """
 
     http_status = 503
@@ -200,8 +201,8 @@ class KeyCollisionError(PgfenceError):
 class SchemaError(PgfenceError):
     """pgfence's tables or functions are missing, too old or altered, or this role may not use them.
 
-    `command` is the command or statement that fixes the problem: a `pgfence install`, an ALTER TABLE or a GRANT. It is empty if
-    another role must fix it.
+    `command` is the command or statement that fixes the problem: a `pgfence install`, an ALTER TABLE or a GRANT. `command` is
+    empty if another role must fix the problem.
     """
 
     def __init__(

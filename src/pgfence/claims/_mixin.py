@@ -1,6 +1,7 @@
 """The mixin for mapped classes whose rows are claimed for longer than a transaction.
 
-It is separate from the functions because it needs SQLAlchemy's ORM, which importing pgfence does not load.
+This module is separate from the functions of this package because it needs SQLAlchemy's ORM, which importing pgfence does not
+load.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
         ttl: seconds after which the claim of a dead attempt expires, from 0.3 s to a day. The ttl does not limit how long the
             work takes.
         keep: seconds for which the result is kept after the work has ended, and for which the steps of a lost attempt are kept
-            after its claim has ended. It must be at least the ttl. After that the key counts as new and its steps are deleted,
-            so `keep` must be longer than the time for which the client retries.
+            after its claim has ended. `keep` must be at least the ttl. After that the key counts as new and its steps are
+            deleted, so `keep` must be longer than the time for which the client retries.
         timeout: seconds to wait for a running attempt; 0 means not to wait.
         record: exception classes whose errors count as results. Such an error is stored, and raised again each time. `record`
             takes precedence over `free`.

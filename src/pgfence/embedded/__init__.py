@@ -5,9 +5,9 @@ One line starts a real server for demonstrations, tests and first steps, without
 
 Guarantees:
     The server listens only on 127.0.0.1, protected by a random password, and on a unix socket in a private folder, so other users
-    of the machine cannot connect. It stops when the block ends and when this process dies, even by SIGKILL. Any number of servers
-    can run at the same time. Nothing in the system is changed. No user is created, and the mode of existing folders stays the
-    same.
+    of the machine cannot connect. The server stops when the block ends and when this process dies, even by SIGKILL. Any number of
+    servers can run at the same time. Nothing in the system is changed. No user is created, and the mode of existing folders stays
+    the same.
 
 Limitations:
     It is not a server for production. The files of a killed process are removed at the next start, not immediately. The binaries

@@ -133,7 +133,7 @@ def _count(folder: Path) -> int:
 
 
 def _remove(template: Path) -> None:
-    # It is renamed first, so that a process that is copying it fails instead of getting a part of it.
+    # The template is renamed first, so that a process that is copying it fails instead of copying only a part of it.
     aside = template.with_name(f"{_PARTIAL}{secrets.token_hex(8)}")
     with suppress(OSError):
         template.rename(aside)

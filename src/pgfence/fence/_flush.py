@@ -63,7 +63,8 @@ class _Flush:
         if context is None:
             return None
         if self._deleting is None:
-            # This is computed late, because orphans are registered after before_flush and before the first mapper event.
+            # The classes of deleted objects are collected late, because orphans are registered after before_flush and before the
+            # first mapper event.
             deleted = (state for state, (is_delete, _) in context.states.items() if is_delete)
             self._deleting = {state.mapper.base_mapper for state in deleted}
         if mapper.base_mapper not in self._deleting:

@@ -93,7 +93,7 @@ def fenced(
 ) -> object:
     """Enter the gate of a resource for the rest of the transaction, as a block. Leaving the block does not leave the gate.
 
-    The block shows which statements are fenced. It enters the gate like `fence`, with the same guarantees.
+    The block shows which statements are fenced. Entering it enters the gate as `fence` does, with the same guarantees.
 
     Args:
         session: a Session, scoped_session or Connection, or their async counterpart, in which case the block is `async with`.

@@ -38,7 +38,7 @@ _SCHEMAS = "schema_translate_map"
 
 
 class Guarded:
-    """The base of the mixin, for the modules below it. It has no annotations at run time, because pydantic reads them."""
+    """The base of the mixin, for the modules below it. The class has no annotations at run time, because pydantic reads them."""
 
     if TYPE_CHECKING:
         __fence__: ClassVar[Literal["gate", "row"]]
@@ -251,7 +251,7 @@ def reject_stale(connection: Connection, resource: str, token: int, newest: int)
 
 
 def on_insert(cls: type[Guarded], context: DefaultExecutionContext) -> int:
-    """Return the token for a row that is inserted outside a flush. It is the default of the column, called for each row."""
+    """Return the token for a row that is inserted outside a flush. The column calls this function as its default for each row."""
     statement = context.compiled and context.compiled.statement
     if upsert_of(statement) is not None and not (has_single_resource(cls) and cls.__fence__ == "gate"):
         raise undetermined_error(cls, "the rows that an upsert conflicts with cannot be determined before it runs")

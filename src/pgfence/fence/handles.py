@@ -134,7 +134,7 @@ class FencedHeld(_HasToken, Held):
         Raises:
             StaleFencingTokenError: another token is valid now. Nothing of the transaction can be committed.
             LockTimeoutError: a transaction of an older holder was still inside the gate after the configured `default_timeout`,
-                or the session's own `lock_timeout`. This transaction is aborted, so roll back.
+                or the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so roll back.
             TransactionStateError: the connection is in autocommit, or another statement was already sent.
             LockLostError, LockNotHeldError: the lock or lease is no longer held, as far as this process knows.
             SchemaError: the tables are missing, or this role may not use them.

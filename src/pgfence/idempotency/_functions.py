@@ -112,8 +112,8 @@ def idempotent(
     in which the work was begun and not finished cannot commit. If the work raises, roll back the whole transaction, or to a
     savepoint around the call.
 
-    With psycopg the result is sent together with the COMMIT, unless an event listener for statements is registered. It is sent
-    before the COMMIT if a savepoint, a setting or another key follows. Commit through SQLAlchemy, because the driver's own
+    With psycopg the result is sent together with the COMMIT, unless an event listener for statements is registered. The result is
+    sent before the COMMIT if a savepoint, a setting or another key follows. Commit through SQLAlchemy, because the driver's own
     `commit()` does not send the result, and PostgreSQL rejects that COMMIT.
 
     A key that is requested and then neither run nor entered causes a RuntimeWarning when it is garbage-collected.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
-    """Hold a lock that expires and has a fencing token. It is stored in a row and does not depend on a connection.
+    """Hold a lock that expires and has a fencing token. The lock is stored in a row and does not depend on a connection.
 
     While it is held, a dedicated thread renews it every third of the TTL. A lease also works through a pooler in
     transaction mode.
@@ -32,8 +32,8 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         name: a str, at most 255 characters including its namespace.
-        ttl: seconds after which a dead holder loses the lease, from 0.3 s to a day (a timedelta may be longer). It does not limit
-            how long the work takes.
+        ttl: seconds after which a dead holder loses the lease, from 0.3 s to a day (a timedelta may be longer). The ttl does not
+            limit how long the work takes.
         max_hold: seconds after which the lease ends even if the holder is alive. None means no limit.
         min_hold: seconds for which no other holder gets the lease, even if it is released earlier; at most the TTL.
         lock_delay: seconds for which no holder gets the lease after it has expired without a release.

@@ -243,7 +243,7 @@ class MigrationLock:
                 event.remove(self._connection, name, listener)
 
     def expect_held(self) -> None:
-        """Raise an error unless this session still holds the lock. It takes one round trip, in the caller's transaction."""
+        """Raise an error unless this session still holds the lock. This takes one round trip, in the caller's transaction."""
         try:
             with self._limit_time(self._hold.session, STATEMENT_BUDGET):
                 held = activity.is_mine(self._connection, (self._key,))
@@ -346,7 +346,7 @@ class MigrationLock:
             raise self._lost_error() from error
 
     def _explain_wait(self, error: BaseException) -> None:
-        """Add a note to the error of a statement that `lock_timeout` ended. It lists the sessions that hold locks on tables."""
+        """Add a note to the error of a statement that `lock_timeout` ended: the sessions that hold locks on tables."""
         with self._use_autocommit(self._hold.session, STATEMENT_BUDGET) as own:
             found = migration_lock.describe_lockers(own)
         if found:

@@ -96,8 +96,8 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         """Return a decorator that runs a function once in each slot. Further calls in the same slot return None.
 
         With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned.
-        `pgfence.current(AsyncSlot).slot` is the slot that is being run. Otherwise it works like `wrap` of a lock, except that
-        `busy="skip"` is the default.
+        `pgfence.current(AsyncSlot).slot` is the slot that is being run. Otherwise this method works like `wrap` of a lock, except
+        that `busy="skip"` is the default.
         """
         once = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]
         if self._catch_up != "all":

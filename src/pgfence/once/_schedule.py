@@ -90,7 +90,7 @@ def _parse_fields(line: str) -> str:
     if word.startswith("@"):
         if word == "@reboot":
             raise ValueError(
-                f"cron={line!r} is not a time: a reboot concerns one host, and a slot concerns all of them"
+                f"cron={line!r} is not a time: a reboot concerns one host, and a slot concerns all hosts. Use another schedule"
             )
         if len(words) > 1 or word not in _NICKNAMES:
             raise ValueError(f"cron={line!r} is not a known nickname; the known ones are {', '.join(_NICKNAMES)}")

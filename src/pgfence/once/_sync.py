@@ -129,7 +129,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         """Return a decorator that runs a function once in each slot. Further calls in the same slot return None.
 
         With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned.
-        `pgfence.current(Slot).slot` is the slot that is being run. Otherwise it works like `wrap` of a lock, except that
+        `pgfence.current(Slot).slot` is the slot that is being run. Otherwise this method works like `wrap` of a lock, except that
         `busy="skip"` is the default.
         """
         once = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ class AsyncPartitions:
     ) -> AsyncWorker:
         """Join as a worker, which owns a share of the partitions until it leaves, in tasks of the running loop.
 
-        This works as in the sync class, but `serve(partition, lease)` runs in a separate task, which is cancelled when the
+        The call works as in the sync class, but `serve(partition, lease)` runs in a separate task, which is cancelled when the
         partition is lost or given up.
 
         Raises:

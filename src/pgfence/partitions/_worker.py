@@ -92,7 +92,7 @@ class Balancer(Generic[OwnershipT]):
         self.error: Exception | None = None
         """The reason why the worker has ended, unless `leave()` ended it."""
         self.started = carrier.make_event()
-        """This is set when the worker has taken the partitions that were free, or has failed."""
+        """The event that is set when the worker has taken the partitions that were free, or has failed."""
         # This lock guards what the worker's thread, the threads that serve and the caller of `leave` share. An event must be set
         # only once.
         self._lock = threading.Lock()

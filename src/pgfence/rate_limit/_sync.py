@@ -52,7 +52,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
     _engines = SYNC_ENGINES
 
     def try_take(self, n: int = 1) -> bool:
-        """Take `n` units if they are allowed now, and return whether they were. It takes one round trip on an open connection.
+        """Take `n` units if they are allowed now, and return whether they were. This takes one round trip on an open connection.
 
         Args:
             n: how many units to take, from 1 to `limit`. Either all of them are taken or none.
@@ -74,8 +74,8 @@ class RateLimit(RateLimitOptions[EngineSource]):
             timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
 
         Raises:
-            LockTimeoutError: the units are not allowed in time. It is raised as soon as this is known, usually immediately.
-                `retry_after` is the number of seconds until they may be allowed.
+            LockTimeoutError: the units are not allowed in time. The error is raised as soon as this is known, usually
+                immediately. `retry_after` is the number of seconds until they may be allowed.
             WaitCancelledError: the event of `cancel_waits()` was set.
             PgfenceError, ValueError, TypeError: the same errors as `try_take`.
         """

@@ -111,8 +111,8 @@ class PermitRequest(AcquireRequest):
             raise Refused from self._build_mismatch_error(size)
         if outcome == "heavy":
             raise Refused from ValueError(
-                f"weight={self.asked} is more than the {size} permits of the semaphore {format_names(self.names)}: it could never be"
-                " acquired"
+                f"weight={self.asked} is more than the {size} permits of the semaphore {format_names(self.names)}, so the request"
+                " could never be granted: pass a smaller weight"
             )
         return Busy(remaining, holder_of(self, holder) if holder[0] else None, limit=size)
 
@@ -155,7 +155,9 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
         self._permits = _check_permits(permits)
         self._weight = _check_count(weight, "weight")
         if self._weight > self._permits:
-            raise ValueError(f"weight={weight} is more than permits={permits}: it could never be acquired")
+            raise ValueError(
+                f"weight={weight} is more than permits={permits}, so the request could never be granted: pass a smaller weight"
+            )
         check_choice("on_mismatch", on_mismatch, ("raise", "stored"))
         self._follows = on_mismatch == "stored"
         self._fair = fair

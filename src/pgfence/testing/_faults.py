@@ -162,7 +162,8 @@ class PgfenceFaults:
             url = self._url()
             if make_url(url).host is None:
                 raise FaultUnavailableError(
-                    "only TCP connections can be cut, and the URL of pgfence_server has no host"
+                    "only TCP connections can be cut, and the URL of pgfence_server has no host: set PGFENCE_TEST_DSN to a URL"
+                    " with a host"
                 )
             self._proxy = Proxy(url)
         return self._proxy.dsn
@@ -240,8 +241,8 @@ class PgfenceFaults:
     def skew(self, ahead: Seconds) -> AbstractContextManager[None, None]:
         """Move the clock of the server inside a `with` block.
 
-        This needs the temporary server of `pgfence_server`, libfaketime, and `pgfence_skew = true` in pytest's configuration, so
-        that the server is started with libfaketime.
+        The fault needs the temporary server of `pgfence_server`, libfaketime, and `pgfence_skew = true` in pytest's
+        configuration, so that the server is started with libfaketime.
 
         Args:
             ahead: seconds, or a timedelta; a negative value sets the clock back. The values of nested blocks are added.
@@ -287,7 +288,7 @@ def _get_engine(held: Held | AsyncHeld) -> Engine:
 def _get_pid(process: Process) -> int:
     pid = process if isinstance(process, int) else process.pid
     if pid is None:
-        raise ValueError("the process has not been started")
+        raise ValueError("the process has not been started: start it before you pass it")
     return pid
 
 

@@ -164,7 +164,7 @@ class Flush:
     def find_replaced(self, state: State) -> State | None:
         """Return the row that the flush deletes and whose key a new row takes; SQLAlchemy sends one UPDATE for both."""
         if self._deletes is None:
-            # This is computed once, at the first new row, when all rows that cascades delete are known.
+            # The value is computed once, at the first new row, when all rows that cascades delete are known.
             self._deletes = any(deleted for deleted, _ in self.context.states.values()) if self.context else False
         if not self._deletes:
             return None

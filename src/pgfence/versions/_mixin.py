@@ -71,8 +71,8 @@ class Versioned(_Guarded):
     `__version_mode__ = "server"`, whose trigger counts them. Changes of rows that belong to this one are not counted, unless
     `__version_relationships__` names their relationship and a flush writes them.
 
-    `__version_mode__ = "xmin"` uses the id of the last transaction that wrote the row, which PostgreSQL stores. It needs no
-    column and detects every writer. It is only for the work of one session, because the id changes with a dump or a rewrite of
+    `__version_mode__ = "xmin"` uses the id of the last transaction that wrote the row, which PostgreSQL stores. This mode needs
+    no column and detects every writer. It is only for the work of one session, because the id changes with a dump or a rewrite of
     the table, and is the same for several writes of one transaction. Therefore `etag` and `merge()` reject this mode.
 
     Attributes:
