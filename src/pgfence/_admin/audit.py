@@ -1,4 +1,4 @@
-"""Build the search in the audit table, and present its rows."""
+"""Build the query for the audit table, and convert its rows to entries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LONGEST = timedelta(days=36_525).total_seconds()
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """A row of the audit table, which records what an operator did to a hold, a leader, a key or a leaked lock.
+    """A row of the audit table. It records what an operator did to a hold, a leader, a key or a leaked lock.
 
     Attributes:
         action: "evict", "ask to resign", "free key" or "release leaked".
@@ -38,7 +38,7 @@ class AuditEntry:
         actor: the person or program that performed the action.
         reason: the reason that was given.
         at: the time of the action, by the server's clock.
-        detail: what the action found, for example the holder, as JSON values.
+        detail: what the action found, such as the holder, as JSON values.
     """
 
     action: str
@@ -68,7 +68,7 @@ def build_audit_query(
 
 
 def to_audit_entry(row: Row) -> AuditEntry:
-    """Return the entry that a row describes."""
+    """Convert a row of the audit table to an `AuditEntry`."""
     _, action, stored, actor, reason, at, detail = row
     parts = stored.split(SEPARATOR)
     own = 2 if action == _FREE_KEY else 1

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Translate: TypeAlias = Callable[[Engine, Exception], PgfenceError | None]
 
 R = TypeVar("R")
-# Set whatever the engine's default is, because each statement must see what was committed before it.
+# Overrides the engine's default, because each statement must see what was committed before it.
 _ISOLATION = "READ COMMITTED"
 
 
@@ -35,12 +35,12 @@ def run_on_engine(engine: AsyncEngine, work: Callable[[Connection], R], translat
 @overload
 def run_on_engine(engine: Engine, work: Callable[[Connection], R], translate: Translate) -> R: ...
 def run_on_engine(engine: Engine | AsyncEngine, work: Callable[[Connection], R], translate: Translate) -> object:
-    """Run work on a connection of the engine, outside a transaction. For an AsyncEngine, return a coroutine.
+    """Call `work` with a connection of the engine, outside a transaction. For an AsyncEngine, return a coroutine.
 
     Args:
         engine: the engine.
         work: the function to run. For an async engine, it runs inside a greenlet.
-        translate: a function that returns the error to raise in place of an error, or None to re-raise that error.
+        translate: a function that returns the error to raise in place of the one that it gets, or None to re-raise that error.
     """
     if is_async_engine(engine):
         return _perform_async(engine, work, translate)
@@ -68,7 +68,7 @@ def _raise_translated(engine: Engine, error: Exception, translate: Translate) ->
 
 
 def translate_statement_error(engine: Engine, error: Exception) -> PgfenceError | None:
-    """Return the error to raise for a failed connection or statement, or None if neither server nor driver raised the error."""
+    """Return the error to raise for a failed connection or statement, or None if the database did not raise `error`."""
     told = translate_connect_error(engine, error)
     if told is None or find_connect_error(engine, error, LOCK_OUTCOME_UNKNOWN) is not None:
         return told

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from pgfence._process.coroutines import Coro
     from pgfence.errors import PgfenceError
 
-_CONTEXT = ErrorContext(on_primary="Create and drop on the primary", owner=True)
+_CONTEXT = ErrorContext(on_primary="Create and drop pgfence's tables on the primary", owner=True)
 
 
 def perform(
     engine: Engine | AsyncEngine | Connection | AsyncConnection, work: Callable[[Connection, TableNames], None]
 ) -> Coro[None] | None:
-    """Run work in a separate transaction, or in that of a Connection. For async objects, return a coroutine."""
+    """Call `work` in a new transaction, or in the transaction of a Connection. For async objects, return a coroutine."""
     place = table_names_of(engine)
     style_of(engine.dialect)
 
@@ -54,7 +54,7 @@ def _translate(engine: Engine, error: Exception) -> PgfenceError | None:
 
 
 def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
-    """Drop the tables and functions that exist.
+    """Drop pgfence's tables and functions.
 
     Raises:
         SchemaError: a table is still fenced.
@@ -70,7 +70,7 @@ def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
 
 
 def perform_on(connection: Connection, place: TableNames, work: Callable[[Connection, TableNames], None]) -> None:
-    """Run work in the transaction of a Connection. Alembic's operations pass the names of the tables.
+    """Call `work` in the transaction of a Connection, with the table names in the schema that was found.
 
     Raises:
         PgfenceError, ValueError: as documented for `schema.create_all` and the other functions.

@@ -21,7 +21,7 @@ MIGRATION = "migration"
 
 @lru_cache(maxsize=16)
 def list_known_keys(database: str) -> tuple[tuple[LockKey, str, str | None], ...]:
-    """Return the known keys, each with a name and a kind. If the kind is None, it is that of the session or transaction.
+    """Return the known keys, each with a name and a kind. A kind of None stands for "session" or "transaction".
 
     Args:
         database: the name of the database, from which some programs compute their key.
@@ -42,11 +42,11 @@ def list_known_keys(database: str) -> tuple[tuple[LockKey, str, str | None], ...
 
 
 def recognize_key(key: LockKey, database: str) -> str | None:
-    """Return what a key of another program is for, or None if it is not known."""
+    """Return the name of the lock that a known key belongs to, or None if the key is not known."""
     for known, name, _ in list_known_keys(database):
         if known == key:
             return name
-    # The number of a Flyway lock is a constant and the 32-bit hash of the history table's name.
+    # The number of a Flyway lock is the sum of a constant and the 32-bit hash of the history table's name.
     if key.space == "bigint" and abs(key.value - _FLYWAY) <= 1 << 31:
         return "Flyway migration"
     return None
@@ -68,7 +68,7 @@ def list_keys_of_libraries(name: str) -> Iterator[tuple[LockKey, str]]:
     yield compat.pglock_key(name), f"django-pglock lock {name!r}"
     yield compat.with_advisory_lock_key(name), f"with_advisory_lock (Rails) lock {name!r}"
     yield compat.sha256_hex15_key(name), f"first 15 hexadecimal digits of SHA-256 of {name!r}"
-    # Alembic's version table of another name or schema
+    # for Alembic version tables with another name or in another schema
     yield LockKey.of(name, namespace="pgfence migrations"), f"Alembic migration (pgfence), version table {name!r}"
     # Rails and golang-migrate compute the key from the name of the database.
     yield LockKey.raw(_RAILS_SALT * zlib.crc32(name.encode())), f"Rails migration of the database {name!r}"

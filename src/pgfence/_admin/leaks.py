@@ -19,6 +19,6 @@ if TYPE_CHECKING:
 def build_release_request(
     engine: Engine | AsyncEngine, *, reason: str, actor: str | None, idle_for: Seconds
 ) -> ReleaseRequest:
-    """Check the arguments, and return the request."""
+    """Check the arguments, and return the request that ends the sessions with leaked locks."""
     reason, actor = build_audit_fields(reason, actor)
     return ReleaseRequest(table_names_of(engine), seconds(idle_for, "idle_for"), reason, actor)

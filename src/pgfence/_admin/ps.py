@@ -105,7 +105,7 @@ class Listing(Sequence[Row]):
     Attributes:
         rows: the rows.
         limited: whether there are more rows than `limit`.
-        hidden: what the list does not contain because the role may not see it, as sentences.
+        hidden: sentences that say what the list does not contain because the role may not see it.
     """
 
     rows: tuple[Row, ...] = ()
@@ -157,19 +157,20 @@ def ps(
     terms and partitions; migration locks; the gates that transactions are inside; and idempotency keys whose attempt is running
     or was lost.
 
-    Guarantees: no lock is taken, nothing is written, and nothing that is stored under a key leaves the server. The list takes two
-    round trips.
+    Guarantees: no lock is taken, nothing is written, and no value that is stored under a key is sent to the client. The list
+    takes two round trips.
 
     Limitations: the server knows its sessions, but not the threads and tasks that use them. Of the tasks and threads of one
-    process that wait for the same name, only the first is listed. Waiters for a lease, a slot, a permit, a term or a migration
-    lock query the server from time to time without holding anything, so they are not listed. An advisory lock of a session that
-    is in a transaction is listed as "transaction", because the server does not show which kind of lock it is. An idempotency key
-    that is claimed in an open transaction has no name, because other sessions cannot see the claim before it is committed.
+        process that wait for the same name, only the first is listed. Waiters for a lease, a slot, a permit, a term or a
+        migration lock poll the server without holding anything, so they are not listed. An advisory lock of a session that is in
+        a transaction is listed as "transaction", because the server does not show which kind of lock it is. An idempotency key
+        that is claimed in an open transaction has no name, because other sessions cannot see the claim before it is committed.
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby shows everything except the
             locks of the primary.
-        prefix: the beginning of the names as the list shows them, that is, without the configured namespace but with any other.
+        prefix: the beginning of the names as the list shows them, that is, without the configured namespace but with any other
+            namespace.
         kind: one or more kinds, of "session", "transaction", "lease", "slot", "permit", "term", "partition", "migration",
             "idempotency" and "gate".
         state: one or more states, as the list shows them.
@@ -205,7 +206,7 @@ def build_query(
         prefix=prefix,
         kinds=_check_choices(kind, "kind", KINDS),
         states=(*states, ABORTED) if states and "idle in transaction" in states else states,
-        # One row more than requested shows whether there are more.
+        # One row more than `limit` shows whether there are more rows.
         limit=None if limit is None else limit + 1,
     )
 
@@ -286,8 +287,8 @@ class _Waiters:
                 self._holders[place].append(row.backend_pid or 0)
                 if waits:
                     self._queues.setdefault(find_queue((_to_key(*place),)), place)
-        # The first waiter of a queue waits for the key itself. A lock with several names has a separate queue, and only this
-        # wait shows to which key that queue belongs.
+        # The first waiter of a queue waits for the key itself. A lock with several names has a separate queue, and only its first
+        # waiter's wait shows to which key the queue belongs.
         for wait in waits:
             if wait.ticket is not None and wait.value is not None and wait.value not in self._owners:
                 self._queues.setdefault(find_queue_of(wait.ticket), (wait.space or 1, wait.value))
@@ -321,7 +322,7 @@ class _Waiters:
 
 
 def _list_places(row: HoldRow) -> list[tuple[int, int]]:
-    """Return the keys that a hold locks: space and number."""
+    """Return the keys that a hold locks, as pairs of space and number."""
     places = [] if row.value is None or row.space is None else [(row.space, row.value)]
     return places if row.pair is None else [*places, (2, row.pair)]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class AdminRequest(Protocol):
-    """A request to be carried out on a connection."""
+    """An operator's request, which is carried out on a connection."""
 
     context: ClassVar[ErrorContext]
 

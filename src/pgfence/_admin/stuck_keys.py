@@ -59,7 +59,7 @@ class StuckKey:
 
 
 def to_stuck_key(row: StuckKeyRow) -> StuckKey:
-    """Return the stuck key that a row describes."""
+    """Convert a row of the result to a `StuckKey`."""
     return StuckKey(
         scope=row.scope.rpartition(SEPARATOR)[2],
         key=row.key,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class _Found(NamedTuple):
-    """A guard (fence or version trigger) of a table: whether it is effective, and whether a parent table passed it on."""
+    """A guard (fence or version trigger) of a table: whether it is effective, and whether the table inherited it."""
 
     guard: Guard
     holds: bool
@@ -37,7 +37,10 @@ class _Found(NamedTuple):
 
 
 def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
-    """Add what is missing and drop what no model declares; pgfence's own tables are not created or dropped one by one."""
+    """Add operations that create what is missing and drop what no model declares.
+
+    pgfence's own tables are not created or dropped one by one.
+    """
     own = {_place(context, place) for table in context.sorted_tables if (place := place_of_own(table)) is not None}
     if context.dialect.name != "postgresql":
         # The operations do nothing on other databases.
@@ -62,8 +65,8 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
                 _remove_changes(context, ops, place)
             # pgfence's tables are created first, because other tables may refer to them.
             ops.ops.insert(0, making)
-    # Guards are dropped at the front and added at the end. A guard is dropped before its table, so the reversed migration
-    # creates the table first and then adds the guard.
+    # The operations that drop guards come first, and those that add guards come last. A guard is dropped before its table, so the
+    # reversed migration creates the table first and then adds the guard.
     for name, found in sorted(standing.items(), key=str):
         if not found.copied and (name not in wanted or wanted[name].definition != found.guard.definition):
             ops.ops.insert(0, found.guard.reverse())
@@ -126,7 +129,7 @@ def _list_found(context: AutogenContext, connection: Connection, home: TableName
 
 
 def _is_concerned(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
-    """Return whether the models contain a table, or this migration drops it."""
+    """Return whether the table of a guard is in the models, or is dropped by this migration."""
     key = _key_of(context, guard.target.schema, guard.target.name)
     # The default schema is None, as in the models, because the guard is compared with those of the models.
     guard.target = type(guard.target)(key[1], key[0])

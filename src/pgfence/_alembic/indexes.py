@@ -1,4 +1,4 @@
-"""Build indexes while other sessions write: outside a transaction, after an interrupted build, and never over another index."""
+"""Build indexes while other sessions write: outside a transaction, also after an interrupted build, never replacing another."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pgfence.migrations")
 
 _UNRELATED = frozenset({"08", "25", "40", "53", "55", "57", "58", "XX"})
-"""The SQLSTATE classes of the connection, the transaction, locks and resources, which are unrelated to an index."""
+"""The SQLSTATE classes of errors that do not concern an index, but the connection, the transaction, locks or resources."""
 
 
 def create(operations: Operations, operation: CreateIndexSafely) -> None:
-    """Build an index on PostgreSQL, unless it exists.
+    """Build an index concurrently on PostgreSQL, unless it exists.
 
     Raises:
         ValueError: the name of the index is used by another object, or the table is partitioned.
@@ -51,7 +51,7 @@ def create(operations: Operations, operation: CreateIndexSafely) -> None:
             write(operations, [migration_scripts.build_index_cleanup(table, name)])
             operations.invoke(build)
         return
-    # An index with that name may be a different one, so the existing one is compared first instead.
+    # IF NOT EXISTS would accept a different index with that name, so an existing index is compared first.
     build.if_not_exists = False
     connection = operations.get_bind()
     table = Target(table.name, translate_schema(connection, table.schema))
@@ -65,7 +65,7 @@ def create(operations: Operations, operation: CreateIndexSafely) -> None:
 
 
 def build_plain_operation(operation: CreateIndexSafely) -> CreateIndexOp:
-    """Return the corresponding operation of Alembic."""
+    """Return Alembic's operation that creates the index."""
     return CreateIndexOp(
         operation.index_name,
         operation.table_name,
@@ -78,7 +78,7 @@ def build_plain_operation(operation: CreateIndexSafely) -> CreateIndexOp:
 
 
 def write(operations: Operations, script: Iterable[str]) -> None:
-    """Write statements into the script."""
+    """Write statements into the migration script."""
     assert isinstance(operations.impl, DefaultImpl)
     for statement in script:
         operations.impl.static_output(f"{statement};")
@@ -159,8 +159,8 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
 def leave_transaction(operations: Operations) -> Iterator[None]:
     """Leave the migration's transaction for the duration of the block, unless it was left before.
 
-    A concurrent build waits for all older transactions, but no reader or writer waits behind it. A lock_timeout that is set for
-    other DDL would end the build unnecessarily.
+    A concurrent build waits for all older transactions, but no reader or writer waits for the build. A lock_timeout that is set
+    for other DDL would end the build unnecessarily.
     """
     context = operations.migration_context
     if context.as_sql:

@@ -21,7 +21,7 @@ COUNTED = "pgfence_version"
 """The key in the `info` of a version column, or in the `info` of a table, where its value is the column's name or None."""
 
 _MARK = "\0"
-"""Marks the name of a column in the result of a resource function; resources cannot contain it."""
+"""The character around a column's name in the result of a resource function. Resources cannot contain it."""
 
 
 def place_of_own(table: Table) -> TableNames | None:
@@ -74,7 +74,7 @@ def _read_resource(model: Any) -> str:
     except Exception as error:
         raise CommandError(
             f"{model.__name__}.__fence_resource__ cannot be converted for a trigger: {error}. Declare it in its __table_args__:"
-            f' {{"info": {{"{MODEL}": "close:{{column}}"}}}}, or None there for a table without a trigger'
+            f' {{"info": {{"{MODEL}": "close:{{column}}"}}}}, or set None there for a table without a trigger'
         ) from error
     return _join_template(str(text).split(_MARK))
 
@@ -84,7 +84,7 @@ def _join_template(pieces: Iterable[str]) -> str:
 
 
 def join_resource(parts: tuple[str, ...]) -> str:
-    """Return the argument of `add_fence` for the parts that a trigger has."""
+    """Return the `resource` argument of `add_fence` for the parts that a trigger has."""
     return _join_template(parts)
 
 
@@ -93,7 +93,7 @@ def _escape_braces(text: str) -> str:
 
 
 class _Symbol:
-    """A column of a row that can become part of a text, and has no other operations."""
+    """A stand-in for a column of a row. It can become part of a text, and supports no other operation."""
 
     def __init__(self, column: Column[Any]) -> None:
         kind: Any = column.type

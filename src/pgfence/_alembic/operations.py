@@ -78,7 +78,7 @@ class UpgradePgfence(PlaceOperation):
 
 
 def check_version(version: int) -> int:
-    """Return a version of the tables that this release can create.
+    """Return `version` if this release can create that version of the tables.
 
     Raises:
         ValueError: this release cannot create tables of that version.
@@ -91,7 +91,7 @@ def check_version(version: int) -> int:
 
 
 def _check_name(value: object, what: str, hint: str = "") -> str:
-    """Return a name that can be used in a statement.
+    """Return `value` if it can be used as a name in a statement.
 
     Raises:
         TypeError: the name is not a str.
@@ -109,7 +109,7 @@ def _check_table(value: object) -> str:
 
 
 class TableOptions(TypedDict, total=False):
-    """The schema of a table, and the installation of pgfence."""
+    """The keyword arguments that identify the schema of a table and the installation of pgfence."""
 
     schema: str | None
     pgfence_schema: str | None

@@ -1,4 +1,4 @@
-"""Connections of background threads. One thread opens, uses and closes a connection, and waits on it for notifications."""
+"""Connections of background threads. Each has one thread that opens, uses and closes it, and waits on it for notifications."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class BackgroundConnection(ABC):
 
     @abstractmethod
     def wait(self, seconds: float) -> None:
-        """Wait at most `seconds` until another thread calls `wake`, or a notification arrives and is passed on."""
+        """Wait until another thread calls `wake`, or a notification arrives and is passed on, but at most `seconds`."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -90,7 +90,7 @@ class BackgroundConnection(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection and everything that belongs to the thread, which ends."""
+        """Close the connection and everything else that belongs to the thread. The thread then ends."""
 
 
 class SyncBackgroundConnection(BackgroundConnection):
@@ -242,7 +242,7 @@ class AsyncBackgroundConnection(BackgroundConnection):
 
 
 def choose_background_connection(engine: Engine, config: Config, on_notify: Heard) -> BackgroundConnection:
-    """Return a connection that matches the engine, sync or async. It is not open yet."""
+    """Return a background connection for the engine, sync or async. The connection is not open yet."""
     return (AsyncBackgroundConnection if engine.dialect.is_async else SyncBackgroundConnection)(
         engine, config, on_notify
     )

@@ -76,8 +76,8 @@ class CallerConnection(LockConnection):
         """Read the facts about the server, check them, and cache them with the pooled connection.
 
         Raises:
-            UnreachableError: the server does not respond within `limit` seconds.
-            PoolerError, StandbyError, UnsupportedServerError: a session lock would not be safe on it.
+            UnreachableError: the server does not respond within `limit` seconds. PoolerError, StandbyError,
+                UnsupportedServerError: a session lock would not be safe on the connection.
         """
         engine, driver = self.connection.engine, self.driver.raw
         try:
@@ -107,15 +107,15 @@ class CallerConnection(LockConnection):
             )
 
     def give_up(self) -> None:
-        """Return the connection to its owner after the first statement failed, or close it if it was cut off."""
+        """Return the connection to its owner after the first statement failed, or close the connection if it is dead."""
         if self.dead is None:
             self.detach()
         else:
             self.close()
 
     def _guard(self, connection: Connection, *_: object) -> None:
-        """Raise an error if the connection was replaced."""
-        # SQLAlchemy reconnects silently after a lost connection: the statement would run without the lock.
+        """Raise an error if SQLAlchemy has replaced the driver's connection."""
+        # SQLAlchemy reconnects silently after a lost connection, and the statement would run without the lock.
         if connection.connection.dbapi_connection is not self.dbapi_connection:
             self.on_connection_lost(self.dead or "killed")
             hold = self.hold
@@ -131,7 +131,7 @@ class CallerConnection(LockConnection):
         return connection.connection.dbapi_connection is self.dbapi_connection
 
     def check_attached(self) -> None:
-        """Raise before a statement that would run on another user's connection."""
+        """Raise an error if the driver's connection may already belong to another user, before a statement runs on it."""
         if not self.attached:
             self.dead = self.dead or "returned"
             raise ConnectionGoneError("the Connection was closed")
@@ -167,7 +167,7 @@ class CallerConnection(LockConnection):
     def detach(self, *, listed: bool = False) -> None:
         """Return the connection to its owner, unchanged.
 
-        With `listed`, it stays in the list of connections that may hold a lock.
+        With `listed`, the connection stays in the list of connections that may hold a lock.
         """
         if self.closed:
             return
@@ -186,7 +186,8 @@ class CallerConnection(LockConnection):
         PROCESS.notice_fork()
         with self._closing:
             attached = self.attached
-            # It stays in the list until the driver's connection is closed, because a check-in by another thread waits for that.
+            # The connection stays in the list until the driver's connection is closed, because a check-in by another thread waits
+            # for that.
             self.detach(listed=attached)
             self.dead = self.dead or "killed"
             if attached:
@@ -207,7 +208,7 @@ class CallerConnection(LockConnection):
         return await self._use_autocommit(lambda: self.driver.execute_script("; ".join(script)))
 
     async def _use_autocommit(self, ask: Callable[[], Awaitable[R]]) -> R:
-        """Send a statement in autocommit mode, and restore the mode."""
+        """Call `ask`, which sends a statement, in autocommit mode, and restore the previous mode."""
         self.check_attached()
         before = await self.driver.set_autocommit(True)
         try:

@@ -1,6 +1,6 @@
 """Open connections outside the engine's pool, wrap them for SQLAlchemy, and check their servers.
 
-All connections of pgfence's own are opened here, sync and async, for SQLAlchemy 2.0 and 2.1.
+This module opens all of pgfence's own connections, sync and async, with SQLAlchemy 2.0 and 2.1.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def open_connection(
         engine: the engine.
         pooler: the configured pooler setting.
         any_pooler: whether any pooler is accepted, because leases are rows and do not depend on the session.
-        in_use: driver connections of the application. If the engine's creator returns one of them again, it is not touched.
+        in_use: driver connections of the application. If the engine's creator returns one of them again, that connection is left
+            unchanged.
 
     Returns:
         The DBAPI connection, the driver's own connection, and the facts about the server.
@@ -64,7 +65,7 @@ def open_connection(
     fairy = _connect_like(engine, in_use)
     try:
         connection = Connection(engine, connection=fairy)
-        connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot set it after detach()
+        connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot set the level after detach()
         dbapi_connection = fairy.dbapi_connection
         assert dbapi_connection is not None
         driver = engine.dialect.get_driver_connection(dbapi_connection)
@@ -142,7 +143,7 @@ def judge(engine: Engine, facts: server.ServerInfo, driver: RawConnection, poole
 
 
 def detect_pooler(engine: Engine) -> PoolerMode:
-    """Return what is between a client and its server. For async engines, call it inside a greenlet."""
+    """Return the kind of pooler between a client and its server, or "none". For async engines, call it inside a greenlet."""
     fairy = _connect_like(engine)
     try:
         connection = Connection(engine, connection=fairy)
@@ -159,7 +160,7 @@ def detect_pooler(engine: Engine) -> PoolerMode:
 
 
 def _read_second_pid(engine: Engine) -> int:
-    """Return the server process that serves another client while the first one is idle."""
+    """Return the process id of the server process that serves a second client while the first client is idle."""
     # Only a pooler in transaction mode serves a second client with the same backend.
     fairy = _connect_like(engine)
     try:
@@ -196,7 +197,7 @@ def wrong_backend_error(engine: Engine) -> PoolerError:
 
 @contextmanager
 def open_sqlalchemy_connection(engine: Engine, dbapi_connection: DBAPIConnection) -> Iterator[Connection]:
-    """Yield a temporary Connection over a DBAPI connection. An error while closing it never replaces an exception."""
+    """Yield a temporary Connection over a DBAPI connection, whose closing never replaces an exception of the block."""
     connection = wrap_dbapi(engine, dbapi_connection)
     try:
         yield connection
@@ -208,7 +209,7 @@ def open_sqlalchemy_connection(engine: Engine, dbapi_connection: DBAPIConnection
 
 
 def run_without_loop(call: Callable[[], object]) -> None:
-    """Run SQLAlchemy code that awaits an async driver but never suspends, immediately and without the event loop."""
+    """Run SQLAlchemy code immediately, without the event loop. The code may await an async driver but never suspends."""
     running = run_in_greenlet(call)
     try:
         running.send(None)
@@ -218,7 +219,7 @@ def run_without_loop(call: Callable[[], object]) -> None:
 
 
 def keep_alive(fd: int) -> None:
-    """Set the socket options with which the kernel gives up on a silent server after 20 s."""
+    """Set the socket options that make the kernel give up on a silent server after 20 s."""
     # Set on the socket, so that the driver's connection arguments stay unchanged.
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
         if ours.family not in (socket.AF_INET, socket.AF_INET6):

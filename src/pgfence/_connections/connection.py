@@ -1,7 +1,7 @@
-"""A connection that holds a lock: its statements, and how its loss is detected.
+"""A connection that holds a lock: its statements, and how a loss of the connection is detected.
 
 It is opened with the engine's settings and belongs to no pool, so that `engine.dispose()` does not end a hold and a lock never
-returns to the application's pool. It is always in autocommit, and so never idle in a transaction.
+returns to the application's pool. It is always in autocommit, so it is never idle in a transaction.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 STATEMENT_BUDGET = 30.0
 """Seconds that a statement may take on a server that does not respond, unless the caller's deadline is earlier."""
 RELEASE_BUDGET = 5.0
-"""The same for a statement that the caller should not wait for, such as a release, a try, or work after the deadline."""
+"""The same limit for a statement that the caller should not wait for, such as a release, a try, or work after the deadline."""
 WAIT_GRACE = 2.0
 PROBE_EVERY = 10.0
 WARM_FOR = 30.0
@@ -50,7 +50,7 @@ class ConnectionGoneError(Exception):
 
 
 class Turn(Protocol):
-    """The methods of a lock that are needed here."""
+    """A mutex that gives either the monitor's probe or the unlock the turn to use the connection."""
 
     def acquire(self, blocking: bool, /) -> bool: ...
     def release(self) -> None: ...
@@ -64,30 +64,31 @@ class LockConnection(ABC):
     """
 
     ours = True
-    """False for the caller's own connection. It keeps its settings, is closed only when a lock would stay on it, and is not in
+    """False for the caller's own connection, which keeps its settings, is closed only if a lock would stay on it, and is not in
     the pool."""
 
     carrier: Carrier
     turn: Turn
-    """The lock that keeps the monitor's probe and the unlock from running at the same time."""
+    """The mutex that keeps the monitor's probe and the unlock from running at the same time."""
 
     def __init__(self, dbapi_connection: DBAPIConnection, driver: DriverConnection, facts: server.ServerInfo) -> None:
-        # Holds no reference to the engine, which must be collectable while a connection of its pool is alive.
+        # The connection holds no reference to the engine, which must be collectable while a connection of its pool is alive.
         self.dbapi_connection = dbapi_connection
         self.driver = driver
         self.learn_facts(facts)
         self.hold: Hold[LockConnection] | None = None
         self.in_user_hands = False
-        """Whether the caller's code uses it (`connect()`). It may then be marked dead, but pgfence sends no statements."""
+        """Whether the caller's code uses the connection (`connect()`). pgfence may then mark it as dead, but sends no statements
+        on it."""
         self.dead: LossReason | None = None
         self.closed = False
         self.close_after_use = False
-        """Whether to close it after use instead of keeping it."""
+        """Whether to close the connection after use instead of keeping it."""
         self.uses_slot = True
-        """Whether it counts towards `max_lock_connections`."""
+        """Whether the connection counts towards `max_lock_connections`."""
         self.dup = -1
         self.socket: SocketId | None = None
-        """The identity of its socket."""
+        """The identity of the connection's socket."""
         self.statement_started = 0.0
         """When the running statement was sent; 0 if none is running."""
         self.limit = STATEMENT_BUDGET
@@ -181,7 +182,7 @@ class LockConnection(ABC):
             _OPEN.discard(self)
 
     def begin(self, limit: float) -> None:
-        """Record that a statement is sent."""
+        """Record that a statement is being sent, which may take at most `limit` seconds."""
         # The end is recorded by an assignment, `statement_started = 0.0`: a method call could be interrupted before it ran.
         self.limit = limit
         self.statement_started = time.monotonic()
@@ -223,7 +224,7 @@ class LockConnection(ABC):
     async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Row | None:
         if has_listeners(engine):  # event hooks, tracing and echo must also get these statements
             return await self._run(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
-        # Directly over the driver: SQLAlchemy would cost two to three times as much for a statement that takes 30 µs.
+        # The driver is called directly, because a statement of 30 µs would take two to three times as long through SQLAlchemy.
         return await self.driver.fetch(text, args, prepare=prepare)
 
     async def run_with_sqlalchemy(self, engine: Engine, run: Callable[[Connection], R], *, limit: float) -> R:
@@ -260,7 +261,7 @@ class LockConnection(ABC):
     async def lock_with_token(
         self, engine: Engine, sql: TokenSql, milliseconds: int, *, unless_queued: bool = False
     ) -> bool | None:
-        """Acquire a lock with a token, which is stored in `token`. With 0 milliseconds it does not wait.
+        """Acquire a lock with a token, and store the token in `token`. With 0 milliseconds, do not wait.
 
         Return None if `unless_queued` is set and other waiters have tickets.
         """

@@ -1,4 +1,4 @@
-"""Lock connections over async drivers. Each belongs to an event loop, and the driver may report its end."""
+"""Lock connections over async drivers. Each belongs to one event loop, and the driver may report its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lock connections over sync drivers. A lock keeps the monitor's probe and the unlock from running at the same time."""
+"""Lock connections over sync drivers. A mutex keeps the monitor's probe and the unlock from running at the same time."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class DriverConnection(Protocol):
 
     @property
     def pid(self) -> int:
-        """The process id of the server, as the driver received it when it connected."""
+        """The id of the server process, as the driver received it when it connected."""
         ...
 
     def fileno(self) -> int:
@@ -87,7 +87,7 @@ class DriverConnection(Protocol):
         ...
 
     def poll_notifies(self) -> None:
-        """Read notifications that have arrived, without waiting. Raises if the connection has ended."""
+        """Read the notifications that have arrived, without waiting. Raise an error if the connection has ended."""
         ...
 
 
@@ -130,7 +130,7 @@ class _PsycopgBase(_LibpqBase):
         self._sent: set[str] = set()
 
     def _should_prepare(self, text: str, *, wanted: bool) -> bool:
-        """Return whether to prepare a statement. It is prepared from its second use on, because preparing costs a round trip."""
+        """Return whether to prepare a statement, which is so from its second use on, because preparing costs a round trip."""
         if not wanted or self.pooled:
             return False
         if text in self._sent:
@@ -309,7 +309,7 @@ class AsyncpgConnection:
         return row
 
     async def _fetch_unprepared(self, text: str, args: Sequence[object]) -> Row:
-        # asyncpg always prepares, in a separate round trip. A transaction keeps both on the same server connection.
+        # asyncpg always prepares, in a separate round trip. A transaction keeps both round trips on the same server connection.
         async with self.raw.transaction():
             statement = await self.raw.prepare(text, name="")
             row: Row = await statement.fetchrow(*args)
@@ -355,7 +355,7 @@ def find_descriptor(driver: RawConnection) -> int:
     if hasattr(driver, "fileno"):
         fd: int = driver.fileno()
         return fd
-    # asyncpg has no public access to its socket. Without it, only its termination listener reports a loss.
+    # asyncpg gives no public access to its socket. Without the descriptor, only asyncpg's termination listener reports a loss.
     transport = getattr(driver, "_transport", None)
     socket = transport.get_extra_info("socket") if transport is not None else None
     return -1 if socket is None else int(socket.fileno())

@@ -24,7 +24,7 @@ class LockTable:
 
     @property
     def use(self) -> tuple[int, int]:
-        """The entries in use when they were last counted, and the capacity; 0 if it is not known."""
+        """The entries in use when they were last counted, and the capacity, which is 0 if it is not known."""
         return self._used, self._limit
 
     def needs_count(self, keys: int) -> bool:

@@ -32,7 +32,7 @@ class PendingConnection:
     def __init__(self, event: WakeEvent, *, counts: bool) -> None:
         self.event = event
         self.uses_slot = counts
-        """Whether it counts towards `max_lock_connections`."""
+        """Whether the connection counts towards `max_lock_connections`."""
         self.done = False
         self.session: LockConnection | None = None
         self.error: Exception | None = None
@@ -41,11 +41,11 @@ class PendingConnection:
         self._done = threading.Event()
 
     def mark_done(self) -> None:
-        """Wake the exiting interpreter, if it waits for this connection."""
+        """Record that the opening has ended, which wakes the exiting interpreter if it waits for this connection."""
         self._done.set()
 
     def end(self, seconds: float) -> None:
-        """Wait until the connection is open, because the interpreter is exiting."""
+        """Wait up to `seconds` for the opening to end, because the interpreter is exiting."""
         # exit() must not run while the thread is inside the driver.
         self._done.wait(seconds)
 
@@ -57,7 +57,7 @@ def start_thread(opening: PendingConnection, opener: Opener) -> None:
 
 
 def start_task(opening: PendingConnection, opener: Opener) -> None:
-    """Open in a separate task. If the caller is cancelled, the connection is kept for the next one."""
+    """Open the connection in a separate task. If the caller is cancelled, the connection is kept for the next caller."""
 
     async def run() -> None:
         try:

@@ -95,15 +95,15 @@ class PoolState:
         return True
 
     def pop_idle(self, user: Borrower) -> bool:
-        """Give `user` the most recently used idle connection if it is alive, and return whether it did."""
+        """Give `user` the most recently used idle connection if that is alive, and return whether `user` received it."""
         if not self.idle or self.idle[-1].dead is not None:  # `take_expired` removes a dead one
             return False
-        user.session = self.idle[-1]  # an interrupt between this line and the next must not lose it
+        user.session = self.idle[-1]  # an interrupt between this line and the next must not lose the connection
         self.idle.pop()
         return True
 
     def checkin(self, session: LockConnection) -> bool:
-        """Return a connection to the pool. If the result is False, the caller closes it and calls `note_closed`."""
+        """Return a connection to the pool. If the result is False, the caller closes the connection and calls `note_closed`."""
         if session.dead or session.close_after_use:
             return False
         if self._waiting:
@@ -255,7 +255,7 @@ class LockPool:
         self.lock_table.check_room(keys)
 
     def _abandon(self, opening: PendingConnection, *, late: bool) -> LockConnection | None:
-        """Stop waiting for a connection. Return it if it has been opened. Once the opening is abandoned, a call does nothing.
+        """Stop waiting for a connection, and return it if it has been opened. A call for an abandoned opening returns None.
 
         With `late`, the opening counts as stuck. An opening that was interrupted says nothing about the server.
         """
@@ -389,7 +389,7 @@ class LockPool:
         self.lock_table.note_count(session.facts.locks_used, session.facts.lock_limit)
 
     def begin_opening(self) -> None:
-        """Raise UnreachableError if as many openings as there are slots are stuck. The caller keeps its slot."""
+        """Raise UnreachableError if the number of stuck openings has reached the number of slots. The caller keeps its slot."""
         # One more opening is tried every few seconds, because a driver may hang long after the server is available again.
         threads.block_during_shutdown()
         now = time.monotonic()

@@ -72,7 +72,7 @@ class _Trigger:
     function: str
     args: tuple[str, ...]
     bits: int
-    """As in pg_trigger.tgtype: 1 for each row, 2 before, 4 insert, 8 delete, 16 update, 32 truncate."""
+    """The bits of pg_trigger.tgtype: 1 for each row, 2 before, 4 insert, 8 delete, 16 update, 32 truncate."""
 
     def build_creation(self) -> str:
         before, after = self._split_creation()
@@ -125,7 +125,7 @@ def _match_arguments(args: tuple[str, ...]) -> str:
 
 
 def add(connection: Connection, place: TableNames, target: Target, parts: tuple[str, ...]) -> None:
-    """Add the triggers to a table, unless the table has them.
+    """Add the triggers of a fence to a table, unless the table has them.
 
     Raises:
         ValueError: the table does not exist; a column does not exist or cannot identify a resource; or the table and one of
@@ -178,7 +178,7 @@ def _drop_truncate(connection: Connection, place: TableNames, target: Target) ->
 
 
 def drop(connection: Connection, place: TableNames, target: Target) -> None:
-    """Drop the triggers from a table. Missing triggers are ignored, and a partition keeps those of its parent.
+    """Drop the triggers of a fence from a table. Missing triggers are ignored, and a partition keeps those of its parent.
 
     Raises:
         ValueError: the table does not exist, or it has an unrelated trigger with the name of a fence.
@@ -257,7 +257,7 @@ def build_triggers(
 ) -> list[_Trigger]:
     """Return the triggers of a fence.
 
-    There is one for each statement, or one for each row and a TRUNCATE trigger for each table.
+    A fence is one statement-level trigger, or one row-level trigger plus a TRUNCATE trigger for the table and each partition.
     """
     fence, truncate = place.prefix + "fence", place.prefix + "fence_truncate"
     every, statement = place.name("fence_table_v1"), "FOR EACH STATEMENT"
@@ -303,7 +303,10 @@ def _select_tables(target: Target, condition: str) -> str:
 
 
 def select_kind(target: Target, column: str) -> str:
-    """Return the query for the type of a column and whether it can identify a resource; no row if it does not exist."""
+    """Return the query for the type of a column and whether the column can identify a resource.
+
+    The query returns no row if the column does not exist.
+    """
     return (
         "SELECT pg_catalog.format_type(a.atttypid, NULL) AS name, t.typtype = 'e'"
         f" OR pg_catalog.format_type(COALESCE(NULLIF(t.typbasetype, 0), t.oid), NULL) IN ({_KINDS}) AS usable"

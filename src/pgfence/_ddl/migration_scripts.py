@@ -1,4 +1,4 @@
-"""Build scripts for migrations that run without queries beforehand, and list the fences and installations of a database."""
+"""Build statements for migration scripts, which cannot query first, and list the fences and installations of a database."""
 
 from __future__ import annotations
 
@@ -162,11 +162,11 @@ _USE = {
     "idempotency_key": ("the key", "key", "locked_until > pg_catalog.clock_timestamp()"),
     "lease": ("the lease", "name", "released_at IS NULL AND expires_at > pg_catalog.clock_timestamp()"),
 }
-"""What a row is called, its column, and the condition, for each table that shows current use."""
+"""For each table that shows current use: what a row is called, the column with its name, and the condition."""
 
 
 def find_used(connection: Connection, place: TableNames, read_version: int = 0) -> list[str]:
-    """Return the leases and keys in use, only from tables that do not exist in `read_version` if that is given."""
+    """Return the leases and keys in use. With `read_version`, read only tables that do not exist in that version."""
     found: list[str] = []
     for name, (what, column, condition) in _USE.items():
         if read_version and name in list_column_types(read_version):
@@ -197,12 +197,12 @@ def build_unused_check(place: TableNames, read_version: int = 0) -> str:
 
 
 def build_version_addition(place: TableNames, target: Target, column: str) -> list[str]:
-    """Return the statements of `versions.add`, without queries beforehand."""
+    """Return statements that do what `versions.add` does, without queries beforehand."""
     return [_build_ownership_check(place, target), *versions.build_creation(place, target.quoted, column)]
 
 
 def build_version_removal(place: TableNames, target: Target) -> list[str]:
-    """Return the statements of `versions.drop`, without queries beforehand."""
+    """Return statements that do what `versions.drop` does, without queries beforehand."""
     return [_build_ownership_check(place, target), versions.build_removal(place, target.quoted)]
 
 
@@ -330,7 +330,7 @@ WANTED = "pgfence_wanted_index"
 """The name of an index on an empty table in pg_temp. From it, the server describes the index that is wanted."""
 
 DIFFERS = "42P07"
-"""The SQLSTATE of `build_index_comparison` for a different index."""
+"""The SQLSTATE that the statement of `build_index_comparison` raises for a different index."""
 
 
 def build_index_comparison(table: Target, called: str, creation: str, definition: str) -> str:
@@ -349,8 +349,8 @@ def build_index_comparison(table: Target, called: str, creation: str, definition
         " WHERE i.indexrelid = {}::pg_catalog.regclass)"
     )
     like = f"pg_temp.{quote(table.name)}"
-    # The index is described first, while the temporary table does not hide the real one. EXECUTE, because `creation` may end in
-    # a comment.
+    # The index is described first, while the temporary table does not hide the real one. `creation` is run by EXECUTE, because it
+    # may end in a comment.
     return block(
         f"DECLARE\n    found text := {described.format(quote_literal(called))};\n    wanted text;\nBEGIN\n"
         f"    IF found = {quote_literal(definition)} THEN\n        RETURN;\n    END IF;\n"

@@ -40,7 +40,7 @@ def name_function(place: TableNames, column: str) -> str:
 
 
 def build_creation(place: TableNames, table: str, column: str) -> tuple[str, ...]:
-    """Return the statements that create function and trigger. Running them again changes nothing.
+    """Return the statements that create the function and the trigger. Running them again changes nothing.
 
     Args:
         place: the table names, which include the schema and prefix of the function.
@@ -74,7 +74,7 @@ def backfill(table: str, column: str) -> str:
 
 
 def add(connection: Connection, place: TableNames, target: Target, column: str) -> None:
-    """Add the trigger to a table, unless the table has it.
+    """Add the version trigger to a table, unless the table has it.
 
     Raises:
         ValueError: the table or column does not exist, the column is not an integer, an unrelated trigger has the same name,
@@ -91,7 +91,7 @@ def add(connection: Connection, place: TableNames, target: Target, column: str) 
     if found is not None and found.copied:
         if not same:
             raise ValueError(
-                f"{target} is a partition, and the version trigger of its table uses another column than {column!r}"
+                f"{target} is a partition, and the version trigger of its table uses a column other than {column!r}"
             )
         execute_plain(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quote(trigger_name(place))}")
         return
@@ -103,7 +103,7 @@ def add(connection: Connection, place: TableNames, target: Target, column: str) 
 
 def _is_made(connection: Connection, place: TableNames, column: str) -> bool:
     """Return whether the function exists with the expected body."""
-    # If it exists, it is not created again, because only its owner could do that.
+    # A function that exists is not created again, because only its owner could replace it.
     found = execute_plain(
         connection,
         "SELECT EXISTS (SELECT FROM pg_catalog.pg_proc AS p"
@@ -114,7 +114,7 @@ def _is_made(connection: Connection, place: TableNames, column: str) -> bool:
 
 
 def drop(connection: Connection, place: TableNames, target: Target) -> None:
-    """Drop the trigger from a table. A missing trigger is ignored, and a partition keeps that of its parent.
+    """Drop the version trigger from a table. A missing trigger is ignored, and a partition keeps that of its parent.
 
     Raises:
         ValueError: the table does not exist, or an unrelated trigger has the same name.
@@ -128,7 +128,7 @@ def drop(connection: Connection, place: TableNames, target: Target) -> None:
 
 
 def _find_trigger(connection: Connection, place: TableNames, target: Target) -> Row[*tuple[Any, ...]] | None:
-    """Return the trigger's `tgenabled`, whether it is inherited, and the quoted name of its function; None without a trigger."""
+    """Return the trigger's `tgenabled`, whether it is inherited, and its function's quoted name; None if it does not exist."""
     found = execute_plain(
         connection,
         "SELECT t.tgenabled::text AS enabled, t.tgparentid <> 0 AS copied, p.proname, '\"' || pg_catalog.replace(n.nspname, '\"', '\"\"') || '\".\"'"

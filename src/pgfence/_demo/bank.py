@@ -61,7 +61,7 @@ _AUDIT = text(f"""
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A comparison of balances and journal. One statement has one snapshot, so it is exact during transfers.
+    """A comparison of balances and journal. It is exact even during transfers, because one statement reads one snapshot.
 
     Attributes:
         transfers: transfers in the journal.
@@ -76,7 +76,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """The accounts of one act. They are few, are divided among tills, and some are far busier than others (Zipf)."""
+    """The few accounts of one act. They are divided among tills, and some tills are far busier than others (Zipf)."""
 
     first: int
 
@@ -86,17 +86,17 @@ class Accounts:
         return self.first + TILLS * ACCOUNTS_OF_A_TILL - 1
 
     def pair(self, chance: Random) -> tuple[int, int]:
-        """Choose two accounts, of any till."""
+        """Choose two accounts at random, of any tills."""
         return _pick_pair(chance, range(self.first, self.last + 1))
 
     def till(self, chance: Random) -> range:
-        """Choose a till. A till is the range of its accounts."""
+        """Choose a till at random, and return the range of its accounts."""
         number = chance.choices(range(TILLS), cum_weights=_build_zipf_weights(TILLS))[0]
         first = self.first + number * ACCOUNTS_OF_A_TILL
         return range(first, first + ACCOUNTS_OF_A_TILL)
 
     def pair_of(self, till: range, chance: Random) -> tuple[int, int]:
-        """Choose two accounts of one till."""
+        """Choose two accounts of one till at random."""
         return _pick_pair(chance, till)
 
     def audit(self, engine: Engine) -> Ledger:

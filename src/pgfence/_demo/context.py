@@ -53,7 +53,7 @@ class WorkerContext:
         self._reported = clock()
 
     def pick_amount(self) -> int:
-        """Choose an amount, in cents."""
+        """Choose an amount in cents at random."""
         return self.chance.randint(1, HIGHEST_AMOUNT)
 
     def count_move(self) -> None:
@@ -64,7 +64,7 @@ class WorkerContext:
 
     @contextmanager
     def note_wait(self) -> Iterator[None]:
-        """Measure a wait for a lock without reporting it, because it is too short."""
+        """Record a wait for a lock that is too short to be reported immediately."""
         start = clock()
         yield
         self._waits.append(clock() - start)

@@ -51,12 +51,12 @@ class Faults:
 
     @property
     def done(self) -> bool:
-        """Whether each fault was injected and another process has the lock."""
+        """Whether each fault was injected and another process has got the lock of the victim."""
         return not self._due and self._injected is None
 
     @property
     def takeovers(self) -> tuple[TakeOver, ...]:
-        """The result of each fault; without seconds if it was not injected or no process took over."""
+        """The result of each fault, without seconds if the fault was not injected or no process took over."""
         open_ = [TakeOver(self._injected.fault, self._injected.lock, None)] if self._injected else []
         return (*self._takeovers, *open_, *(TakeOver(fault, "", None) for _, fault in self._due))
 
@@ -99,7 +99,7 @@ class Faults:
         return now
 
     def _terminate(self, lock: str) -> float | None:
-        """End the session that holds a lock, as an administrator does who knows only the lock's name."""
+        """End the session that holds a lock, as an administrator who knows only the lock's name does."""
         holders = AdvisoryLock(self._engine, lock, namespace=NAMESPACE).holders()
         if not holders:
             return None

@@ -43,7 +43,7 @@ def create_tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
 
     Args:
         engine: an engine of the database.
-        keep: whether to keep the schema at the end. If the block fails, it is dropped in any case.
+        keep: whether to keep the schema at the end. If the block fails, the schema is dropped in any case.
 
     Raises:
         DemoError: the schema already exists or cannot be created.
@@ -73,7 +73,7 @@ def find_program(name: str) -> Path | None:
 
 
 def build_psql_command(engine: Engine) -> str:
-    """Return a psql command for the tables of an embedded server. It uses the socket, which needs no password."""
+    """Return a psql command for looking at the tables on an embedded server. It uses the socket, which needs no password."""
     with engine.connect() as connection:
         folder = str(connection.scalar(text("SHOW unix_socket_directories"))).strip('"')
     url = engine.url

@@ -26,20 +26,20 @@ _LONGEST_END = 60.0
 
 
 class Reporter(Protocol):
-    """Shows the progress of a demo."""
+    """The methods through which a demo shows its progress."""
 
     def step(self, what: str) -> None:
-        """Show a step before the acts."""
+        """Show a step of the preparation, before the acts."""
 
     def progress(self, act: Workload, seconds: float, transfers: int) -> None:
-        """Show the progress of an act; called several times a second."""
+        """Show the progress of an act. This is called several times a second."""
 
     def result(self, figures: Figures, verdict: Verdict) -> None:
         """Show the result of an act."""
 
 
 class Measurement:
-    """One act. On a slow machine it may run longer than requested, until it has a result."""
+    """Runs and measures one act. On a slow machine the act may run longer than requested, until it has a result."""
 
     def __init__(
         self, act: Workload, accounts: Accounts, pool: WorkerPool, engine: Engine, held: Held, *, seconds: float
@@ -96,7 +96,7 @@ class Measurement:
             self._working.discard(member)
 
     def _is_shown(self) -> bool:
-        """Return whether more time would show nothing new."""
+        """Return whether the act has a result, so that it can end."""
         figures = self._build_figures(clock() - self._start)
         return self._faults.done and figures.transfers > 0 and self._act.check(figures) is not Verdict.CONTROL_FAILED
 

@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict. A guard that failed is worse than a control that failed."""
+        """The worst verdict of all acts and scenes. A guard that failed is worse than a control that failed."""
         verdicts = {verdict for _, verdict in self.acts} | {shown.verdict for shown in self.scenes}
         verdicts -= {Verdict.OK}
         return min(verdicts, default=Verdict.OK)

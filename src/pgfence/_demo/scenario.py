@@ -38,7 +38,7 @@ class ScenarioResult:
     Attributes:
         scene: the name of the scene.
         title: the title of the scene.
-        verdict: whether it showed what it should.
+        verdict: whether the scene showed what it should.
         lines: what happened, as text.
         figures: the numbers in the lines.
     """
@@ -56,12 +56,12 @@ class ScenarioResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A short play.
+    """A scene that can be played.
 
     Attributes:
         name: the name for programs.
         title: the title for people.
-        play: the function that plays it, with an engine that finds pgfence's tables in the demo's schema.
+        play: the function that plays the scene, with an engine that finds pgfence's tables in the demo's schema.
     """
 
     name: str
@@ -102,10 +102,10 @@ class ScenarioProcess:
             self._stdin.flush()
 
     def read_message(self) -> Message:
-        """Wait for its next message.
+        """Wait for the next message of the process, and return it.
 
         Raises:
-            DemoError: the process has ended instead.
+            DemoError: the process has ended without sending a message.
         """
         line = self._stdout.readline()
         if not line:
@@ -133,7 +133,7 @@ class ScenarioProcess:
 
 @contextmanager
 def start_processes() -> Iterator[Callable[..., ScenarioProcess]]:
-    """Yield a function that starts a process. All processes started by it end with the block."""
+    """Yield a function that starts a process. All processes that it has started end with the block."""
     started: list[ScenarioProcess] = []
     with tempfile.TemporaryFile() as errors:
 
@@ -169,6 +169,6 @@ def say(**words: object) -> None:
 
 
 def read_part() -> Message:
-    """Return the next line from the process that plays the scene."""
+    """Read the part of this process, a line from the process that plays the scene."""
     words: Message = json.loads(sys.stdin.readline() or "{}")
     return words

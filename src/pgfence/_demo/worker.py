@@ -53,14 +53,14 @@ class Orders:
 
 
 def is_connection_error(error: Exception) -> bool:
-    """Return whether an error means that the lock or connection is lost, so that a new one is needed."""
+    """Return whether an error means that the lock or the connection is lost and must be acquired or opened again."""
     if isinstance(error, PgfenceError):
         return error.retryable
     return isinstance(error, OperationalError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
 
 
 def perform(act: Workload, context: WorkerContext, orders: Orders) -> None:
-    """Do the work of an act until the order to stop comes."""
+    """Repeat the work of an act until the order to stop arrives."""
     while not orders.stopped.is_set():
         try:
             act.work(context)
@@ -73,7 +73,7 @@ def perform(act: Workload, context: WorkerContext, orders: Orders) -> None:
 
 
 def serve() -> None:
-    """Follow orders until the input ends."""
+    """Carry out orders until the input ends."""
     hello = json.loads(sys.stdin.readline())
     engine = create_engine(hello["url"], pool_size=1, connect_args={"fallback_application_name": hello["name"]})
     orders = Orders()
@@ -86,7 +86,7 @@ def serve() -> None:
 
 
 def main() -> None:
-    """Follow orders, and report an unexpected error in one line."""
+    """Carry out orders, and report an unexpected error in one line."""
     try:
         serve()
     except Exception as error:

@@ -28,15 +28,16 @@ _END = 5.0
 
 
 class Worker:
-    """One process."""
+    """One worker process, as the demo sees it."""
 
     def __init__(self, name: str, stderr: int) -> None:
         self.name = name
         self.ready = False
         self.expected_to_die = False
-        """Whether its end is part of the demo."""
+        """Whether the end of the process is part of the demo."""
         self._unread = b""
-        # In a separate session, so that Ctrl-C does not reach it. It ends with its input, so it does not outlive this process.
+        # The process is started in a separate session, so that Ctrl-C does not reach it. It ends with its input, so it does not
+        # outlive this process.
         self.popen = subprocess.Popen(
             _PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0, start_new_session=True
         )
@@ -45,13 +46,13 @@ class Worker:
         self.stdin, self.stdout = self.popen.stdin, self.popen.stdout
 
     def send(self, order: dict[str, object]) -> None:
-        """Give the process an order."""
+        """Send the process an order."""
         # A process that has just died does not read. The next read from it detects that it has died.
         with suppress(OSError):
             self.stdin.write(f"{json.dumps(order)}\n".encode())
 
     def read_messages(self) -> list[Message] | None:
-        """Return its messages since the last call, or None if it has ended."""
+        """Return the messages of the process since the last call, or None if it has ended."""
         piece = os.read(self.stdout.fileno(), 1 << 16)
         *lines, self._unread = (self._unread + piece).split(b"\n")
         return [json.loads(line) for line in lines] if piece else None
@@ -109,7 +110,7 @@ class WorkerPool:
                 raise DemoError(f"the processes of the demo were not ready after {_START:.0f} s")
 
     def send(self, order: dict[str, object]) -> None:
-        """Give all processes an order."""
+        """Send all processes an order."""
         for member in self._members:
             member.send(order)
 
@@ -130,12 +131,12 @@ class WorkerPool:
                 yield member, words
 
     def kill(self, member: Worker) -> None:
-        """Kill a process without warning, as the kernel does when memory runs out."""
+        """Kill a process without warning, as the kernel does if the host runs out of memory."""
         member.expected_to_die = True
         member.popen.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """End all processes and wait for their end."""
+        """End all processes, and wait until they have ended."""
         for member in self._members:
             member.close()
         deadline = clock() + _END

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Fault(StrEnum):
-    """A fault that hits a process while it holds a lock that another one waits for."""
+    """A fault that is injected into a process while it holds a lock that another process waits for."""
 
     KILL = "SIGKILL"
     TERMINATE = "pg_terminate_backend"
@@ -27,7 +27,7 @@ class Verdict(IntEnum):
     GUARD_FAILED = 1
     """A guarded act lost money, or no process took over the lock of a dead holder."""
     CONTROL_FAILED = 3
-    """The act without a guard lost nothing, so the others prove nothing."""
+    """The act without a guard lost nothing, so the other acts prove nothing."""
 
 
 class TakeOver(NamedTuple):
@@ -51,7 +51,7 @@ class Figures:
         accounts_off: balances that differ.
         waits: each wait for a lock, as its process measured it, sorted.
         takeovers: one for each fault.
-        retries: how often a process lost its lock or connection and retried, by the error's name.
+        retries: the number of retries after a lost lock or connection, by the error's name.
     """
 
     act: str
@@ -74,7 +74,7 @@ class Figures:
         return self.waits[max(0, math.ceil(len(self.waits) * percent / 100) - 1)] if self.waits else None
 
     def as_data(self, verdict: Verdict) -> dict[str, object]:
-        """Return it for JSON."""
+        """Return the figures for JSON."""
         return {
             "act": self.act,
             "title": self.title,
@@ -88,7 +88,7 @@ class Figures:
             "wait_p50": self.wait(50),
             "wait_p99": self.wait(99),
             "wait_longest": self.wait(100),
-            # Programs read these keys.
+            # Other programs read these keys, so they must not change.
             "takeovers": [{"blow": each.fault, "lock": each.lock, "seconds": each.seconds} for each in self.takeovers],
             "retries": self.retries,
         }
@@ -97,7 +97,7 @@ class Figures:
 def keeps_every_cent(figures: Figures) -> Verdict:
     """Judge a guarded act.
 
-    Money must have moved, none may be lost, and after each fault another process must have got the lock.
+    Money must have moved, no money may be lost, and after each fault another process must have got the lock.
     """
     taken_over = all(each.seconds is not None for each in figures.takeovers)
     fine = figures.transfers > 0 and figures.cents_lost == 0 and figures.accounts_off == 0 and taken_over
@@ -116,8 +116,8 @@ class Workload:
     Attributes:
         name: the name for programs.
         title: the title for people.
-        work: one piece of work, repeated in each process.
-        check: returns the verdict.
+        work: the function that does one piece of work; each process repeats it.
+        check: the function that returns the verdict.
         faults: the faults injected into holders, in this order.
     """
 

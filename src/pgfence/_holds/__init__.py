@@ -1,1 +1,1 @@
-"""Track which contenders of this process hold locks and which wait, without I/O."""
+"""Track which contenders of this process hold locks and which of them wait, without I/O."""

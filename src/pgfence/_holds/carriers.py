@@ -1,8 +1,8 @@
 """Run a contender in a thread or in a task of an event loop.
 
 The runtime is written once, as coroutines over a carrier. A thread's carrier blocks and never suspends, so that `run_sync` can
-run the same coroutines. Only the ways to wait are written twice. Another thread can end the waits of a thread (`cancel_waits`).
-Cancelling a task ends its waits.
+run the same coroutines. Only the ways to wait are written twice. Another thread can end a thread's waits (`cancel_waits`), and
+cancelling a task ends the task's waits.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
             index()
 
     A cancelled wait raises `WaitCancelledError` after at most about half a second, and leaves no lock and no place in a queue
-    behind. A wait that begins after the event was set raises this error immediately. The event does not affect tries or
-    releases.
+    behind. A wait that begins after the event was set raises this error immediately. The event has no effect on tries
+    (`timeout=0`) and releases.
 
     Limitations: the event does not end the waits of an async lock (cancel its task instead) or of a `TransactionLock`, which
     waits in the server (use `pg_cancel_backend` or the server's `statement_timeout`). If the server hangs, the wait ends when
@@ -88,7 +88,7 @@ def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
 
 
 def cancel_here() -> CancelEvent | None:
-    """Return the event that can end the waits of this thread."""
+    """Return the event that `cancel_waits` has set for this thread, or None."""
     return _HERE.event
 
 
@@ -107,7 +107,7 @@ def expect_uncancelled(cancel: CancelEvent | None) -> None:
 
 
 def wait(waits: Callable[[float], bool], left: float, cancel: CancelEvent | None) -> bool:
-    """Call `waits` for at most `left` seconds, in slices so that the wait can be cancelled, and return its result.
+    """Call `waits` for at most `left` seconds, in slices so that it can be cancelled, and return its last result.
 
     Raises:
         Cancelled: the event was set.
@@ -149,7 +149,7 @@ class Carrier(Protocol):
         ...
 
     def cancel_event(self) -> CancelEvent | None:
-        """Return the event that can end the waits of the caller, besides cancelling its task."""
+        """Return the event that ends the waits of the caller, or None. A task's waits end when the task is cancelled."""
         ...
 
     def make_event(self) -> WakeEvent: ...
@@ -157,7 +157,7 @@ class Carrier(Protocol):
     async def sleep(self, seconds: float, cancel: CancelEvent | None = None) -> None: ...
 
     async def call(self, work: Callable[[], R]) -> R:
-        """Run synchronous SQLAlchemy code, which may call the driver."""
+        """Run synchronous SQLAlchemy code, which may call the driver, and return its result."""
         ...
 
     def run_cleanup(self, clean: Callable[[], None]) -> None:
@@ -165,11 +165,11 @@ class Carrier(Protocol):
         ...
 
     def run_at_home(self, work: Callable[[], object]) -> None:
-        """Run work on connections where they may be closed, either immediately in this thread or on their event loop."""
+        """Run `work` where connections may be closed: immediately in this thread, or on the event loop of the connections."""
         ...
 
     def run_later(self, work: Callable[[], object]) -> None:
-        """Run work in the background, without taking a lock, because the caller may be a finaliser."""
+        """Run `work` in the background. This takes no lock, because the caller may be a finaliser."""
         ...
 
 
@@ -254,7 +254,7 @@ class TaskEvent:
         self._future: asyncio.Future[None] = self._loop.create_future()
 
     def set(self) -> None:
-        # call_soon_threadsafe() costs a wake-up of the event loop, which its own thread does not need.
+        # call_soon_threadsafe() costs a wake-up of the event loop, which a call from the loop's own thread does not need.
         if threading.get_ident() == self._thread:
             _resolve(self._future)
         else:
@@ -314,7 +314,7 @@ _CONTENDERS: weakref.WeakKeyDictionary[asyncio.Task[object], Contender] = weakre
 
 
 def find_task_contender() -> Contender | None:
-    """Return the contender of the current task, or None if it has none or there is no task."""
+    """Return the contender of the current task, or None if there is no task or it has no contender."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -337,7 +337,7 @@ _TASKS: set[asyncio.Task[object]] = set()
 
 
 def keep_task(task: asyncio.Task[object]) -> None:
-    """Keep a task alive until it is done, because the event loop holds only a weak reference."""
+    """Keep a task alive until it is done, because the event loop holds only a weak reference to it."""
     _TASKS.add(task)
     task.add_done_callback(_TASKS.discard)
 

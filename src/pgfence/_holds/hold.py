@@ -36,11 +36,11 @@ def format_names(names: tuple[str, ...]) -> str:
 
 
 HoldDetails: TypeAlias = "tuple[str, str | None, UUID | None, float | None, int | None]"
-"""What events and log records say about a hold, besides its names and its token: kind, owner, lease id, TTL, attempt."""
+"""The details of a hold in events and log records, besides its names and its token: kind, owner, lease id, TTL, attempt."""
 
 
 class BaseHold:
-    """The common part of all grants, which has the owner, the state, and the callbacks for its end."""
+    """The common part of all grants: the owner, the state, and the callbacks for the end of the grant."""
 
     __slots__ = (
         "_end_callbacks",
@@ -88,7 +88,7 @@ class BaseHold:
         self._end_callbacks: tuple[Callable[[], object], ...] = ()
 
     def get_details(self) -> HoldDetails:
-        """Return what events and log records say about the hold."""
+        """Return the details of the hold for events and log records."""
         raise NotImplementedError
 
     def emit(
@@ -132,7 +132,7 @@ class BaseHold:
 
     @property
     def row(self) -> tuple[TableNames, str] | None:
-        """The row of the lease table that it uses, if any."""
+        """The row of the lease table that the hold uses, if any."""
         return None
 
     @property
@@ -153,11 +153,11 @@ class BaseHold:
             return "lost"
         if self.released:
             return "released"
-        # A renewal that was sent and got no response never counts as held.
+        # After a renewal without a response, the hold never counts as held.
         return "unknown" if self.in_doubt else "held"
 
     def check(self) -> None:
-        """Raise an error unless the lock is held, as far as this process knows."""
+        """Raise an error if, as far as this process knows, the lock is not held."""
         state = self.state
         if state == "lost":
             raise self.lost_error()
@@ -210,11 +210,11 @@ class BaseHold:
         return first
 
     def add_end_callback(self, ender: Callable[[], object]) -> None:
-        """Call `ender` at the loss or release, or now if the hold has already ended. `ender` must not take a lock of pgfence."""
+        """Call `ender` when the hold is lost or released, or now if it has ended. `ender` must not take a lock of pgfence."""
         over = not self.ours
         with MUTEX:
             self._end_callbacks = (*self._end_callbacks, ender)
-            # This is checked under the same mutex, because a loss or release after the check would miss the new callback.
+            # The state is checked under the same mutex, because a loss or release after the check would miss the new callback.
             over = over or self.state in ("lost", "released")
         if over:
             ender()
@@ -277,7 +277,7 @@ def _find_nothing() -> None:
 
 
 def describe_local_holder(key: LockKey, hold: Hold[Any]) -> Holder:
-    """Return the description of a holder in this process."""
+    """Return the description of a hold of this process, as a `Holder`."""
     from pgfence.types import Holder  # as in `activity`
 
     return Holder(

@@ -28,7 +28,7 @@ BURST_TIME = 0.02
 
 
 class Holding(Protocol):
-    """A hold, as the queue sees it. The real class is `hold.BaseHold`."""
+    """The attributes of a hold that the queue needs. The class is `hold.BaseHold`."""
 
     names: tuple[str, ...]
     entry: QueueEntry
@@ -85,19 +85,19 @@ class QueueEntry:
         self.places = places
         """The keys, sorted."""
         self.no_handoff = no_handoff
-        """Whether its lock is never handed over to or from another entry, because each grant has its own token."""
+        """Whether the lock is never handed over from or to another entry, because each grant has its own token."""
         self.owner = owner
         self.queue = queue
         self.handed_over: Any = None
         """The connection that already holds these keys, if the previous holder handed it over."""
         self.session: Any = None
-        """The connection that it uses, set before the first statement is sent."""
+        """The connection that the entry uses, set before the first statement is sent."""
         self.hold: Holding | None = None
-        """The hold, once it is granted."""
+        """The hold, once the lock is granted."""
         self.away: UnreachableError | StandbyError | None = None
         """The error while the server is unreachable."""
         self.found_held = False
-        """Whether the server has responded that another process holds it."""
+        """Whether the server has responded that another process holds the lock."""
         self.last_holder: Holder | None = None
         """The holder that the last attempt found, for messages."""
         self.wake: Callable[[], object] | None = None
@@ -115,7 +115,7 @@ class QueueEntry:
 
     @property
     def dropped(self) -> bool:
-        """Whether its handle was dropped, so that it is being released."""
+        """Whether the handle of its hold was dropped, so that the hold is being released."""
         return self.hold is not None and self.hold.dropped
 
 
@@ -126,7 +126,7 @@ class LocalQueue:
 
     def __init__(self, home: object = None) -> None:
         self.home = home
-        """An object that is shared by the queues of one engine for session locks and for leases."""
+        """An object that an engine's queues for session locks and for leases share."""
         self._lines: dict[Hashable, deque[QueueEntry]] = {}
 
     def enqueue(self, entry: QueueEntry) -> bool:
@@ -154,7 +154,7 @@ class LocalQueue:
 
     def dequeue(self, entry: QueueEntry) -> None:
         """Remove an entry from any position, and wake the entries that are now first in all their queues."""
-        # This is called again if an interrupt ended a first call early, so each step must tolerate that it was done before.
+        # A call that an interrupt ended early is repeated, so each step must tolerate that it was done before.
         if entry.owner.waits is entry:
             entry.owner.waits = None
         for place in entry.places:
@@ -162,7 +162,7 @@ class LocalQueue:
             if line is None:
                 continue
             if line[0] is entry:
-                if len(line) == 1:  # in one step, so that an interrupt cannot leave an empty queue behind
+                if len(line) == 1:  # deleted in one step, so that an interrupt cannot leave an empty queue behind
                     del self._lines[place]
                     continue
                 line.popleft()
@@ -173,7 +173,7 @@ class LocalQueue:
                 line[0].wake()
 
     def find_successor(self, entry: QueueEntry) -> QueueEntry | None:
-        """Return the next entry when this one leaves, if it requests exactly the same keys and the lock may be handed over."""
+        """Return the entry after `entry`, if it requests exactly the same keys and the lock may be handed over."""
         line = self._lines[entry.places[0]]
         if len(line) < 2 or line[1].places != entry.places or entry.no_handoff or line[1].no_handoff:
             return None
@@ -183,7 +183,7 @@ class LocalQueue:
         return successor
 
     def is_held_by(self, owner: Contender, places: Sequence[Hashable]) -> bool:
-        """Return whether a contender is already the first for one of the keys, holding or waiting."""
+        """Return whether a contender is first in the queue of one of the keys, holding or waiting."""
         # A hold whose handle was dropped does not count. It is about to be released, so waiting for it is safe.
         for place in places:
             line = self._lines.get(place)
@@ -196,7 +196,7 @@ class LocalQueue:
         return self._lines.get(place, ())
 
     def count_waiting(self) -> int:
-        """Return how many entries wait, in this process or at the server."""
+        """Return the number of entries that wait, in this process or at the server."""
         return len({id(entry) for line in self._lines.values() for entry in line if entry.hold is None})
 
     def __len__(self) -> int:

@@ -34,16 +34,16 @@ L = TypeVar("L", bound=LoopShared)
 
 
 class ManagerRegistry:
-    """Stores managers on the dialect object of their engine."""
+    """Stores the managers of an engine on its dialect object."""
 
-    # On the dialect, the managers are garbage-collected with the engine, and copies of the engine share them.
+    # Managers that are stored on the dialect are garbage-collected with the engine, and copies of the engine share them.
 
     ATTRIBUTE = "_pgfence_managers"
 
     @classmethod
     def of(cls, engine: Engine) -> dict[Hashable, Any]:
         """Return the registry of an engine."""
-        PROCESS.notice_fork()  # this comes before the mutex is used, because a forked child replaces the mutex
+        PROCESS.notice_fork()  # read before the mutex is used, because a forked child replaces the mutex
         home: dict[Hashable, Any] = vars(engine.dialect).setdefault(cls.ATTRIBUTE, {})
         return home
 

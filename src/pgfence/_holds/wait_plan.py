@@ -12,7 +12,7 @@ LONGEST_LOCK_TIMEOUT = 2**31 - 1
 
 
 def slice_for(deadlock_timeout: float) -> float:
-    """Return the length of one wait in the server, in seconds; 0 to poll instead of waiting there."""
+    """Return the length of one wait in the server, in seconds, or 0 if the waiter must poll instead."""
     # The wait takes half of deadlock_timeout, so that it ends before the server looks for deadlocks. Otherwise the server would
     # choose the waiter as the victim whenever the holder builds an index CONCURRENTLY. Waits below 100 ms cost more log lines and
     # CPU time than polling.
@@ -28,12 +28,13 @@ def choose_first_slice(length: float, left: float) -> float:
 
 def to_milliseconds(length: float, keys: int = 1) -> int:
     """Return the `lock_timeout` for a wait of `length` seconds. It applies to each of the `keys` keys separately."""
-    # 0 would mean no limit, and the server accepts at most 24.8 days. A caller that waits longer sends another request.
+    # A `lock_timeout` of 0 would mean no limit, and the server accepts at most 24.8 days. A caller that waits longer sends
+    # another request.
     return max(1, int(min(length * 1000 / keys, LONGEST_LOCK_TIMEOUT)))
 
 
 def pause(left: float) -> float:
-    """Return the jittered seconds between two polls, at most the time left."""
+    """Return the jittered pause between two polls in seconds, at most the time left."""
     return min(left, between(0.02, 0.06))
 
 
@@ -48,7 +49,7 @@ class Wait(NamedTuple):
     seconds: float
     polls: bool
     queued: bool
-    """Whether to wait in the order of the tickets, as every slice but the first does."""
+    """Whether the contender waits in the order of the tickets, which is so in every slice but the first."""
 
 
 class WaitPlan:
@@ -76,7 +77,7 @@ class WaitPlan:
         return Wait(length, polls=False, queued=queued)
 
     def take_due_log(self, now: float) -> tuple[int, float] | None:
-        """Return a logging level and the age of the wait: once after the first step, and once after 30 s."""
+        """Return the level and the age of the wait for a log line that is due: one after the first step, and one after 30 s."""
         age = now - self._began
         if not self._told:
             self._told = 1

@@ -19,7 +19,7 @@ REPLAYED = ("idempotent-replayed", "true")
 
 
 class ProblemResponse(Exception):
-    """The response to a request that is not passed to the application."""
+    """An error whose response is sent for a request that is not passed to the application."""
 
     def __init__(self, problem: Problem, detail: str | None = None) -> None:
         super().__init__(detail or problem.detail)
@@ -27,7 +27,7 @@ class ProblemResponse(Exception):
 
 
 UNRECORDABLE = NOT_RECORDED.reply()
-"""Stored instead of a response that cannot be stored."""
+"""The response that is stored instead of one that cannot be stored."""
 
 
 def build_refusal(error: PgfenceError, request: str) -> Reply:
@@ -36,7 +36,7 @@ def build_refusal(error: PgfenceError, request: str) -> Reply:
     The message of the error may contain data that the client must not see, so it is only logged.
 
     Args:
-        error: raised by the claim, or at its end.
+        error: the error that was raised by the claim, or at the end of the claim.
         request: the request as shown in the log.
     """
     status = error.http_status
@@ -49,7 +49,7 @@ def find_claim_problem(error: Exception, request: str) -> ProblemResponse | None
     """Return the response for an error of the database server during a claim, such as a full disk, or None for other errors.
 
     Args:
-        error: raised by the claim.
+        error: the error that was raised by the claim.
         request: the request as shown in the log.
     """
     if isinstance(error, PgfenceError) or sqlstate_of(error) is None:
@@ -59,7 +59,7 @@ def find_claim_problem(error: Exception, request: str) -> ProblemResponse | None
 
 
 def log_lapse(request: object, description: str) -> None:
-    """Log what happens to the key of a request that has failed."""
+    """Log what happens to the key of a failed request, as the `description` says."""
     log.warning("%s: %s", request, description)
 
 

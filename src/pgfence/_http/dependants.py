@@ -1,4 +1,4 @@
-"""What FastAPI knows about the dependencies of an endpoint, which it resolves for each request."""
+"""Read what FastAPI knows about the dependencies of an endpoint, which FastAPI resolves for each request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
-    """Return the dependant of a request, and check that all of its parts get one session.
+    """Return the dependant of a request, and check that all of its parts get the same session.
 
     FastAPI creates a session for each scope in which a dependency requests it, and another one for each use without its cache. It
     also creates one for each set of scopes of `Security`, usually if the session depends on the user.
@@ -47,7 +47,10 @@ def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
 
 
 def _cache_key_of(one: Dependant) -> object:
-    """Return the key under which FastAPI caches a dependency's result. Newer versions compute it with a function."""
+    """Return the key under which FastAPI caches a dependency's result.
+
+    Newer versions of FastAPI compute the key with a function.
+    """
     find = getattr(sys.modules[type(one).__module__], "_get_cache_key", None)
     return getattr(one, "cache_key", None) if find is None else find(dependant=one)
 

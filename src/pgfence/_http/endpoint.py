@@ -1,4 +1,4 @@
-"""What a dependency of an endpoint determines about a request: its principal and payload, and how to wait for its key."""
+"""Determine what a dependency needs of a request: the scope of its key, its payload, and a way to wait for the key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 PIECE = 2**20
-"""The number of bytes of a file that are in memory at a time."""
+"""The number of bytes of an uploaded file that are in memory at a time."""
 
 READABLE = 160
 """The number of characters up to which a scope is stored as text, not as a digest."""
@@ -42,7 +42,7 @@ def build_scope(method: str, path: str, principal: object) -> str:
 
 
 def is_on_loop() -> bool:
-    """Return whether an event loop runs in this thread, which waiting would block."""
+    """Return whether an event loop runs in this thread, so that waiting would block the loop."""
     with suppress(RuntimeError):
         get_current_task()
         return True
@@ -72,7 +72,7 @@ async def read_payload(request: Request, reader: type[Request]) -> list[object]:
 
     Args:
         request: the Starlette Request that the endpoint may get. It can be read again afterwards.
-        reader: the function that creates another Request from a scope and a receive function.
+        reader: the function that creates a Request from a scope and a receive function.
 
     Raises:
         RuntimeError: the body was read as a stream and not kept.

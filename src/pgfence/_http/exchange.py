@@ -37,14 +37,14 @@ class RequestMarker:
 
     @staticmethod
     def skip_recording(environ: Environ) -> None:
-        """Keep a response from being stored, because it would be replayed after an operator has fixed the cause."""
+        """Keep the response from being stored, because it would be replayed even after an operator has fixed the cause."""
         found = environ.get(_HANDLED)
         if isinstance(found, RequestMarker):
             found.skips_recording = True
 
     @staticmethod
     def is_marked(environ: Environ, request: HttpRequest) -> bool:
-        """Return whether an outer middleware has claimed the keys of this request."""
+        """Return whether an outer middleware is handling this request, so that its key is already claimed."""
         found = environ.get(_HANDLED)
         # A second call with the scope of a finished request, for example to retry it, is not inside that request.
         return isinstance(found, RequestMarker) and not found.ended and found._keys == request.keys
@@ -68,7 +68,7 @@ async def claim_key(engine: EngineFinder, wanted: EffectKey, request: HttpReques
 
 
 class Exchange:
-    """One claimed request, between the server and the application."""
+    """The handling of one request whose key is claimed, between the server and the application."""
 
     def __init__(self, running: RunningAttempt, rules: Rules, request: HttpRequest) -> None:
         self._running, self._rules, self._request = running, rules, request
@@ -91,7 +91,7 @@ class Exchange:
         return None
 
     async def fail(self, how: str) -> None:
-        """End the attempt without a record, unless it has already ended."""
+        """End the attempt without storing a response, unless the attempt has already ended."""
         if self._marker.ended:
             return
         self._marker.ended = True

@@ -103,14 +103,14 @@ def describe(
 
     Args:
         app: the application.
-        all_of: returns routes, including those of included routers with what the inclusion adds.
-        problems_of: returns the problems that a dependency may respond with.
+        all_of: the function that returns the routes, including those of included routers with what the inclusion adds.
+        problems_of: the function that returns the problems with which a dependency may respond.
     """
     original = app.openapi
     done: list[object] = [None]
 
     def openapi() -> Operation:
-        document = original()  # FastAPI caches the document, and builds another one if routes have been added
+        document = original()  # FastAPI caches the document, and builds a new document if routes have been added
         if document is not done[0]:
             for path, method, operation, dependant in _find_operations(all_of(app.routes), document):
                 problems = [one for part in walk_parts(dependant) for one in problems_of(part.call)]

@@ -30,7 +30,7 @@ class Problem(NamedTuple):
     detail: str
 
     def document(self, detail: str | None = None) -> dict[str, str | int]:
-        """Return the members of the problem, with a more precise sentence if there is one."""
+        """Return the members of the problem as JSON values. If `detail` is given, it replaces the general sentence."""
         return {
             "title": choose_phrase(self.status),
             "status": self.status,
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
         }
 
     def reply(self, detail: str | None = None, *headers: tuple[str, str]) -> Reply:
-        """Return the response."""
+        """Return the response that describes the problem to the client."""
         body = json.dumps(self.document(detail)).encode()
         length = str(len(body))
         return Reply(self.status, (("content-type", MEDIA_TYPE), ("content-length", length), *headers), body)
@@ -204,7 +204,7 @@ PROBLEMS = (*OF_REQUESTS, *OF_ERRORS.values(), KEY_FAILED, OUTCOME_UNKNOWN, PREC
 
 
 def problem_of(error: PgfenceError) -> Problem:
-    """Return the problem for an error; for a class outside pgfence, that of its nearest base class in pgfence."""
+    """Return the problem for an error. For a class outside pgfence, it is the problem of the nearest base class in pgfence."""
     name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in OF_ERRORS)
     if isinstance(error, IdempotencyInProgressError) and error.ended_with is not None:
         return KEY_FAILED
@@ -218,7 +218,7 @@ def problem_of(error: PgfenceError) -> Problem:
 
 
 def retry_headers(error: PgfenceError) -> dict[str, str]:
-    """Return the header that says when to retry, if a retry helps; a response with it is not recorded under a key."""
+    """Return the header that says when to retry, if a retry helps. A response with this header is not recorded under a key."""
     return {"retry-after": str(ceil(error.retry_after or SHORT))} if error.retryable or _describe_retry(error) else {}
 
 

@@ -1,4 +1,4 @@
-"""The rules of both middlewares for which requests have a key, who sent them, which are equal, and what is stored."""
+"""The rules of both middlewares: which requests have a key, who sent them, which are equal, and what is stored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHOWN = 60
 _SAFE = ("GET", "HEAD", "OPTIONS", "TRACE", "CONNECT")
 # After these statuses (unauthorized, timed out, too early, too many), nothing was done, and the same request may succeed later.
 _AGAIN = (401, 408, 425, 429)
-# A row can contain a line feed, but no server sends one: a stored response that contains one could never be replayed.
+# A row can contain a line feed, but no server sends one: a stored response with a line feed could never be replayed.
 _STORABLE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
 # Headers of the connection (RFC 9110, 7.6.1), the server's name and clock, and cookies: a cookie may identify a session, and a
 # replay may go to another client that knows the key.
@@ -102,14 +102,14 @@ def parse_key(values: Sequence[str]) -> str:
 
 
 class HttpRequest(NamedTuple):
-    """What is known of a request before its body is read.
+    """What is known about a request before its body is read.
 
     Attributes:
-        method: as sent.
+        method: the method, as sent.
         root: the application's root path.
-        path: below the root, as the application sees it.
-        query: as sent.
-        content_type: as sent, or empty.
+        path: the path below the root, as the application sees it.
+        query: the query, as sent.
+        content_type: the content type, as sent, or an empty string.
         keys: the values of the `Idempotency-Key` headers.
         credentials: the non-empty headers `Authorization` and then `Cookie`, with their names; the Cookie headers as one.
         length: the length of the body, if it was announced.
@@ -184,7 +184,7 @@ class Rules:
         )
 
     def is_handled_method(self, method: str) -> bool:
-        """Return whether requests with this method have keys."""
+        """Return whether the middleware handles requests with this method, so that they have keys."""
         # Methods are case-sensitive by the standard, but not in all frameworks.
         return method.upper() in self.methods
 
@@ -254,7 +254,7 @@ class Rules:
         return (find_length(headers) or 0) > self.max_body or kind.startswith("text/event-stream")
 
     def build_record(self, status: int, headers: Sequence[tuple[str, str]], body: bytes | None) -> Reply | None:
-        """Return what is stored of a response, or None if the request failed or should be sent again.
+        """Return the response in the form in which it is stored, or None if the request failed or should be sent again.
 
         Args:
             status: the status of the response.
@@ -270,7 +270,7 @@ class Rules:
 
 
 def find_length(headers: Sequence[tuple[str, str]]) -> int | None:
-    """Return the announced length of a response, if any."""
+    """Return the length that the headers of a response announce, or None."""
     return parse_length(_find_header(headers, "content-length"))
 
 

@@ -13,7 +13,7 @@ log = logging.getLogger("pgfence.advisory")
 
 
 def call_logged(listener: Callable[[], object]) -> None:
-    """Call a listener and log its exception, which must affect neither the lock nor the other listeners."""
+    """Call a listener. If it raises an exception, log it, because it must affect neither the lock nor the other listeners."""
     try:
         listener()
     except Exception:

@@ -20,15 +20,15 @@ Seconds: TypeAlias = float | timedelta
 _CLOCK: int | None = getattr(time, "CLOCK_MONOTONIC" if sys.platform == "darwin" else "CLOCK_BOOTTIME", None)
 
 
-# This is a partial of a C function and not a Python function, because an acquire reads the clock ten times.
+# The clock is a partial of a C function and not a Python function, because an acquire reads the clock ten times.
 clock: Callable[[], float] = time.monotonic if _CLOCK is None else partial(time.clock_gettime, _CLOCK)
 """Return the seconds of a monotonic clock that cannot be set and that, where available, includes suspended time.
 
 With a clock that stops during a suspend, a laptop that wakes up would still trust the leases that it held before the suspend.
 """
 
-# The generator of the module `random` is not used. If a program seeds it, the pauses of all its processes would be equal, and
-# pgfence's threads would change the sequence that the program gets.
+# This generator is separate from that of the module `random`. If a program seeded a shared generator, the pauses of all its
+# processes would be equal, and pgfence's threads would change the sequence that the program gets.
 between = random.SystemRandom().uniform
 
 

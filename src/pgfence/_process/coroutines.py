@@ -1,4 +1,4 @@
-"""Run coroutines in a thread. A coroutine that never suspends is an ordinary function call."""
+"""Run coroutines in a thread. Running a coroutine that never suspends is like an ordinary function call."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class EventObserver(Protocol):
     def observe(self, event: Event) -> object: ...
 
     def observe_timing(self, what: Timing, seconds: float) -> object:
-        """Note the duration of a renewal, or the delay with which the heartbeat's thread woke up."""
+        """Note a duration in seconds: that of a renewal, or the delay with which the heartbeat's thread woke up."""
 
 
 class EventHub:
@@ -61,7 +61,7 @@ class EventHub:
         """Set the listener of `configure(on_event=...)`."""
         self.listener = listener
         self.active = listener is not None
-        if self.observer is not None:  # read last, because another thread may set it in the meantime
+        if self.observer is not None:  # read last, because another thread may set the observer in the meantime
             self.active = True
 
     def set_observer(self, observer: EventObserver) -> None:
@@ -79,7 +79,7 @@ class EventHub:
         self.notify(event)
 
     def notify(self, event: Event) -> None:
-        """Call the listener. Its exception is logged, because it must not affect the lock."""
+        """Call the listener. An exception of the listener is logged, because it must not affect the lock."""
         if (listener := self.listener) is not None:
             try:
                 listener(event)
@@ -111,14 +111,14 @@ def emit_event(
     attempt: int | None = None,
     contended: bool = False,
 ) -> None:
-    """Notify observer and listener. Do not call this under a lock of pgfence, because a listener may block."""
+    """Notify the observer and the listener. Do not call this under a lock of pgfence, because a listener may block."""
     if (observer := events.observer) is not None:
         try:
             observer.observe_lock(event, name, kind, token, owner, waited, held, reason, contended)
         except Exception:
             log.exception(_FAILED)
     if events.listener is not None:
-        from pgfence.types import LockEvent  # without a listener nobody needs it
+        from pgfence.types import LockEvent  # only a listener needs the event object
 
         events.notify(
             LockEvent(
@@ -148,6 +148,9 @@ def build_log_fields(
     token: int | None = None,
     ttl: float | None = None,
 ) -> dict[str, dict[str, object]]:
-    """Return the `extra` of a log record. It has one attribute, because `name` is an attribute of every record already."""
+    """Return the `extra` of a log record.
+
+    All fields are in one attribute, because every record already has an attribute `name`.
+    """
     fields = {"event": event, "name": name, "owner": owner, "lease_id": lease_id and str(lease_id), "token": token}
     return {"pgfence": {**fields, "ttl": ttl}}

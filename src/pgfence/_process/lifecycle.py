@@ -59,8 +59,8 @@ def finish_fork() -> None:
     """Call PyOS_AfterFork_Child in a child of a C program that forked without calling it, as CPython requires.
 
     Otherwise a thread of the parent that was waiting for the GIL during the fork still counts as waiting in the child, and
-    receives the wake-up meant for the child's second thread. The function treats all other threads as dead, so it is not
-    called if another one is running. If CPython knows only one thread, it was already called.
+    receives the wake-up meant for the child's second thread. PyOS_AfterFork_Child treats all other threads as dead, so it is not
+    called if another thread is running. If CPython knows only one thread, it was already called.
     """
     if sys.platform != "linux" or len(sys._current_frames()) == 1:
         return
@@ -118,7 +118,7 @@ class Process:
             self._renew()
 
     def count_fork(self) -> None:
-        """Count a fork, before and after it, so that every connection being opened in the meantime is discarded."""
+        """Count a fork, once before and once after it, so that every connection being opened in the meantime is discarded."""
         self.forks += 1
 
     def _renew(self) -> None:
@@ -132,22 +132,22 @@ class Process:
                 for renewal in self._renewals:
                     renewal()
                 finish_fork()
-                self.mark[0] = 1  # this comes last, so that other threads of the child wait for the whole renewal
+                self.mark[0] = 1  # set last, so that other threads of the child wait for the whole renewal
             finally:
                 self._renewing = 0
 
 
 PROCESS = Process()
 if hasattr(os, "register_at_fork"):
-    # The hooks only make the renewal earlier. None of them holds a lock across the fork, because other hooks run in
-    # between.
+    # The hooks only make the renewal happen earlier. No hook holds a lock across the fork, because other hooks run in between.
     os.register_at_fork(
         before=PROCESS.count_fork, after_in_parent=PROCESS.count_fork, after_in_child=PROCESS.notice_fork
     )
 
 MUTEX = threading.Lock()
 """The only mutex of pgfence for state shared by all threads of the process."""
-# A fork while another thread holds it leaves the child a locked mutex. The state it protected belongs to the parent.
+# If another thread holds the mutex during a fork, the child gets a locked copy, and the state that the mutex protected belongs to
+# the parent.
 PROCESS.renew_in_child(MUTEX._at_fork_reinit)  # type: ignore[attr-defined]
 
 
@@ -163,7 +163,7 @@ def make_weak_method(method: Callable[P, object]) -> Callable[P, object]:
 
 
 def on_disposed(engine: Engine, method: Callable[[Engine], object]) -> None:
-    """Call a bound method after each `engine.dispose()`, without keeping its object alive."""
+    """Have a bound method called after each `engine.dispose()`, without keeping the method's object alive."""
     # Not `event.listen`, which marks the engine as having events: every statement on its connections would then look for
     # listeners.
     dispatch = engine.dispatch

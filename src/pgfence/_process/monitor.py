@@ -50,7 +50,7 @@ class IdleReaper(Protocol):
 
 
 class ConnectionMonitor:
-    """Watches connections and runs jobs and callbacks. Its first two threads start with the first connection."""
+    """Watches connections and runs jobs and callbacks. The threads for sockets and jobs start with the first connection."""
 
     def __init__(self) -> None:
         self._reset()
@@ -126,8 +126,8 @@ class ConnectionMonitor:
     def _start(self) -> None:
         if HAS_HANGUP and self._epoll is None:
             self._open_epoll()
-        # The flag is set first, because an interrupt during the start of a thread must neither start it twice nor skip the next
-        # one.
+        # The flag is set first, because an interrupt during the start of a thread must neither start that thread twice nor skip
+        # the next thread.
         if not self._watches:
             self._watches = True
             _start_thread("pgfence-watcher", self._watch)
@@ -144,9 +144,9 @@ class ConnectionMonitor:
                 time.sleep(TICK)
             else:
                 events = epoll.poll(TICK)
-            now = clock()  # this includes a suspend, which must be noticed as a pause
+            now = clock()  # this clock includes a suspend, which must be noticed as a pause
             paused = now - before > TICK + PAUSE
-            # After a pause, hang-ups that happened during the pause are more reliable than a query to each server.
+            # After a pause, the hang-ups that happened during the pause are more reliable than a query to each server.
             if paused and epoll is not None:
                 events += epoll.poll(0)
             for dup, _ in events:
@@ -188,7 +188,8 @@ class ConnectionMonitor:
         with self._lock:
             sessions = [session for reference in self._sessions.values() if (session := reference()) is not None]
             keepers = list(self._keepers)
-        # These are not visible on a socket: a statement that hangs, a connection that was idle too long, a pause of this process.
+        # A tick finds what a socket does not show: a statement that hangs, a connection that was idle too long, a pause of this
+        # process.
         for session in sessions:
             call_logged(lambda session=session: session.tick(now, paused))  # type: ignore[misc]
         for keeper in keepers:
@@ -221,14 +222,14 @@ def identify_socket(fd: int) -> SocketId:
 
 def is_hung_up(dup: int) -> bool:
     """Return whether the socket is hung up."""
-    # This is checked again after the event, which may concern a closed connection whose descriptor number was reused.
+    # The socket is checked again after the event, which may concern a closed connection whose descriptor number was reused.
     now = select.poll()
     now.register(dup, select.POLLRDHUP)
     return bool(now.poll(0))
 
 
 def reason_of(dup: int) -> LossReason:
-    """Return why a socket was closed: by the peer, or by the kernel because the peer was silent."""
+    """Return the reason for a closed socket: the peer closed it, or the kernel did because the peer was silent."""
     # SO_ERROR is reported only once, and the driver may have read it first. The kernel also counts probes and retransmissions
     # that were not acknowledged.
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(dup)) as ours:

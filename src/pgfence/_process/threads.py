@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EXIT_BUDGET = 1.0
-"""Seconds that the exit of the interpreter may wait for connections to be closed, or to finish opening."""
+"""The seconds for which the exit of the interpreter may wait until connections are closed or have finished opening."""
 LAST_PAUSE = 5.0
 """Seconds after which a daemon thread continues although the interpreter exits: another thread may be waiting for it."""
 
@@ -55,8 +55,8 @@ def block_during_shutdown() -> None:
 
 
 def _forget_threads_in_child() -> None:
-    # It is not garbage-collected, because finalising an event loop here would remove the parent's sockets from the epoll object
-    # that both share.
+    # The object is not garbage-collected, because finalising an event loop in the child would remove the parent's sockets from
+    # the epoll object that both processes share.
     _LEAKED_AFTER_FORK.extend(_ALL)
     _ALL.clear()
 
@@ -79,7 +79,7 @@ class DaemonThread(threading.Thread):
             self._has_ended.set()
 
     def wait_ended(self) -> None:
-        """Wait until the thread has ended. If an exception interrupts the wait, a later call waits again.
+        """Wait until the thread has ended, again in each call, even after an exception has interrupted an earlier wait.
 
         `join()` does not guarantee that: after a KeyboardInterrupt in `join()`, Python 3.11 regards a running thread as
         finished.

@@ -1,4 +1,4 @@
-"""Handle an event on the thread or task where it happens."""
+"""Pass each event to metrics and traces, on the thread or task where the event happens."""
 
 from __future__ import annotations
 

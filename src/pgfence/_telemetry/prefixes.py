@@ -1,4 +1,4 @@
-"""The prefixes of names, as values of an attribute. Their number is bounded, however many names an application uses."""
+"""Find the prefixes of names, for an attribute of metrics. Their number is bounded, however many names an application uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Prefixes:
         self._seen: set[str] = set()
 
     def limit(self, value: str) -> str:
-        """Return the value if it is among the first ones, and otherwise the value that all others share."""
+        """Return the value if it is among the first `LIMIT` values, and otherwise "_other"."""
         if value in self._seen:
             return value
         if len(self._seen) >= LIMIT:
@@ -27,5 +27,5 @@ class Prefixes:
         return value
 
     def find(self, name: str | None) -> str:
-        """Return the part of the first name before its first colon, slash or number sign."""
+        """Return the prefix of a name: the part of the first name before its first colon, slash or number sign."""
         return self.limit(_END.split(name or "", maxsplit=1)[0])

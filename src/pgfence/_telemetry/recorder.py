@@ -47,7 +47,7 @@ _DURATIONS = {
     "pause": metrics.PAUSE,
 }
 _MAXIMA = (metrics.HOLD_AGE, metrics.LOCK_TABLE_USAGE, metrics.LOCK_TABLE_LIMIT)
-"""The gauges that report the largest of the values of several managers. For the other gauges, the values are added."""
+"""The gauges that report the largest of the values of several managers. All other gauges report the sum of the values."""
 
 
 class Samples:
@@ -120,7 +120,7 @@ class Recorder:
         self._engines.append((database, weakref.ref(dialect)))
 
     def count_early(self) -> None:
-        """Count the appended events before the metrics are collected, because there are many."""
+        """Count the appended events now, before the metrics are collected, because many events have been appended."""
         self._count_pending(wait=0.0)
 
     # ------------------------------------------------------------ where metrics are collected
@@ -132,7 +132,7 @@ class Recorder:
         return dict(self._counts[metric])
 
     def _read_gauge(self, metric: Metric) -> dict[Values, float]:
-        # The state is read once for all gauges of a collection, each of which is collected once.
+        # The state is read once for all gauges of a collection. Each gauge is collected once.
         if metric not in self._unread:
             self._unread = self._read_gauges()
         return self._unread.pop(metric)

@@ -1,4 +1,4 @@
-"""Checks of what matters for a failover: the standbys, and the hosts that the engine tries."""
+"""Checks of the settings that matter for a failover: those of the standbys, and of the hosts that the engine tries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pgfence._admin.doctor.finding import Examined, Finding
 
 OUTAGE_FACTOR = 1.8
-"""A lease survives an outage if its TTL is at least this many times as long: it is renewed after a third of the TTL, and lost
-after nine tenths."""
+"""A lease survives an outage if its TTL is at least this many times as long as the outage. A lease is renewed after a third of
+its TTL, and lost after nine tenths."""
 LONGEST_CONNECT_TIMEOUT = 10
 _PRIMARY = ("read-write", "primary")
 _DRIVER_LIMITS = ("tcp_user_timeout", "keepalives_idle")
@@ -25,7 +25,7 @@ _QUORUM = re.compile(r"\s*ANY\s+(\d+)\s*\(", re.IGNORECASE)
 
 def check_standbys(examined: Examined) -> Iterator[Finding]:
     seen = examined.snapshot
-    if seen.standby or (seen.standbys and not seen.sees_all):  # their columns are hidden
+    if seen.standby or (seen.standbys and not seen.sees_all):  # the role cannot read the standbys' columns
         return
     names = seen.settings.get("synchronous_standby_names", "")
     if names and not any(one["sync"] in ("sync", "quorum") for one in seen.standbys):
@@ -87,7 +87,7 @@ def check_standby_clock(examined: Examined) -> Iterator[Finding]:
     if ahead:
         yield build_finding(
             "standby-clock",
-            f"The clock of {count_items(len(ahead), 'standby is', 'standbys are')} ahead of the server's: {join_items(ahead)}.",
+            f"{count_items(len(ahead), 'standby has a clock', 'standbys have clocks')} ahead of the server's: {join_items(ahead)}.",
             "Run a time service (chrony, systemd-timesyncd) on all hosts of the cluster: `timedatectl` shows whether it is"
             " synchronized.",
         )
@@ -134,10 +134,10 @@ def check_target_session_attrs(examined: Examined) -> Iterator[Finding]:
 
 def check_tcp_user_timeout(examined: Examined) -> Iterator[Finding]:
     for one in examined.hosts:
-        # asyncpg has no such parameters.
+        # asyncpg has no parameters that limit these waits.
         if len(one.hosts) < 2 or one.driver == "asyncpg":
             continue
-        # tcp_user_timeout limits statements that are being sent, and the keepalives those that wait for their response.
+        # tcp_user_timeout limits the time to send a statement, and the keepalives limit the wait for its response.
         missing = [name for name in _DRIVER_LIMITS if _read_number(getattr(one, name)) <= 0]
         if missing:
             yield build_finding(
@@ -149,7 +149,7 @@ def check_tcp_user_timeout(examined: Examined) -> Iterator[Finding]:
 
 
 def _read_number(value: str) -> float:
-    """Return a parameter of the driver as a number; 0 if it is missing or not a number."""
+    """Return the value of a driver parameter as a number, or 0 if it is missing or not a number."""
     try:
         return float(value or 0)
     except ValueError:

@@ -17,7 +17,7 @@ NOTABLE_CLOCK_DIFFERENCE = 1.0
 SLOWEST_DETECTION = 120
 """Seconds within which the server should notice that a client has vanished."""
 _ADVISED = {"tcp_keepalives_idle": "10", "tcp_keepalives_interval": "5", "tcp_keepalives_count": "4"}
-# The values that the kernel uses if the server sets none.
+# The kernel's keepalive values, which apply if the server sets none.
 _KERNEL = {"tcp_keepalives_idle": 7200, "tcp_keepalives_interval": 75, "tcp_keepalives_count": 9}
 
 
@@ -62,7 +62,7 @@ def check_pooler(examined: Examined) -> Iterator[Finding]:
 
 def check_keepalives(examined: Examined) -> Iterator[Finding]:
     seen = examined.snapshot
-    # Through a pooler, the settings are those of the pooler's connection and not of the client's.
+    # Through a pooler, the settings are those of the pooler's connection to the server, not of the client's connection.
     if not seen.tcp or examined.pooler != "none":
         return
     idle, interval, count = (int(seen.settings.get(name, "0")) or default for name, default in _KERNEL.items())

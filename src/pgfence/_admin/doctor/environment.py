@@ -62,7 +62,7 @@ def find_script(ini: Path) -> Path:
 
 
 def _read_words(script: Path) -> tuple[set[str], set[str]]:
-    """Return the names and the strings of a program."""
+    """Return the names and the string literals in a Python file."""
     try:
         tree = ast.parse(script.read_text(encoding="utf-8"))
     except OSError as error:

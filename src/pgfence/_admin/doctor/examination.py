@@ -78,7 +78,7 @@ def examine(engine: Engine | AsyncEngine, alembic_ini: Path | None, select: Call
         if old := list(check_version(version, number)):
             return Diagnosis(server, version, role, old, ["server-version"])
         snapshot = read_snapshot(connection, place)
-        # Behind a pooler with one server session, the connections of the next line would wait for this transaction.
+        # If a pooler has only one server session, the connections that the next line opens would wait for this transaction.
         connection.rollback()
         pooler = detect_pooler(_unwrap(lock_engine))
         hosts = [read_host_list(_unwrap(one)) for one in (engine, lock_engine)]

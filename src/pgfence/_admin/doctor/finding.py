@@ -62,7 +62,7 @@ class Examined:
 
 
 class CodeEntry(NamedTuple):
-    """The usual severity of a code, and why it matters."""
+    """The catalogue's entry for a code: the usual severity, and why the finding matters."""
 
     severity: Severity
     why: str
@@ -113,8 +113,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "idle-in-transaction": CodeEntry(
         "warning",
-        "A client that hangs inside a transaction keeps its transaction locks and stays inside the gates that it has entered, "
-        "so other processes wait for it.",
+        "A client that hangs inside a transaction keeps its transaction locks and stays inside the gates that it has"
+        " entered, so other processes wait for this client.",
     ),
     "idle-session-timeout": CodeEntry(
         "warning",
@@ -144,7 +144,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     "tables-differ": CodeEntry("error", "Features that use the missing or altered objects raise SchemaError or fail."),
     "grants-missing": CodeEntry(
         "error",
-        "The role can use a feature only in part. The first call that needs more privileges raises SchemaError.",
+        "The role can use only a part of a feature. The first call that needs more privileges raises SchemaError.",
     ),
     "lock-table": CodeEntry(
         "warning",
@@ -162,11 +162,11 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "invalid-index": CodeEntry(
         "warning",
-        "A failed CREATE INDEX CONCURRENTLY leaves an index that every write maintains and no query uses. A unique index of "
-        "this kind does not reject all duplicates.",
+        "A failed CREATE INDEX CONCURRENTLY leaves behind an index that every write maintains and no query uses. Such"
+        " a unique index does not reject all duplicates.",
     ),
     "synchronous-standby": CodeEntry(
-        "error", "Every COMMIT waits until a synchronous standby is connected, and so does every grant of a lease."
+        "error", "Every COMMIT, and with it every grant of a lease, waits until a synchronous standby is connected."
     ),
     "asynchronous-standbys": CodeEntry(
         "warning",
@@ -175,8 +175,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "wal-sender-timeout": CodeEntry(
         "warning",
-        "If a synchronous standby hangs, every COMMIT waits until the server ends that standby's connection, and so does every"
-        " renewal. A lease whose TTL is less than 1.8 times this wait is lost.",
+        "If a synchronous standby hangs, every COMMIT, and with it every renewal, waits until the server ends that"
+        " standby's connection. A lease whose TTL is less than 1.8 times this wait is lost.",
     ),
     "standby-clock": CodeEntry(
         "warning",
@@ -206,11 +206,11 @@ def build_finding(code: str, found: str, fix: str, severity: Severity | None = N
 
 
 def count_items(number: int, one: str, many: str) -> str:
-    """Return a number with its noun."""
+    """Return a number followed by its noun, in the singular or the plural."""
     return f"{number} {one if number == 1 else many}"
 
 
 def join_items(listed: list[str]) -> str:
-    """Return the first items of a list, and how many more there are."""
+    """Join the first items of a list to a text, which ends with the number of further items."""
     more = len(listed) - MOST_LISTED
     return "; ".join(listed[:MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")

@@ -80,7 +80,7 @@ def check_grants(examined: Examined) -> Iterator[Finding]:
     features = []
     for feature, wanted in FEATURES.items():
         missing = {t: [r for r in need if r not in rights[t]] for t, need in wanted.items() if t in rights}
-        # A role that may not write any of these tables does not use the feature.
+        # A role that has no right to write to any of these tables does not use the feature.
         uses = any(set(need) & rights[table] - {"SELECT"} for table, need in wanted.items() if table in rights)
         if uses and any(missing.values()):
             features.append(feature)
@@ -98,13 +98,13 @@ def check_grants(examined: Examined) -> Iterator[Finding]:
     if grants:
         yield build_finding(
             "grants-missing",
-            f"The role {seen.role!r} has only a part of the privileges for {', '.join(features)}.",
+            f"The role {seen.role!r} has only some of the privileges for {', '.join(features)}.",
             " ".join(grants),
         )
 
 
 def _build_grants(examined: Examined, lacking: Mapping[str, list[str]]) -> list[str]:
-    """Return one GRANT for all tables that lack the same privileges."""
+    """Return the missing GRANT statements, one for all tables that lack the same privileges."""
     seen = examined.snapshot
     place = examined.place._replace(schema=seen.schema)
     groups: dict[str, list[str]] = {}

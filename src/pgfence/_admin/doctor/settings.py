@@ -1,4 +1,4 @@
-"""Checks of the settings that the application's sessions have."""
+"""Checks of the server settings in the application's sessions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_statement_timeout(examined: Examined) -> Iterator[Finding]:
         yield build_finding(
             "statement-timeout",
             f"statement_timeout is {limit:g} s, less than pgfence's default timeout of {examined.config.default_timeout:g} s.",
-            f"Lower pgfence's: configure(engine, default_timeout={limit / 2:g}). Or raise the server's: "
+            f"Lower pgfence's timeout: configure(engine, default_timeout={limit / 2:g}). Or raise the server's: "
             + build_role_setting(
                 examined.snapshot.role, "statement_timeout", f"'{examined.config.default_timeout + 10:g}s'"
             ),

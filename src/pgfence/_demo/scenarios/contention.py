@@ -1,6 +1,7 @@
-"""Make the same transfers under a lock and with a version, on many accounts and on few, to show when each one is faster.
+"""Make the same transfers under a lock and with a version, on many accounts and on few, to show when each guard is faster.
 
-Under `TransactionLock` the later transaction waits. With a version no transaction waits, and the one that commits later is retried.
+Under `TransactionLock` the later transaction waits. With a version no transaction waits, and the transaction that commits later
+is retried.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Measured:
 
     @property
     def retried(self) -> int:
-        """Percentage of the attempts that had to be retried."""
+        """The percentage of attempts that were retried."""
         return round(100 * (self.attempts - self.transfers) / self.attempts) if self.attempts else 0
 
 

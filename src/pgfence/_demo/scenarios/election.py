@@ -1,6 +1,7 @@
-"""Elect a leader among three processes, kill it, and ask the next one to resign.
+"""Elect a leader among three processes, kill the leader, and ask the next leader to resign.
 
-Each leader writes into a fenced table while its term lasts. The table shows who led when, and that no two of them wrote at once.
+Each leader writes into a fenced table during its term. The table shows which process led when, and that no two leaders wrote at
+the same time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _TABLE = f"CREATE TABLE {SCHEMA}.led (term bigint, leader text, at timestamptz D
 _WRITE = text(f"INSERT INTO {SCHEMA}.led (term, leader) VALUES (:term, :leader)")
 _FIRST = text(f"SELECT term, leader, at FROM {SCHEMA}.led WHERE term > :term ORDER BY term, at LIMIT 1")
 _NOW = text("SELECT clock_timestamp()")
-# Writes of a term that were made after the first write of a later one.
+# Counts the writes of a term that were made after the first write of a later term.
 _COUNT = text(f"""
     SELECT count(DISTINCT term), count(*), count(*) FILTER (WHERE at > ends)
     FROM (
@@ -77,7 +78,7 @@ class Leader(NamedTuple):
 
 
 def play(engine: Engine) -> ScenarioResult:
-    """Start the candidates, kill the first leader, and ask the second one to resign."""
+    """Start the candidates, kill the first leader, and ask the second leader to resign."""
     with engine.begin() as connection:
         connection.exec_driver_sql(_TABLE)
     schema.add_fence(engine, f"{SCHEMA}.led", resource="leader")

@@ -1,4 +1,4 @@
-"""Share partitions among three workers, stop one of them, and let it continue.
+"""Share partitions among three workers, stop one of the workers, and let it continue.
 
 The owner of a partition numbers the events of its keys: it reads the last number and inserts the next one. Two writers of a key
 at once would use a number twice or out of order.
@@ -147,7 +147,7 @@ def _join(name: str, url: str) -> None:
     """Join as a worker. SIGUSR1 stops this process between two transactions."""
     engine = create_engine_for(url)
     orders = Partitions(engine, "orders", PARTITIONS, ttl=TTL)
-    # Stopped inside a transaction, the worker would make its successor wait at the gate.
+    # A worker that was stopped inside a transaction would make its successor wait at the gate.
     writing = threading.Lock()
 
     def stop(*_: object) -> None:

@@ -31,7 +31,7 @@ _TABLES = f"""
     CREATE TABLE {SCHEMA}.steps (token bigint, at timestamptz DEFAULT clock_timestamp());
     CREATE TABLE {SCHEMA}.fenced_steps (token bigint, at timestamptz DEFAULT clock_timestamp());
 """
-# Steps of an older token that were written after the first step of a newer one.
+# Counts the steps of an older token that were written after the first step of a newer token.
 _LATE = f"""
     SELECT count(*) FROM {SCHEMA}.{{table}} AS old
     WHERE EXISTS (SELECT FROM {SCHEMA}.{{table}} AS new WHERE new.token > old.token AND new.at < old.at)
@@ -90,7 +90,8 @@ def main() -> None:
     fenced_booking = text(f"INSERT INTO {SCHEMA}.fenced_steps (token) VALUES (:token)")
     for number in count():
         if stops and number == STEPS_BEFORE:
-            # It is stopped between two transactions. Inside a transaction, it would make its successor wait at the gate.
+            # The worker is stopped between two transactions. If it were stopped inside a transaction, its successor would wait at
+            # the gate.
             say(stops=True)
             os.kill(os.getpid(), signal.SIGSTOP)
         with engine.begin() as connection:

@@ -58,7 +58,7 @@ class RetriesBase(DeclarativeBase):
 
 
 class Payment(RetriesBase):
-    """One payment that was made. The table has no constraint against a second one."""
+    """One payment that was made. The table has no constraint against a second row for the same payment."""
 
     __tablename__ = "payment"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -79,7 +79,7 @@ class ClientAnswer(NamedTuple):
     Attributes:
         number: number of the payment.
         receipt: id of its row, as the client received it.
-        sent: how often the request was sent until there was a response.
+        sent: how often the request was sent until the client got a response.
     """
 
     number: int
@@ -169,7 +169,7 @@ def _judge(plain: Storm, keyed: Storm) -> Verdict:
 def main() -> None:
     """Fork the clients, and kill their connections while they send requests."""
     url = read_part()["url"]
-    # Neighbours in the list go to different processes, so that several request the same payment at the same time.
+    # Neighbours in the list go to different processes, so that several processes request the same payment at the same time.
     requests = [number for number in range(PAYMENTS) for _ in range(TIMES)]
     with get_context("fork").Pool(PROCESSES, _open, (url,)) as pool:
         engine = create_engine_for(url)
@@ -193,7 +193,7 @@ def _open(url: str) -> None:
 
 
 class _Client:
-    """The state of one process."""
+    """Keeps the Session factory of one client process."""
 
     sessions: sessionmaker[Session]
 
@@ -211,7 +211,7 @@ def _ask_with_a_key(number: int) -> ClientAnswer:
 
 
 def _ask_server(number: int, pay: Callable[[Session], Receipt]) -> ClientAnswer:
-    """Send the request until there is a response, at most `_PATIENCE` times, because the server may have stopped."""
+    """Send a request until the client gets a response, but at most `_PATIENCE` times, because the server may have stopped."""
     for sent in count(1):
         try:
             with _Client.sessions.begin() as session:

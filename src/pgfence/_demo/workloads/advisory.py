@@ -1,4 +1,4 @@
-"""`AdvisoryLock.connect()` around a longer job: several transactions at one till that no other process may use.
+"""`AdvisoryLock.connect()` around a longer job: several transactions at one till, which no other process may use during the job.
 
 The job runs on the connection that holds the lock. A process that loses the lock has lost this connection, so it cannot write.
 """

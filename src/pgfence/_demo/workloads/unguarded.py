@@ -1,4 +1,4 @@
-"""The control has no guard. Two processes read one balance, and the second write overwrites the first."""
+"""The control, without a guard. If two processes read the same balance, the second write overwrites the first."""
 
 from __future__ import annotations
 
