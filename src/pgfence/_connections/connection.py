@@ -50,7 +50,7 @@ class ConnectionGoneError(Exception):
 
 
 class Turn(Protocol):
-    """A mutex that gives either the monitor's probe or the unlock the turn to use the connection."""
+    """The methods of the mutex that gives either the monitor's probe or the unlock the turn to use the connection."""
 
     def acquire(self, blocking: bool, /) -> bool: ...
     def release(self) -> None: ...
@@ -78,8 +78,7 @@ class LockConnection(ABC):
         self.learn_facts(facts)
         self.hold: Hold[LockConnection] | None = None
         self.in_user_hands = False
-        """Whether the caller's code uses the connection (`connect()`). pgfence may then mark it as dead, but sends no statements
-        on it."""
+        """Whether the caller's code uses the connection (`connect()`). pgfence may mark it as dead, but sends nothing on it."""
         self.dead: LossReason | None = None
         self.closed = False
         self.close_after_use = False

@@ -37,7 +37,7 @@ class HoldersSeen:
         now = clock()
         if len(self._until) > MANY_NAMES:
             self._until = {name: until for name, until in self._until.items() if until > now}
-        # The holder may have renewed for a whole TTL since then. Its TTL is unknown, so assume that it equals this caller's.
+        # The holder may have renewed for a whole TTL since then. Its TTL is unknown and is assumed to equal this caller's TTL.
         self._until[claim.stored] = now + max(busy.remaining, claim.terms.ttl)
 
     def get_until(self, claim: AcquireRequest) -> float | None:
@@ -75,7 +75,7 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
         return self.wanted.weight is None and super().is_held_by_caller()
 
     def _check_limit(self, limit: int) -> None:
-        """Raise an error if this contender holds and requests more permits than there are."""
+        """Raise an error if this contender would hold more permits than the semaphore has."""
         weight, wanted = self.wanted.weight or 0, (self.wanted.place, self.wanted.stored)
         held = sum(
             len(hold.rows)
@@ -95,10 +95,10 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
             )
 
     def note_busy(self, busy: Busy) -> None:
-        """Record the holder and when its lease expires at the latest. Log a warning if the wait is long.
+        """Record the holder and the latest time at which its lease expires. Log a warning if the wait is long.
 
         Raises:
-            SelfDeadlockError: the name is a semaphore, and waiting would never end.
+            SelfDeadlockError: the name is a semaphore, and the contender would wait for permits that it holds itself.
         """
         if busy.limit is not None and self.waits:
             self._check_limit(busy.limit)

@@ -51,7 +51,7 @@ def translate_failure(asker: Asker, error: Exception, claim: AcquireRequest, *, 
 
 
 def _translate(asker: Asker, error: Exception, place: TableNames, needed: int | None) -> PgfenceError | None:
-    # A pooled connection can survive a switchover that turned its server into a standby.
+    # A pooled connection can survive a switch-over that has turned its server into a standby.
     context = ErrorContext(needed or asker.needed, on_primary="pgfence writes its rows on the primary")
     return translate_error(error, place, context, asker.engine)
 
@@ -68,9 +68,9 @@ def statement_error(
 
 
 def is_rejection(session: LockConnection, error: BaseException) -> bool:
-    """Return whether the server itself raised the error: nothing was granted, and the connection is still usable."""
+    """Return whether the server itself raised the error. If so, nothing was granted, and the connection is still usable."""
     if isinstance(error, TextError):
-        return True  # The driver raised it before anything was sent.
+        return True  # The driver raised this error before anything was sent.
     return (
         sqlstate_of(error) is not None
         and isinstance(error, Exception)
@@ -84,12 +84,15 @@ def is_conflict(error: BaseException) -> bool:
 
 
 def is_row_locked(error: BaseException) -> bool:
-    """Return whether another session has locked the row. The lease then counts neither as free nor as held, so retry."""
+    """Return whether another session has locked the row.
+
+    The lease then counts neither as free nor as held, so the caller retries.
+    """
     return sqlstate_of(error) == LOCK_NOT_AVAILABLE
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return whether to retry an adoption. If only its response was lost, the same new id is granted again."""
+    """Return whether to retry an adoption. If only its response was lost, the retry with the same new id is granted too."""
     return isinstance(error, UnreachableError) or is_conflict(error) or is_row_locked(error)
 
 

@@ -1,4 +1,4 @@
-"""The record of one held lease. It has no connection, but relies on a row on the server and on this process's clock."""
+"""The record of one held lease. A lease has no connection, but relies on a row on the server and on this process's clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgfence.lease")
 
 CLOSE = 0.001
-"""Seconds by which two times from the server may differ and still count as the same."""
+"""The seconds by which two times from the server may differ and still count as equal."""
 
 _BY_CLOCK = {
     "expired": "it has expired",
@@ -98,7 +98,7 @@ class Grant(BaseHold):
         """
         super().__init__(claim.names, entry)
         self.rows = told.rows or ((claim.stored, told.token),)
-        """The rows of the table that it holds, with their tokens. There is one row, or as many as the weight of its permits."""
+        """The rows of the table that the grant holds, with their tokens: one row, or as many rows as it has permits."""
         self.stored = self.rows[0][0]
         self.is_permit = claim.kind == "permit"
         self.kind = claim.kind
@@ -168,9 +168,9 @@ class Grant(BaseHold):
         return self.deadline + terms.compute_margin(self.ttl)
 
     def progress(self) -> None:
-        """Report progress.
+        """Report that the work makes progress.
 
-        With `heartbeat="progress"` a lease is renewed only after progress. It does no I/O, and any thread may call it.
+        With `heartbeat="progress"` a lease is renewed only after progress. The method does no I/O, and any thread may call it.
         """
         self.progressed = True
         if self.idle and self.ours and self.request_renewal is not None:
@@ -197,7 +197,7 @@ class Grant(BaseHold):
 
     def lose_rejected(self, reason: LossReason) -> None:
         """Mark the grant as lost because the server rejected a renewal. The caller must not hold the mutex."""
-        # The rejection of a renewal that was sent during a release says nothing about clocks.
+        # If the renewal was sent during a release, its rejection says nothing about clocks.
         if self.reason is None and not self.released:
             self.warn_of_clock(reason)
         self.lose(reason)
@@ -223,12 +223,12 @@ class Grant(BaseHold):
         return self.state == "lost"
 
     def note_renewed(self, started: float, remaining: float, expires_at: datetime, ttl: float) -> bool:
-        """Record a renewal. Return False if the response arrived after the deadline, so that the lease is lost; see `expire`.
+        """Record a renewal. Return False if the response arrived after the deadline: the lease is then lost, see `expire`.
 
         Args:
             started: when the renewal was sent.
             remaining: the seconds that the server granted.
-            expires_at: when it expires, by the server's clock.
+            expires_at: when the lease expires, by the server's clock.
             ttl: the TTL that was requested, which applies from now on.
         """
         # A lost grant stays lost, even if a late response renews it, because `on_lost` may have been called already.
@@ -277,17 +277,17 @@ STOOD_STILL = 0.25
 
 
 class Pauses:
-    """Report pauses of this process, and log one warning for each that is twice as long as the longest before."""
+    """Report pauses of this process, and log one warning for each pause that is twice as long as the longest pause before."""
 
     def __init__(self) -> None:
         self._longest = 0.0
         self._late = 0.0
-        """How late the thread woke up last."""
+        """The seconds by which the thread woke up late last time."""
         self._ttl: float | None = None
-        """The shortest TTL that this delay put at risk."""
+        """The shortest TTL of the leases that this delay put at risk."""
 
     def note(self, late: float, held: Iterable[Grant]) -> None:
-        """Note how late a sleeping thread woke up, and whether that puts the lease with the shortest TTL at risk."""
+        """Note how many seconds late a sleeping thread woke up, and whether that puts the lease with the shortest TTL at risk."""
         self._late = late
         if late > 0.05:
             ttl = min((grant.ttl for grant in held), default=None)
@@ -295,7 +295,7 @@ class Pauses:
                 self._ttl = ttl
 
     def report(self, events: EventHub) -> None:
-        """Report what was noted. The caller must not hold a lock, because this calls the application's listeners."""
+        """Report the pauses that were noted. The caller must not hold a lock, because this calls the application's listeners."""
         late, self._late = self._late, 0.0
         if late > 0.0:
             events.record("pause", late)

@@ -31,7 +31,8 @@ def encode_json(value: object, what: str) -> str | None:
         raise ValueError(f"{what} must be JSON: {error}") from None
     if "\\u0000" in text:
         raise ValueError(f"{what} must not contain NUL: PostgreSQL's jsonb cannot hold it")
-    # json.dumps escapes a lone surrogate, which jsonb rejects. The full check is expensive, so it is done only for suspects.
+    # json.dumps escapes a lone surrogate, which jsonb rejects. The full check is expensive, so it is done only for texts that
+    # contain such an escape.
     if "\\ud" in text:
         try:
             json.dumps(json.loads(text), ensure_ascii=False).encode()

@@ -88,10 +88,10 @@ class LeaseManager(LeaseStatements):
             claim: the lease that is requested.
             timeout: the seconds to wait; None means the configured default.
             make: creates the handle, whose finaliser is responsible for the lease from then on.
-            lasts: whether to wait for the server from the first statement on, if it is unreachable.
+            lasts: whether the call waits for an unreachable server from the first statement on.
 
         Raises:
-            LockTimeoutError: the lease did not become free within the timeout.
+            LockTimeoutError: the lease was not granted within the timeout.
             SelfDeadlockError: waiting would deadlock inside this process.
             UnreachableError: the server did not respond.
         """
@@ -116,8 +116,8 @@ class LeaseManager(LeaseStatements):
         return None
 
     async def _contend(self, call: LeaseAcquisition) -> Grant | None:
-        """Try until the lease is granted; return None if it is held and the time to wait is over."""
-        # This comes before any grant, because it raises an error in a process that cannot run a heartbeat.
+        """Try until the lease is granted. Return None if it is held and the time to wait is over."""
+        # The heartbeat is needed before any grant, because creating it raises an error in a process that cannot run it.
         heartbeat = self.heartbeat
         claim, polls = call.wanted, 0
         event: WakeEvent | None = None
@@ -209,7 +209,7 @@ class LeaseManager(LeaseStatements):
             row = await session.fetch_row(self.engine, text, args, limit=call.budget)
 
     def check_patience(self, call: LeaseAcquisition, busy: Busy) -> None:
-        """Raise the error for a lease that did not become free in time; return if the caller did not want to wait.
+        """Raise the error for a lease that was not granted in time. Return if the caller did not want to wait.
 
         Raises:
             LockTimeoutError: another process holds it.
@@ -226,14 +226,14 @@ class LeaseManager(LeaseStatements):
     def _grant(
         self, claim: AcquireRequest, entry: QueueEntry, lease_id: UUID, started: float, told: Granted
     ) -> Grant | None:
-        """Record a grant and start its heartbeat; return None if the response arrived after its deadline."""
+        """Record a grant and start its heartbeat. Return None if the response arrived after the deadline of the grant."""
         grant = Grant(claim, told, entry, lease_id=lease_id, started=started, config=self.config, family=self.family)
         if grant.state == "lost":
             self._forget(claim, lease_id)
             return None
         self._seen.forget(claim)
-        # Both are done under one mutex, so that the deadlock check never finds a contender that waits for the name and also holds
-        # it.
+        # The hold is recorded and the wait ended under one mutex, so that the deadlock check never finds a contender that waits
+        # for a name that it holds.
         with MUTEX:
             entry.owner.waits = entry.away = None
             entry.owner.holds.append(grant)

@@ -46,16 +46,16 @@ class Granted:
     slot: datetime | None = None
     attempt: int = 1
     rows: tuple[tuple[str, int], ...] = ()
-    """The granted rows with their tokens, if there can be several; `token` is that of the first."""
+    """The granted rows with their tokens, if there can be several. `token` is the token of the first row."""
     reclaimed: bool = False
     """Whether the grant before this one had expired and was never released."""
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """The name is held, or not free yet.
+    """The name is held by another holder, or not free yet.
 
-    `remaining` is the number of seconds after which, as far as the server knows, it is free at the earliest.
+    `remaining` is the number of seconds after which, as far as the server knows, the name is free at the earliest.
     """
 
     remaining: float
@@ -74,7 +74,7 @@ Steps: TypeAlias = Generator[tuple[str, "Sequence[object]"], Any, Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The description of this process for operators."""
+    """The description of the caller and its process, for operators."""
 
     owner: str | None = None
     purpose: str = ""
@@ -91,7 +91,7 @@ class AcquireRequest(ABC):
         terms: the requested times, in seconds.
         identity: the description of the caller.
         heartbeat: how the lease is renewed.
-        waiter: the id with which the caller waits in a queue on the server, if it does.
+        waiter: the id of the caller in a queue on the server, or None if it waits in none.
     """
 
     stored: str
@@ -103,16 +103,19 @@ class AcquireRequest(ABC):
 
     kind = "lease"
     needed: ClassVar[int | None] = None
-    """The version of the tables that it needs, if it differs from the manager's."""
+    """The version of the tables that the request needs, if it differs from the manager's version."""
 
     @property
     def once_only(self) -> str:
-        """The reason why its holder cannot acquire it again, for messages."""
+        """The reason why the holder cannot acquire the name again, for messages."""
         return "a lease is not re-entrant. Pass the handle on"
 
     @property
     def weight(self) -> int | None:
-        """The number of requested permits, or None. Contenders for permits do not queue here, because several may hold some."""
+        """The number of requested permits, or None.
+
+        Contenders for permits do not queue in this process, because several may hold permits.
+        """
         return None
 
     @property
@@ -130,7 +133,7 @@ class AcquireRequest(ABC):
 
     @property
     def places(self) -> tuple[Hashable, ...]:
-        """The queues in which contenders of this process wait for it."""
+        """The queues in which contenders of this process wait for the name."""
         return ((self.place, self.stored),)
 
     @abstractmethod
@@ -143,7 +146,7 @@ class LeaseRequest(AcquireRequest):
     """A request for a lease."""
 
     def build_statement(self, style: ParamStyle, lease_id: str) -> tuple[str, tuple[object, ...]]:
-        """Return the statement that acquires it, and its arguments."""
+        """Return the statement that acquires the lease, and its arguments."""
         terms, identity = self.terms, self.identity
         return lease_sql(self.place, style).acquire, (
             self.stored,
@@ -195,7 +198,7 @@ def get_host() -> str:
 
 
 def owner_of(identity: Identity) -> str:
-    """Return the name of the holder for operators, which is the owner that the caller passed, or host and process id."""
+    """Return the holder's name for operators: the owner that the caller passed, or the host and process id."""
     return identity.owner or f"{get_host()}:{os.getpid()}"
 
 
@@ -209,7 +212,7 @@ def build_adoption(
 
 
 def read_adoption(claim: AcquireRequest, token: int, row: Row) -> tuple[AcquireRequest, Granted] | str:
-    """Return the adopted lease with the terms in the table, or the reason why it was not adopted."""
+    """Return the adopted lease with the terms that the table has, or the reason why it was not adopted."""
     outcome, expires_at, remaining, hold_remaining, ttl, checkpoint, purpose, set_back = row
     warn_of_clock(claim, set_back)
     if outcome != "ok":

@@ -53,7 +53,7 @@ class LeaseStatements:
     needed: ClassVar[int] = LEASES
     """The version of the tables that these grants need."""
     warm: ClassVar[int] = 1
-    """How many idle connections are kept open."""
+    """The number of idle connections that are kept open."""
     tells: ClassVar[bool] = True
     """Whether a release is announced with NOTIFY."""
 
@@ -139,7 +139,7 @@ class LeaseStatements:
             args: its parameters.
             seconds: no further try starts after this time.
             again: returns whether to retry after an error.
-            needed: the version of the tables that it needs, if it differs from the manager's.
+            needed: the version of the tables that the statement needs, if it differs from the manager's version.
 
         Raises:
             UnreachableError: the server did not respond; it is unknown whether the statement was executed.
@@ -179,7 +179,7 @@ class LeaseStatements:
         self._checked.add((place, needed))
 
     async def look(self, place: TableNames, stored: str) -> Any:
-        """Return the row of the lease, or None if it is free."""
+        """Return the row of the lease that has a stored name, or None if the lease is free."""
         await self.verify(place)
         return await self._ask(place, lease_sql(place, self.style).look, (stored,))
 
@@ -193,7 +193,7 @@ class LeaseStatements:
         return self._heartbeat
 
     async def renew(self, grant: Grant, ttl: float | None) -> None:
-        """Renew now, in the order of the heartbeat's own renewals.
+        """Renew the lease now, in the order of the heartbeat's own renewals.
 
         Raises:
             LockLostError: the lease is lost.
@@ -215,7 +215,7 @@ class LeaseStatements:
             raise errors[0]
 
     async def hand_over(self, grant: Grant) -> LeaseRef:
-        """Renew once, stop renewing, and return what another process needs to adopt it."""
+        """Renew a lease once, stop renewing it, and return the reference with which another process can adopt it."""
         await self.renew(grant, None)
         try:
             self.let_lapse(grant)
@@ -277,7 +277,7 @@ class LeaseStatements:
             raise grant.not_held_error()
         # Releasing after the deadline is a loss, even if the heartbeat's thread has not run since.
         grant.expire()
-        # This is done under the mutex, so that only one of several concurrent releases ends the grant.
+        # The release is claimed under the mutex, so that only one of several concurrent releases ends the grant.
         with MUTEX:
             if not grant.begin_release():
                 raise grant.not_held_error()
@@ -332,12 +332,12 @@ class LeaseStatements:
         grant.emit(self.config.events, "released")
 
     def let_lapse(self, grant: Grant) -> None:
-        """Stop renewing without a release, so that the lease ends with its TTL. Nothing is sent."""
+        """Stop renewing a lease without releasing it, so that it ends with its TTL. Nothing is sent."""
         self.detach(grant)
         grant.entry.leave()
 
     async def give_up(self, grant: Grant) -> None:
-        """Release what a leader has held, even after a loss.
+        """Release the lease of a leader, even after a loss.
 
         If the server does not respond, the release is repeated in the background.
         """

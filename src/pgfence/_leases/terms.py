@@ -1,4 +1,4 @@
-"""How long a lease is trusted and when it is renewed. Pure functions on numbers, without I/O or clocks."""
+"""Compute how long a lease is trusted and when it is renewed, in pure functions on numbers, without I/O or clocks."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ LONGEST_RETRY = 1.0
 LONGEST_STATEMENT = 30.0
 SHORTEST_PATIENCE = 0.5
 NOTABLE_STEP = 1.0
-"""Seconds by which the server's clock must be set back to be logged: time services correct less than that every day."""
+"""The smallest step back of the server's clock, in seconds, that is logged. Time services make smaller corrections every day."""
 
 
 def compute_interval(ttl: float) -> float:
     """Return the seconds between renewals."""
-    # It is a third of the TTL, so two renewals in a row may fail, and the third one can still be in time.
+    # The interval is a third of the TTL, so two renewals in a row may fail, and the third renewal can still be in time.
     return ttl / 3
 
 
 def compute_margin(ttl: float) -> float:
-    """Return how many seconds before the server's deadline a holder stops trusting its lease."""
+    """Return the safety margin: the seconds before the server's deadline at which a holder stops trusting its lease."""
     return min(MARGIN, ttl / 10)
 
 
 def compute_shortest_ttl(pause: float, renewal: float) -> float:
-    """Return the shortest TTL that survives a pause which begins when a renewal is due, followed by a slow renewal.
+    """Return the shortest TTL that survives a pause, which begins when a renewal is due, and a slow renewal after it, in seconds.
 
     Args:
         pause: the longest pause to survive, in seconds.
-        renewal: the time that the renewal takes after it, in seconds.
+        renewal: the time that the renewal takes after the pause, in seconds.
     """
     late = pause + renewal
-    # The margin is a share of the TTL, up to a maximum. Use the share, unless the margin would exceed the maximum.
+    # The margin is a share of the TTL, up to a maximum. The share is used unless the margin would exceed the maximum.
     ttl = late / (1 - 1 / 3 - 1 / 10)
     return max(SHORTEST_TTL, ttl if ttl / 10 <= MARGIN else (late + MARGIN) / (1 - 1 / 3))
 
 
 def compute_deadline(started: float, remaining: float, ttl: float) -> float:
-    """Return until when a grant is trusted, on the clock that `started` was read from.
+    """Return the time until which a grant is trusted, on the clock from which `started` was read.
 
     Args:
         started: when the statement was sent.
@@ -72,13 +72,13 @@ def retry_after(failures: int, ttl: float) -> float:
 
 def compute_statement_budget(left: float) -> float:
     """Return the seconds that a renewal may take if `left` seconds remain until the deadline."""
-    # A renewal gets half of them, so that a second try on a new connection is possible. With less than half a second each, it is
-    # not.
+    # A renewal gets half of the seconds left, so that a second try on a new connection is possible. If each half were shorter
+    # than 0.5 s, it gets all of them.
     return min(left if left < 2 * SHORTEST_PATIENCE else left / 2, LONGEST_STATEMENT)
 
 
 class LeaseTerms(NamedTuple):
-    """The times that a lease is requested with, in seconds."""
+    """The times with which a lease is requested, in seconds."""
 
     ttl: float
     min_hold: float = 0.0

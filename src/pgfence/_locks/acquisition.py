@@ -45,7 +45,7 @@ class Wanted(Protocol):
 
     @property
     def once_only(self) -> str:
-        """The reason why its holder cannot acquire it again, for messages."""
+        """The reason why the holder cannot acquire the resource again, for messages."""
         ...
 
     @property
@@ -54,7 +54,7 @@ class Wanted(Protocol):
     def keys(self) -> tuple[LockKey, ...]: ...
     @property
     def places(self) -> tuple[Hashable, ...]:
-        """The queues of this process in which its contenders wait."""
+        """The queues of this process in which the contenders for the resource wait."""
         ...
 
     @property
@@ -112,7 +112,7 @@ class Acquisition(Generic[W]):
             wanted: the requested resource.
             owner: the calling thread or task.
             timeout: the seconds to wait; with 0 the call does not wait.
-            lasts: whether to wait for the server from the first statement on, if it is unreachable.
+            lasts: whether the call waits for an unreachable server from the first statement on.
             no_handoff: whether the lock must not be handed over, because each grant has its own token.
             cancel: the event that ends the wait of a thread.
             budget: the seconds that one statement may take; None to derive them from the timeout.
@@ -127,7 +127,7 @@ class Acquisition(Generic[W]):
         self.ends_at = self.began + timeout if timeout else 0.0
         """The deadline of the call, on this process's clock."""
         self.contended = False
-        """Whether another holder had it when it was requested."""
+        """Whether another holder had the lock when it was requested."""
         self.cancel = cancel
         self.entry = QueueEntry(wanted.places, owner, queue, no_handoff=no_handoff)
         self._budget = budget
@@ -152,7 +152,8 @@ class Acquisition(Generic[W]):
     @property
     def budget(self) -> float:
         """The seconds that one statement of this call may take."""
-        # This is a little more than the time left, so that a server that hangs cannot make the call exceed its timeout by much.
+        # The limit is a little more than the time left, so that a server that hangs cannot make the call exceed its timeout by
+        # much.
         if self._budget is not None:
             return self._budget
         left = self.ends_at - clock()
@@ -163,9 +164,9 @@ class Acquisition(Generic[W]):
     # ------------------------------------------------------------ in the queue of this process
 
     def enqueue(self) -> bool | None:
-        """Enter the queue, under the mutex, and return whether this call is the first for all that it requests.
+        """Enter the queue, under the mutex, and return whether this call is first in all queues of the requested resource.
 
-        Return None if the call does not wait, and another contender is ahead or the owner already holds it.
+        Return None if the call does not wait, and another contender is ahead or the owner already holds the resource.
 
         Raises:
             SelfDeadlockError: waiting would deadlock inside this process.
@@ -193,11 +194,14 @@ class Acquisition(Generic[W]):
         return None
 
     def is_held_by_caller(self) -> bool:
-        """Return whether the calling contender already holds what it requests."""
+        """Return whether the calling contender already holds the resource that it requests."""
         return is_held_by(self.owner, self.queue, self.wanted)
 
     async def wait_for_turn(self, carrier: Carrier) -> bool:
-        """Wait until this call is the first, or the lock was handed over to it. Return False if its time ended before."""
+        """Wait until this call is first in the queue, or the lock is handed over to it.
+
+        Return False if the timeout ends before.
+        """
         event, entry = carrier.make_event(), self.entry
         self.contended = True
         with MUTEX:
@@ -222,7 +226,7 @@ class Acquisition(Generic[W]):
                 return
 
     def find_local_holders(self) -> list[Holder]:
-        """Return the holders in this process that this call is queued behind."""
+        """Return the holders in this process for which this call waits in the queue."""
         with MUTEX:
             first = [
                 (key, next(iter(self.queue.get_line(place)), None))
@@ -246,7 +250,7 @@ class Acquisition(Generic[W]):
         """Return the pause in seconds before an unreachable server is tried again.
 
         Raises:
-            UnreachableError, StandbyError: the call does not wait for the server, or its time is over.
+            UnreachableError, StandbyError: the call does not wait for the server, or its timeout has passed.
         """
         pause = self.patience.pause(self.names, error, self.left)
         if pause is not None:
@@ -274,20 +278,20 @@ class Acquisition(Generic[W]):
         return self.patience.build_outage_error(self.names, error, self.timeout)
 
     def build_late_error(self, holders: Sequence[Holder]) -> Exception:
-        """Return the error for a call that was not the first in time. The lock is held, or the server is unreachable."""
+        """Return the error for a call whose timeout has passed, because the lock is held or the server is unreachable."""
         with MUTEX:
             fronts = [next(iter(self.queue.get_line(place)), self.entry) for place in self.entry.places]
         away = [front.away for front in fronts if front.away is not None]
         if not away:
             return self.build_timeout_error(holders)
-        # This makes the next line build a new error, because contenders must not share exceptions.
+        # The failure is counted so that the next line builds a new error, because contenders must not share exceptions.
         self.patience.failures += 1
         return self.build_outage_error(away[0])
 
     def build_timeout_error(self, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
         owner, held_here = self.owner, _list_held_names(self.owner)
         by = f"; held by {', '.join(map(str, holders))}" if holders else ""
-        if self.waits or why:  # otherwise `refuse` has emitted the event
+        if self.waits or why:  # for a call that does not wait, `refuse` has emitted the event
             self._emit_end("timeout")
         if self.is_held_by_caller():
             nested = f"; this {owner.kind} already holds it, and {self.wanted.once_only}"
@@ -303,7 +307,7 @@ class Acquisition(Generic[W]):
         )
 
     def refuse(self) -> None:
-        """Emit the event of a call that ends because another holder has it. The caller must not hold the mutex."""
+        """Emit the event of a call that ends because another holder has the lock. The caller must not hold the mutex."""
         self.contended = True
         if self.wanted.kind not in _CANDIDATES:
             self._emit_end("timeout" if self.waits else "refused")
@@ -331,7 +335,7 @@ def _list_held_names(owner: Contender) -> tuple[str, ...]:
 
 
 def timeout_of(config: Config, timeout: Seconds | None, owner: Contender) -> float:
-    """Return how long a call may wait. The default is shorter if the caller already holds another lock."""
+    """Return the seconds that a call may wait. The default is shorter if the caller already holds another lock."""
     if timeout is not None:
         return seconds(timeout)
     return min(config.default_timeout, NESTED_LIMIT) if owner.holds else config.default_timeout

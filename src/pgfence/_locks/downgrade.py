@@ -1,4 +1,4 @@
-"""Turn a writer's lock into a reader's lock. At every moment, one of the two is held."""
+"""Turn a writer's lock into a reader's lock. At every moment, one of the two locks is held."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ HandleT = TypeVar("HandleT")
 async def downgrade(
     manager: LockManager, hold: SessionHold, make: Callable[[LockManager, SessionHold], HandleT]
 ) -> HandleT:
-    """Turn a writer's hold into a reader's on the same connection, and return its handle.
+    """Turn a writer's hold into a reader's hold on the same connection, and return the reader's handle.
 
     Raises:
         LockNotHeldError: the lock was released before, or this is a forked child.
-        LockLostError: the lock was lost before, or at this moment.
+        LockLostError: the lock was lost before or during the call.
     """
     hold.check()
     try:
@@ -62,7 +62,7 @@ async def _replace_lock(manager: LockManager, hold: SessionHold) -> None:
     if not session.turn.acquire(False):
         await session.wait_for_probe()
     try:
-        hold.check()  # checked again, because another thread may have released it, and its connection may serve another holder
+        hold.check()  # again: another thread may have released the lock, and its connection may serve another holder
         kept = await session.fetch_value(manager.engine, text, args, limit=RELEASE_BUDGET)
     except Exception as error:
         if not (session.dead or is_connection_lost(error)):

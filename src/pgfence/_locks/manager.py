@@ -112,13 +112,13 @@ class LockManager:
         Args:
             names: the names for messages.
             sql: the statements for the requested keys.
-            timeout: seconds; None means the default timeout, with which the call does not wait for an unreachable server.
+            timeout: the seconds to wait. None means the default timeout; the call then does not wait for an unreachable server.
             make: creates the handle, whose finaliser is responsible for the lock from then on.
             on: the caller's own connection; None checks one out of the pool.
             budget: the seconds that one statement may take, for a caller that polls; None to derive them from the timeout.
 
         Raises:
-            LockTimeoutError: the lock did not become free within the timeout.
+            LockTimeoutError: the lock was not granted within the timeout.
             SelfDeadlockError: waiting would deadlock inside this process.
         """
         call = self.begin_call(names, sql, timeout, lasts=timeout is not None and on is None, budget=budget)
@@ -128,7 +128,7 @@ class LockManager:
                 expect_uncancelled(call.cancel)
             with MUTEX:
                 front = call.enqueue()
-                if front and on is None:  # under the same mutex, which the uncontended path takes only once
+                if front and on is None:  # the same mutex, so that the uncontended path takes it only once
                     self.pool.state.pop_idle(entry)
             if front is False:
                 await self._wait_for_turn(call, on)
@@ -145,7 +145,7 @@ class LockManager:
         return None
 
     async def _wait_for_turn(self, call: LockAcquisition, on: Connection | None) -> None:
-        """Wait until the call is the first in the queue. The previous holder may hand over its connection and lock."""
+        """Wait until the call is first in the queue. The previous holder may hand over its connection and lock."""
         if not await call.wait_for_turn(self.carrier):
             raise call.build_late_error(call.find_local_holders() or await look_quietly(self.pool, call.wanted))
         entry = call.entry
@@ -158,7 +158,7 @@ class LockManager:
         """Clean up after an acquire that ends with an exception, wherever it was raised."""
         self._discard(call)
         call.entry.discard_partial()
-        self._discard(call)  # again, because another thread could hand over its lock before
+        self._discard(call)  # again, because another thread may have handed over its lock in the meantime
 
     def _discard(self, call: LockAcquisition) -> None:
         for session in (call.entry.session, call.entry.handed_over):
@@ -384,7 +384,7 @@ class LockManager:
         self.carrier.run_later(close)
 
     def _on_connection_lost(self, hold: SessionHold | None) -> None:
-        """Leave the queue and emit the event for a lock whose connection was lost."""
+        """Leave the queue and emit the event, because the connection of a lock was lost."""
         # The server has released the lock, so waiters in this process need not wait until the former holder leaves its block.
         if hold is not None:
             hold.entry.leave()

@@ -1,10 +1,9 @@
 """Store the names of locks that are held on the application's own connections, on a connection of pgfence.
 
-The statement that acquires such a lock belongs to the caller, often in the caller's transaction, so nothing else is sent on
-that connection. Instead, a thread looks once a second at the transactions of this process that have acquired locks, and stores
-the names of locks that it has seen in the same transaction before. Most transactions are shorter, and a name for each of them
-would cost more than the lock. The thread ends after ten seconds without such a transaction, and its connection is open only
-while it stores names.
+Such a lock is acquired on the caller's connection, often in the caller's transaction, so nothing else is sent on that connection.
+Instead, a thread looks once a second at the transactions of this process that have acquired locks, and stores the names of locks
+that it has seen in the same transaction before. Most transactions are shorter, and a name for each of them would cost more than
+the lock. The thread ends after ten seconds without such a transaction, and its connection is open only while it stores names.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
 
     Granted: TypeAlias = tuple[Engine, Sequence[LockKey], object]
-    """A lock, with the driver's connection that acquired it."""
+    """A granted lock: its engine, its keys, and the driver's connection that acquired it."""
 
 TICK = 1.0
 """Seconds from one look to the next."""
 BETWEEN = 5.0
 """Seconds from the end of one connection to the opening of the next."""
 LINGER = 10.0
-"""Seconds after which a thread with nothing to do ends."""
+"""Seconds without any work after which the thread ends."""
 PAUSE = 300.0
-"""Seconds until the next attempt, after names could not be stored."""
+"""Seconds from a failed attempt to store names to the next attempt."""
 LIMIT = 5.0
 """Seconds that one statement may take."""
 MOST_PENDING = 1_000
@@ -90,14 +89,14 @@ class NameRecorder:
         self.engine = engine
         self.pid = PROCESS.pid
         self.collisions: dict[int, str] = {}
-        """The keys that belong to another name, with that name."""
+        """The keys that, as the server has reported, belong to another name, with that name."""
         self._watched: weakref.WeakKeyDictionary[TransactionRecord, WatchedConnection] = weakref.WeakKeyDictionary()
         """The watched connections. The entry of a connection disappears with the record of its Connection object."""
         self._granted: deque[Granted] = deque(maxlen=MOST_PENDING)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ends_at = 0.0
-        """The time at which a thread with nothing to do ends."""
+        """The time at which the thread ends if it has no work."""
         self._changed = threading.Event()
         """Set when the interpreter exits or the engine is disposed of, so that the thread runs immediately."""
         self._opens_at = 0.0
@@ -161,7 +160,7 @@ class NameRecorder:
             raise
 
     def _end_if_idle(self) -> bool:
-        """Return whether the thread ends because there is nothing to do. The next lock then starts another thread."""
+        """Return whether the thread ends because it has no work. The next lock then starts another thread."""
         now = clock()
         if PROCESS.ending:
             return True
@@ -179,7 +178,7 @@ class NameRecorder:
             return False
 
     def _look(self) -> None:
-        """Store the names of granted locks; those of a transaction only if the previous look has seen that transaction too."""
+        """Store the names of granted locks. For a transaction's locks, the previous look must have seen the same transaction."""
         granted: list[Granted] = []
         in_use: list[object] = []
         for reference in self._watched.keyrefs():

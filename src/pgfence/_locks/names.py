@@ -24,13 +24,13 @@ UNTRANSLATED = (TextError, KeyCollisionError)
 
 
 async def note_names(engine: Engine, session: LockConnection, sql: LockSql, limit: float) -> None:
-    """Store the names that this process has not stored yet. If the table does not exist, nothing is sent.
+    """Store the names of a lock that this process has not stored yet. If the table of names does not exist, nothing is sent.
 
     Raises:
         KeyCollisionError: a key belongs to another name.
     """
     if not session.ours:
-        # The caller's connection may be in a transaction soon, and nothing but the lock is sent on it.
+        # On the caller's connection, which may soon be in a transaction, only the statements of the lock are sent.
         recorder = recorder_of(engine)
         recorder.reject_collisions(sql.keys)
         recorder.add(engine, sql.keys, session.driver.raw)
@@ -49,7 +49,7 @@ async def note_names(engine: Engine, session: LockConnection, sql: LockSql, limi
     except Exception as error:
         if session.dead or is_connection_lost(error):
             raise
-        # Only operators need names, so an error must not end the lock.
+        # Only operators need names, so an error must not prevent the lock.
         log.debug("the names of locks cannot be stored: %s", error)
         other = None
     if other is not None:

@@ -25,7 +25,7 @@ Away = UnreachableError | StandbyError
 
 @dataclass(slots=True)
 class Patience:
-    """Whether one call waits through an outage, and the last response of the server."""
+    """The state of one call during an outage: whether the call waits through it, and the last response of the server."""
 
     lasts: bool
     """Whether the call waits through an outage, because it has a timeout or the server has responded that the lock is held."""
@@ -44,7 +44,7 @@ class Patience:
         self.holders = holders or self.holders
 
     def pause(self, names: tuple[str, ...], error: Away, left: float) -> float | None:
-        """Return the pause in seconds before the server is tried again, or None if the call ends here."""
+        """Return the pause in seconds before the next attempt, or None if the call ends with the error."""
         if not self.lasts or left <= 0 or not error.retryable:
             return None
         self.failures += 1

@@ -63,12 +63,12 @@ def find_self_deadlock(
     found: Sequence[Holder],
     started: str,
 ) -> SelfDeadlockError | None:
-    """Return the error if a contender would wait for a lock that it holds itself, or None if other sessions hold it.
+    """Return the error if a contender would wait for a lock that it holds itself, or None if other sessions hold that lock.
 
     Args:
         owner: the contender that is about to wait.
-        names: the names that it would wait for.
-        holds: its own session locks on those keys.
+        names: the names that the contender would wait for.
+        holds: the contender's own session locks on the keys of those names.
         found: the holders of those keys in the database where it would wait.
         started: when that server was started. A backend pid alone proves nothing, because another server may use the same pid.
     """
@@ -91,9 +91,9 @@ def find_self_deadlock(
 def find_hold_elsewhere(
     owner: Contender, connection: Connection, names: tuple[str, ...], keys: Sequence[LockKey]
 ) -> SelfDeadlockError | None:
-    """Return the error if the contender would wait on this connection for a lock that it holds on another one.
+    """Return the error if the contender would wait on this connection for a lock that it holds on another connection.
 
-    This costs two round trips if the contender holds a session lock on one of the keys, and none otherwise.
+    The check takes two round trips if the contender holds a session lock on one of the keys, and none otherwise.
     """
     here = connection.connection.dbapi_connection
     holds = [hold for hold in find_holds_on(owner, keys) if hold.session.dbapi_connection is not here]

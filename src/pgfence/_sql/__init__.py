@@ -1,1 +1,1 @@
-"""All SQL that pgfence sends, one module per subject: statement texts, and functions from a Connection to plain values."""
+"""All SQL that pgfence sends, one module per subject: the texts, and functions that execute them and return plain values."""

@@ -1,6 +1,6 @@
-"""Query the holders of an advisory key, and how full the lock table is. These queries never take a lock.
+"""Query the holders of an advisory key, and how full the lock table is. These queries take no advisory lock.
 
-The texts are separate from the functions that send them, so that callers with a driver's own connection can use them too:
+The texts are separate from the functions that send them, so that callers with a driver's own connection can use the texts too:
 `TEXTS[style]`, `build_arguments(keys)`, `decode(rows, keys)`.
 """
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
     from pgfence.types import Holder
 
-# pg_locks shows the halves of a key as unsigned oids. Combined as one signed number they are `LockKey.value`.
+# pg_locks shows the halves of a key as unsigned oids. Combined into one signed number, they are `LockKey.value`.
 _VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"
 
-# {0} is the array of bigint keys, {1} that of pairs. The whole key, its space and the database are compared: half of a key, or the
-# same number in another key space or database, is a different lock.
+# {0} is the array of bigint keys, and {1} is the array of pairs. The whole key, its space and the database are compared: half of
+# a key, or the same number in another key space or database, is a different lock.
 _MATCH = (
     "l.locktype = 'advisory' AND l.granted"
     " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
@@ -76,13 +76,13 @@ def build_arguments(keys: Iterable[LockKey]) -> tuple[list[int], list[int]]:
 
 
 def decode(rows: Iterable[Row], keys: Iterable[LockKey]) -> list[Holder]:
-    """Return the holders for the rows of `HolderTexts.holders`; `keys` are the requested keys."""
+    """Return the holders that the rows of `HolderTexts.holders` describe. `keys` are the requested keys."""
     known = {(key.value, 1 if key.space == "bigint" else 2): key for key in keys}
     return [_build_holder(row, known[row[0], row[1]]) for row in rows]
 
 
-# `Holder` is imported where one is built, because creating the classes of that module takes longer than acquiring a lock, and a
-# holder is described only if the lock is busy.
+# `Holder` is imported where it is used, because creating the classes of its module takes longer than acquiring a lock, and a
+# holder is described only if the lock is held.
 def _build_holder(row: Row, key: LockKey) -> Holder:
     from pgfence.types import Holder
 
@@ -101,7 +101,7 @@ def _build_holder(row: Row, key: LockKey) -> Holder:
 
 
 def build_lease_holder(name: str, row: Row) -> Holder:
-    """Return the holder for a row of `lease_sql(...).look`; `name` is without the namespace."""
+    """Return the holder that a row of `lease_sql(...).look` describes. `name` is without the namespace."""
     from pgfence.types import Holder
 
     kind, owner, host, pid, backend_pid, application_name, purpose, token, since, expires_at = row
@@ -122,7 +122,7 @@ def build_lease_holder(name: str, row: Row) -> Holder:
 
 
 def with_token(sessions: Iterable[Holder], rows: Iterable[Holder]) -> list[Holder]:
-    """Return the holders of a key, and add kind, token and client to the holder with a token, from its lease row."""
+    """Return the holders of a key. The holder with a token also gets the kind, the token and the client from its lease row."""
     known = {row.backend_pid: row for row in rows if row.kind == "session lock"}
     return [
         replace(one, kind=row.kind, token=row.token, host=row.host, pid=row.pid, since=row.since)
@@ -135,7 +135,7 @@ def with_token(sessions: Iterable[Holder], rows: Iterable[Holder]) -> list[Holde
 def find_holders(connection: Connection, keys: Sequence[LockKey]) -> list[Holder]:
     """Return the sessions and transactions that hold these keys in the connection's database, in one round trip.
 
-    Attributes that the role may not see of other roles' sessions are None. A session that holds a key in both modes is listed
+    Attributes of other roles' sessions that the role may not see are None. A session that holds a key in both modes is listed
     twice.
     """
     text = TEXTS[style_of(connection.dialect)].holders
@@ -157,7 +157,7 @@ def is_mine(connection: Connection, keys: Sequence[LockKey]) -> bool:
 
 
 def read_lock_table_use(connection: Connection) -> tuple[int, int]:
-    """Return how many locks the server's lock table contains, and its capacity, in one round trip.
+    """Return the number of locks in the server's lock table and the capacity of the table, in one round trip.
 
     The capacity is a minimum, because PostgreSQL lets the table use spare memory.
     """

@@ -30,7 +30,7 @@ _WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
 
 class HostList(NamedTuple):
-    """The hosts that an engine's driver tries in order, and the parameters of the driver that matter for a failover.
+    """The hosts that an engine's driver tries, in order, and the driver parameters that matter for a failover.
 
     A parameter that is not given is the empty string.
     """

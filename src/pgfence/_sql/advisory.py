@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from pgfence.types import Holder
 
 
-# The statement locks nothing if another server process executes it, because behind a pooler in transaction mode that process
-# would keep the lock.
+# The statement locks nothing if it is executed by a server process other than the expected one, because behind a pooler in
+# transaction mode that process would keep the lock.
 _TRY_ONE = (
     "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) {1}::integer"
     " THEN pg_catalog.pg_try_advisory_lock(CAST({2} AS bigint)) END"
 )
 # The statement waits for the transaction-level lock, limited by lock_timeout. The session-level lock comes after it and cannot
-# wait any more, so SQLSTATE 55P03 proves that nothing is held, which pg_advisory_lock alone under a lock_timeout does not. Its
-# timeout is an ERROR line in the server's log, so only the first slice of a wait uses this statement, and only while no waiter
-# has a ticket.
+# wait any more, so SQLSTATE 55P03 proves that nothing is held, which pg_advisory_lock alone under a lock_timeout does not. A
+# timeout of the statement writes an ERROR line to the server's log, so only the first slice of a wait uses this statement, and
+# only while no waiter has a ticket.
 _WAIT_ONE = (
     "SELECT pg_catalog.set_config('lock_timeout', {1}, true),"
     " pg_catalog.pg_advisory_xact_lock(CAST({2} AS bigint)), pg_catalog.pg_advisory_lock(CAST({3} AS bigint))"
-    f" WHERE NOT {HAS_TICKETS.format('{4}')}"  # evaluated before anything is locked, because it uses no columns
+    f" WHERE NOT {HAS_TICKETS.format('{4}')}"  # The condition is evaluated before anything is locked, because it uses no columns.
 )
 _UNLOCK_ONE = "SELECT pg_catalog.pg_advisory_unlock(CAST({1} AS bigint))"
 
@@ -47,8 +47,9 @@ _TRY_MANY = (
     " SELECT CASE WHEN d.asked > 0 THEN d.got END,"
     f" (SELECT pg_catalog.count({call_on_nth('pg_advisory_unlock', 't.i')}) FROM t WHERE NOT d.got AND t.got AND t.i > 0) FROM d"
 )
-# All transaction-level locks come before the first session-level one. If they were taken key by key, a timeout would leave some
-# of them held. The counts make each phase depend on the one before, because PostgreSQL never runs a CTE that is not referenced.
+# All transaction-level locks come before the first session-level one. If the locks were taken key by key, a timeout would leave
+# some of the session-level locks held. The counts make each phase depend on the one before, because PostgreSQL never runs a CTE
+# that is not referenced.
 _WAIT_MANY = (
     "WITH s AS MATERIALIZED (SELECT pg_catalog.set_config('lock_timeout', {1}, true) AS set"
     f" WHERE NOT {HAS_TICKETS.format('{2}')}),"
@@ -84,7 +85,7 @@ _TEXTS: dict[ParamStyle, LockTexts] = {"format": _build_texts("format"), "numeri
 
 
 class LockSql:
-    """The statements for one set of sorted, distinct keys, in the parameter style of one driver."""
+    """The statements of a lock on one set of sorted, distinct keys, in the parameter style of one driver."""
 
     __slots__ = (
         "_base",
@@ -109,7 +110,7 @@ class LockSql:
     hands_over = True
     """Whether a holder may hand the lock over to the next waiter of its process."""
     shared = False
-    """Whether several contenders may hold it at once."""
+    """Whether several contenders may hold the lock at once."""
 
     def __init__(self, keys: tuple[LockKey, ...], style: ParamStyle) -> None:
         self.keys = keys
@@ -134,7 +135,7 @@ class LockSql:
 
     @property
     def row(self) -> tuple[TableNames, str] | None:
-        """The row of the lease table that these keys use; None here."""
+        """None, because a lock without a token uses no row of the lease table."""
         return None
 
     def holders(self, connection: Connection) -> list[Holder]:
@@ -151,7 +152,7 @@ class LockSql:
 
     @property
     def try_args(self) -> tuple[object, ...]:
-        """What `try_text` takes after the backend's pid."""
+        """The parameters of `try_text` that follow the backend's pid."""
         return self.unlock_args
 
     def wait_args(self, milliseconds: int) -> tuple[object, ...]:
@@ -161,7 +162,7 @@ class LockSql:
 
     @property
     def base(self) -> int:
-        """The number at which the tickets of its queue begin."""
+        """The number at which the tickets of this lock's queue begin."""
         if self._base is None:
             self._base = find_queue(self.keys)
         return self._base

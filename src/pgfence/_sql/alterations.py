@@ -1,4 +1,4 @@
-"""Alter tables that are in use, during an upgrade or a downgrade, and limit which locks are waited for, and for how long."""
+"""Alter tables that are in use, during an upgrade or a downgrade, and limit how long each statement waits for locks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """A statement that locks tables in use, and the condition that it is needed."""
+    """A statement that locks tables in use, and the condition under which it is needed."""
 
     needed: str
     statement: str
 
 
 def add_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> list[Change]:
-    """Return the change that adds missing columns; it alters all of these tables if any lacks one."""
+    """Return the change that adds missing columns. If any of the tables lacks a column, the change alters all of them."""
     needed = [
         f"NOT {_has_column(place, name, each.partition(' ')[0])}" for name, some in columns.items() for each in some
     ]
@@ -30,7 +30,7 @@ def add_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> list
 
 
 def drop_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> list[Change]:
-    """Return the change that drops columns, if any exists."""
+    """Return the change that drops columns. It is needed if any of the columns exists."""
     needed = [_has_column(place, name, each) for name, some in columns.items() for each in some]
     return _change_columns(
         place,
@@ -48,8 +48,8 @@ def _change_columns(place: TableNames, needed: Sequence[str], changes: Mapping[s
 
 def add_gate_trigger(place: TableNames, version: int) -> list[Change]:
     """Return the change that creates the trigger on the gate table, which the functions of this version rely on."""
-    # CREATE TRIGGER waits for every transaction that has raised a gate, and no gate can be raised until the commit. So when another
-    # session can first use these functions, no transaction is open that the trigger has not seen.
+    # CREATE TRIGGER waits for every transaction that has raised a gate, and no gate can be raised until the commit. When other
+    # sessions can use these functions for the first time, no transaction is open that the trigger has not seen.
     if version < GATE_TRIGGER:
         return []
     made = (
@@ -90,12 +90,12 @@ def _has_column(place: TableNames, table: str, column: str) -> str:
 
 
 def alter_tables(changes: Sequence[Change]) -> tuple[str, ...]:
-    """Return the statement that makes the changes that are needed, as a tuple, which is empty without changes."""
+    """Return a tuple with the statement that makes the needed changes. The tuple is empty if `changes` is empty."""
     if not changes:
         return ()
     # ALTER TABLE waits for every open transaction that has used the table, and all later statements wait behind it, including the
-    # renewals of held leases. So it waits for at most 200 ms at a time, and an attempt makes all changes or none: no table stays
-    # locked while another one is not available.
+    # renewals of held leases. So each attempt waits for at most 200 ms and makes all changes or none: no table stays locked while
+    # another table is not available.
     steps = "".join(
         f"                IF {each.needed} THEN\n                    {each.statement};\n                END IF;\n"
         for each in changes

@@ -31,8 +31,8 @@ class AuditQuery:
 
     Attributes:
         place: the table names.
-        since: the earliest time, in seconds since 1970, or None for all.
-        newest: the maximum age by the server's clock, in seconds, or None for any.
+        since: the time of the earliest row, in seconds since 1970, or None for all.
+        newest: the maximum age of a row by the server's clock, in seconds, or None for any.
         action: the action, or None for all.
     """
 

@@ -17,7 +17,7 @@ _ABORT = f"DO $$BEGIN RAISE EXCEPTION 'pgfence: the claim is lost' USING ERRCODE
 
 
 def abort_transaction(connection: Connection) -> DBAPIError:
-    """Raise an error in the server, so that the transaction cannot commit even if the caller swallows it; return the error."""
+    """Raise an error in the server, and return it. The transaction then cannot commit, even if the caller swallows the error."""
     try:
         send(connection, _ABORT)
     except DBAPIError as error:

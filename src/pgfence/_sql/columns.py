@@ -35,7 +35,7 @@ OWN = "pgfence"
 
 
 def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tuple[Table, ...]:
-    """Add the tables of a version to a MetaData and return them. Tables that it already has are kept."""
+    """Add the tables of a version to a MetaData and return them. Tables that the MetaData already has are kept."""
     schema = metadata.schema if place.schema is None else place.schema
 
     def add_table(name: str, *parts: SchemaItem) -> Table:
@@ -77,7 +77,7 @@ def _define_time(name: str, **options: Any) -> Column[Any]:
 
 
 def _define_json(name: str) -> Column[Any]:
-    # Imported here, because it loads the dialects of all drivers.
+    # The import is here, because it loads the dialects of all drivers.
     from sqlalchemy.dialects.postgresql import JSONB
 
     return Column(name, JSON().with_variant(JSONB(), "postgresql"))
@@ -275,14 +275,14 @@ def _define_lock_name() -> tuple[SchemaItem, ...]:
 def get_dialect() -> Dialect:
     from sqlalchemy.dialects import postgresql
 
-    # "named", because the default style would double a percent sign in a name.
+    # The style is "named", because the default style would double a percent sign in a name.
     dialect: Dialect = postgresql.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
     return dialect
 
 
 @cache
 def list_column_types(version: int = VERSION) -> dict[str, dict[str, str]]:
-    """Return the columns and their types as the server writes them, by table without the prefix."""
+    """Return the columns of each table (its name without the prefix), with their types as the server writes them."""
     types = get_dialect()
     return {
         add_table.name: {column.name: column.type.compile(types).lower() for column in add_table.columns}
@@ -292,7 +292,10 @@ def list_column_types(version: int = VERSION) -> dict[str, dict[str, str]]:
 
 @cache
 def list_added_columns(version: int) -> dict[str, tuple[str, ...]]:
-    """Return the columns that tables of an older version lack, in ADD COLUMN syntax, by table without the prefix."""
+    """Return the columns that each table of an older version lacks, in ADD COLUMN syntax.
+
+    The names of the tables have no prefix.
+    """
     found: dict[str, tuple[str, ...]] = {}
     for add_table in define(MetaData(), TableNames(prefix=""), version):
         first = next(

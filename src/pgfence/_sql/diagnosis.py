@@ -37,7 +37,7 @@ SETTINGS = (
 )
 PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE")
 MOST_ROWS = 100
-"""The maximum number of sessions, waits and indexes that are read, each."""
+"""The maximum number of sessions that are read, and the same for waits and for indexes."""
 
 _HERE = "(SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
 _VERSION = "SELECT pg_catalog.version(), pg_catalog.current_setting('server_version_num')::integer, current_user::text"
@@ -117,17 +117,17 @@ class Snapshot:
     """The state of a server as one role sees it, at one moment.
 
     Attributes:
-        standby: whether the server is a standby.
-        role, database, search_path: of the connection.
+        standby: whether the server is a standby. role, database, search_path: the role, the database and the search path of the
+            connection.
         tcp: whether the connection uses TCP, and not a Unix socket.
         sees_all: whether the role sees the activity of all sessions.
         locks_used, lock_limit: the entries of the lock table, and its minimum capacity.
         settings: settings of the session, in the units of pg_settings.
-        holders: other sessions that hold advisory locks and are idle, or whose state is hidden.
-        waits: sessions that wait for an advisory lock or for a table of pgfence.
+        holders: the other sessions that hold advisory locks and are idle or whose state is hidden.
+        waits: the sessions that wait for an advisory lock or for a table of pgfence.
         invalid_indexes: indexes that are not valid and not being built.
-        standbys: the standbys that receive WAL from this server.
-        tables, functions: tables and functions with the names of pgfence's, in any schema.
+        standbys: the standbys that receive WAL from this server. tables, functions: the tables and functions in any schema that
+            have the names of pgfence's tables and functions.
         schema: the schema of the installation, or None if there is none.
         problem: why the installed tables cannot be used.
         shortest_ttl: the shortest TTL of the leases that are held, or None. It is read only if the primary has synchronous
@@ -158,12 +158,12 @@ class Snapshot:
     clock_doubt: float = 0.0
 
     def read_milliseconds(self, name: str) -> int:
-        """Return a setting that pg_settings shows in milliseconds; 0 if the server does not have it."""
+        """Return a setting that pg_settings shows in milliseconds, or 0 if the server does not have it."""
         return int(self.settings.get(name, "0"))
 
 
 def build_query(place: TableNames) -> str:
-    """Return the statement, whose one value is the snapshot as JSON."""
+    """Return the statement that reads the snapshot. Its only value is the snapshot as JSON."""
     words = {
         "names": ", ".join(quote_literal(place.prefix + name) for name in list_column_types()),
         "functions": ", ".join(quote_literal(place.prefix + name) for name in read_functions(place)),
@@ -201,9 +201,10 @@ def read_version(connection: Connection) -> tuple[str, int, str]:
 
 
 def read_snapshot(connection: Connection, place: TableNames) -> Snapshot:
-    """Return the snapshot, inside a transaction that has begun.
+    """Read and return the snapshot, inside a transaction that has begun.
 
-    It takes one round trip, one more if there are tables to check, and one more on a primary with synchronous standbys.
+    This takes one round trip, a further one if there are tables to check, and a further one on a primary with synchronous
+    standbys.
     """
     before = datetime.now(UTC).timestamp()
     found = json.loads(tables.execute_plain(connection, build_query(place)).scalar_one())

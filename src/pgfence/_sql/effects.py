@@ -37,19 +37,20 @@ class EffectSql:
     A name is scope, U+001F and key. The statements of the heartbeat use the same names as those of leases.
 
     Attributes:
-        claim: scope, key, fingerprint, claim id, ttl, keep, whether to take over from a lost attempt, owner, host, pid, and scope
-            and key again. One row: outcome, attempt, locked_until, remaining, steps as JSON, result as JSON, HTTP status,
-            headers as JSON, body; owner, host, pid and since of the running attempt; and the TTL of the claim of a busy or lost
-            one, NULL before version 3.
+        claim: scope, key, fingerprint, claim id, ttl, keep, whether to take over from a lost attempt, owner, host, pid, and a
+            second time scope and key. One row: outcome, attempt, locked_until, remaining, steps as JSON, result as JSON, HTTP
+                status, headers as JSON, body; owner, host, pid and since of the running attempt; and the TTL of the claim of a
+                busy or lost attempt, NULL before version 3.
         renew: lists of names, claim ids, attempts, ttls. One value, for `lease.decode_renewals`.
         step: name, claim id, attempt, step, value as JSON. One value: the current attempt, -1 if the key has none, or NULL if the
             key does not exist.
         finish: name, claim id, attempt, keep, status, result as JSON, HTTP status, headers as JSON, body, whether pgfence opened
             the transaction. One value, as for `step`.
         free: name, claim id, attempt. One value: "released", or why not.
-        finish_late: name, then as for `finish`; for the heartbeat, which must not wait for a row lock. NULL: try again.
+        finish_late: name, then as for `finish`; for the heartbeat, which must not wait for a row lock. NULL means that the
+            heartbeat must try again.
         release_late: name, then as for `free`; for the heartbeat.
-        forget_late: name twice, claim id; for the heartbeat. One value: whether it ended an attempt.
+        forget_late: name twice, claim id; for the heartbeat. One value: whether the statement ended an attempt.
         end: name, claim id, attempt, a note as JSON, which the next caller reads as the result of the busy attempt. It waits for
             no lock. One row: whether the note was written, whether the claim is still this attempt's, and the status, attempt,
             seconds left and `locked_until` of the key; all NULL if the key does not exist.
@@ -123,7 +124,7 @@ def _build_end(keys: str, style: ParamStyle) -> str:
 def finish_inside(connection: Connection, place: TableNames, values: tuple[object, ...]) -> int | None:
     """Store the outcome of an attempt in the caller's own transaction, and return the result of `finish`.
 
-    A result other than this attempt means that the transaction is aborted.
+    A result that is not the number of this attempt means that the transaction is aborted.
     """
     try:
         answer: int | None = send_quick(connection, effect_sql(place, style_of(connection.dialect)).finish, values)

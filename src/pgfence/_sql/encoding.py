@@ -1,4 +1,4 @@
-"""Translate the four ways in which drivers and server report text that cannot be encoded into one error."""
+"""Translate the four errors with which drivers and the server report text that cannot be encoded into one error."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ UNTRANSLATABLE = "22P05"
 BAD_BYTES = "22021"
 UNSUPPORTED = "0A000"
 _SHOWN = 40
-# Compiled when they are used, as the patterns of `errors`.
+# These patterns are compiled when they are used, like those of `errors`.
 _BYTE = r"0x([0-9a-f]{2})"
 _ESCAPES = r"(?:\\u[0-9a-f]{4})+"
 
 
 class TextError(ValueError):
-    """A text of a statement cannot be encoded for this connection. The statement was not executed."""
+    """A text in a statement cannot be encoded for this connection, so the statement was not executed."""
 
 
 def text_error(error: BaseException, values: object, driver: Callable[[], object]) -> TextError | None:
-    """Return the error for a statement with text that cannot be encoded, or None if its error has another cause.
+    """Return the error for a statement with text that cannot be encoded, or None if `error` has another cause.
 
     Args:
         error: the error of the driver or of SQLAlchemy.
         values: the parameters of the statement.
-        driver: returns the driver's own connection, which knows the encodings. It is called only for such an error, because
-            SQLAlchemy would replace a lost connection.
+        driver: the function that returns the driver's own connection, which knows the encodings. It is called only for an
+            encoding error, because SQLAlchemy would replace a lost connection.
     """
     codec, state = _find_encode_error(error), sqlstate_of(error)
     if codec is not None:
@@ -58,7 +58,7 @@ def text_error(error: BaseException, values: object, driver: Callable[[], object
 
 @contextmanager
 def translate_text_errors(connection: Connection, values: object) -> Iterator[None]:
-    """Translate the error of a statement on a SQLAlchemy Connection if one of its texts cannot be encoded."""
+    """Translate the error of a statement in the block, on a SQLAlchemy Connection, if one of the texts cannot be encoded."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Translate database errors into the exceptions of pgfence. This is the only translation.
+"""Translate database errors into pgfence's exceptions. No other module does this.
 
-Callers pass what their statement was for. The meaning of an error is decided here by its SQLSTATE and never by its text. The
-exception is a rejected login, because libpq does not pass its SQLSTATE on.
+Callers pass the purpose of their statement. The SQLSTATE of an error determines its meaning, and its text does not, except for a
+rejected login, whose SQLSTATE libpq does not pass on.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ LOCK_OUTCOME_UNKNOWN = "The state of the lock is unknown"
 
 
 class ErrorContext(NamedTuple):
-    """The purpose of a statement, where the meaning of its error depends on it.
+    """The purpose of a statement, as far as the meaning of an error depends on it.
 
     Attributes:
         version: the version of the tables that the statement needs.
-        key_rights: the privileges on idempotency keys that it needs, if it needs the version of the tables that has them.
-        on_primary: the advice for a read-only server; if it is empty, such an error is not translated.
+        key_rights: the privileges that the statement needs on the table of idempotency keys, if it uses that table.
+        on_primary: the advice for a read-only server. If it is empty, an error about a read-only server is not translated.
         read_only: the exception class for a read-only server.
         owner: whether the statement creates or drops objects, for which a GRANT is not enough.
-        deadlock: the message for a deadlock; if empty, a deadlock is not translated.
-        fewer_locks: the advice if the server's lock table is full; if it is empty, that error is not translated.
+        deadlock: the message for a deadlock. If it is empty, a deadlock is not translated.
+        fewer_locks: the advice for a full lock table. If it is empty, that error is not translated.
         lock_table: the used entries and the capacity of the lock table.
-        audit_rights: the privileges on the audit table, if it is the only one that the statement uses.
+        audit_rights: the privileges on the audit table, if the statement uses no other table of pgfence.
     """
 
     version: int = 1
@@ -96,7 +96,7 @@ def translate_error(
     context: ErrorContext = _NO_CONTEXT,
     engine: Engine | None = None,
 ) -> PgfenceError | None:
-    """Return the exception for an error of a statement, or None if it is not an error that pgfence explains.
+    """Return pgfence's exception for an error of a statement, or None if pgfence has no exception for that error.
 
     Args:
         error: the error of the driver or of SQLAlchemy.
@@ -135,7 +135,7 @@ def raise_translated(
     context: ErrorContext = _NO_CONTEXT,
     engine: Engine | None = None,
 ) -> None:
-    """Raise the exception for an error of a statement, see `translate_error`. Return if `translate_error` returns None."""
+    """Raise pgfence's exception for an error of a statement. Return if `translate_error` returns None."""
     if told := translate_error(error, place, context, engine):
         raise told from error
 
@@ -145,9 +145,9 @@ def missing_tables_error(place: TableNames, needed: int, state: str | None, row:
 
     Args:
         place: the table names.
-        needed: the version that was needed.
-        state: the SQLSTATE.
-        row: the result of `storage.WHERE`, as far as known.
+        needed: the version of the tables that was needed.
+        state: the SQLSTATE of the error.
+        row: the row that the query `storage.WHERE` returned, as far as it is known.
     """
     return SchemaError(
         f"pgfence's tables or functions are missing or too old {place.describe(*row)}: run `{place.command}`, or call"
@@ -159,7 +159,7 @@ def missing_tables_error(place: TableNames, needed: int, state: str | None, row:
     )
 
 
-# Patterns are compiled when they are used, because that takes longer than importing this module, and few programs see the errors.
+# Patterns are compiled when they are used: compiling takes longer than importing this module, and few programs see the errors.
 _OWNED = r"(?:must be owner of|permission denied for) (?:relation|table|view) (.+)"
 _VIEW_OF_SERVER = r"permission denied for (?:relation|table|view) (pg_\w+)"
 
@@ -193,7 +193,7 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
 
 
 def standby_error(what: str, otherwise: str = "") -> StandbyError:
-    """Return the error for a lock requested on a standby; `otherwise` is advice for when no switch-over is in progress."""
+    """Return the error for a lock requested on a standby. `otherwise` is the advice if no switch-over is in progress."""
     return StandbyError(
         f"this server is a standby: {what} acquired here excludes no process on the primary. {SWITCHING}. Otherwise connect"
         f" to the primary{otherwise}"
@@ -269,7 +269,7 @@ def _gate_timeout_error(detail: Mapping[str, Any]) -> LockTimeoutError:
 
 
 def _iterate_layers(error: BaseException) -> Iterator[object]:
-    """Yield the driver's error first, and then the errors that wrap it."""
+    """Yield the layers of an error: first the driver's error, and then the errors that wrap it."""
     original = getattr(error, "orig", None) or error
     yield getattr(original, "driver_exception", None) or getattr(original, "__cause__", None) or original
     yield original
@@ -277,7 +277,7 @@ def _iterate_layers(error: BaseException) -> Iterator[object]:
 
 
 def read_detail(error: BaseException) -> str:
-    """Return the server's DETAIL; empty if it has none."""
+    """Return the server's DETAIL of an error, or an empty string if the error has none."""
     for layer in _iterate_layers(error):
         detail = getattr(getattr(layer, "diag", None), "message_detail", None) or getattr(layer, "detail", None)
         if isinstance(detail, str):
@@ -286,7 +286,7 @@ def read_detail(error: BaseException) -> str:
 
 
 def detail_of(error: BaseException) -> dict[str, Any]:
-    """Return the DETAIL of an error that pgfence's functions raised, which is JSON."""
+    """Return the decoded DETAIL, which is JSON, of an error that pgfence's functions raised."""
     detail = read_detail(error)
     if detail.startswith("{"):
         with contextlib.suppress(ValueError):
@@ -296,7 +296,7 @@ def detail_of(error: BaseException) -> dict[str, Any]:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the server's message, or the driver's in one line, without position, context, statement and parameters."""
+    """Return the message of the server, or of the driver, in one line, without position, context, statement and parameters."""
     for layer in _iterate_layers(error):
         message = getattr(getattr(layer, "diag", None), "message_primary", None) or getattr(layer, "message", None)
         if isinstance(message, str):
@@ -323,7 +323,7 @@ def is_connection_lost(error: BaseException) -> bool:
 
 
 def is_commit_unanswered(error: Exception) -> bool:
-    """Return whether an error at COMMIT means that the server did not respond. A rejection with an SQLSTATE is a response."""
+    """Return whether an error at COMMIT means that the server did not respond. An error with an SQLSTATE is a response."""
     if not isinstance(error, DBAPIError) and not is_driver_error(error):
         return isinstance(error, OSError)
     state = sqlstate_of(getattr(error, "orig", None) or error)
@@ -334,7 +334,7 @@ def is_commit_unanswered(error: Exception) -> bool:
 def translate_connect_error(
     engine: Engine, error: Exception, otherwise: str = LOCK_OUTCOME_UNKNOWN
 ) -> UnreachableError | None:
-    """Return the error for an error while connecting, or None if it has another cause, e.g. a bug in a creator."""
+    """Return pgfence's exception for an error while connecting, or None for another cause, e.g. a bug in a creator."""
     if isinstance(error, (PgfenceError, TextError)):
         return None
     state = sqlstate_of(error)
@@ -348,7 +348,7 @@ def translate_connect_error(
     reason = reason if reason.endswith("?") else f"{reason.rstrip('.')}."
     where = describe_server(engine)
     told = f"cannot connect to {where}: {reason}"
-    # With a list of hosts, another host may respond, so retrying makes sense.
+    # With a list of hosts, another host may respond, so the error is retryable.
     if is_login_rejected(state, reason) or (is_host_unknown(error, reason) and "," not in where):
         advice = "Check host, user, password, database and pg_hba.conf"
         return UnreachableError(f"{told} {advice}", sqlstate=state, retryable=False)
@@ -367,7 +367,7 @@ _NO_SUCH_HOST = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") 
 
 
 def is_login_rejected(state: str | None, reason: str) -> bool:
-    """Return whether the server rejected the login, the encryption or the database, so that retrying is useless.
+    """Return whether the server rejected the login, the encryption or the database, in which case a retry is useless.
 
     libpq does not pass on the SQLSTATE, so the text decides. Messages in languages other than English are not recognized.
     """
@@ -384,10 +384,10 @@ def is_host_unknown(error: BaseException, reason: str) -> bool:
 
 
 def find_connect_error(engine: Engine, error: Exception, otherwise: str) -> UnreachableError | None:
-    """Return the error for an exception raised while connecting, by SQLAlchemy or the caller's code, or None for any other.
+    """Return pgfence's exception for an error raised while connecting, by SQLAlchemy or the caller's code, or None for any other.
 
-    While connecting, drivers raise OSError, TimeoutError and their own classes. The version of SQLAlchemy determines which of
-    them it wraps. The caller's own code may raise the same classes, so the traceback shows where an exception comes from.
+    While connecting, drivers raise OSError, TimeoutError and their own classes. Which of these errors SQLAlchemy wraps depends on
+    its version. The caller's own code may raise the same classes, so the traceback shows where an exception comes from.
     """
     pool = engine.pool
     for each in (error, getattr(error, "orig", None)):

@@ -38,7 +38,7 @@ _ROW = (
     f" NULLIF({microseconds_sql('l.acquired_at')}, 0), NULLIF({microseconds_sql('l.expires_at')}, 0)"
     " FROM {lease} AS l WHERE l.name = {0}"
 )
-# The first permit, or the first partition, if the name is that of a semaphore or of partitions.
+# The query returns the first permit of a semaphore, or the first partition of a set, with that name.
 _PART = "SELECT l.name, l.kind FROM {lease} AS l WHERE l.name IN ({0}, {1}) AND l.kind IN ('permit', 'partition')"
 _EVICT = "SELECT r.evicted, r.newest FROM {evict_lease_v2}({0}, {1}, {2}, {3}) AS r"
 _NOTIFY = "SELECT pg_catalog.pg_notify({0}, {1})"
@@ -46,7 +46,7 @@ _AUDIT = (
     "INSERT INTO {audit} (action, resource, actor, reason, at, detail)"
     " VALUES ('evict', {0}, {1}, {2}, pg_catalog.clock_timestamp(), CAST({3} AS jsonb))"
 )
-# This queries the holder of the lock again, because the process id may have been reused.
+# The statement queries the holder of the lock again, because the process id may have been reused.
 _END = (
     "SELECT pg_catalog.count(pg_catalog.pg_terminate_backend(s.pid, 5000)) FROM (SELECT DISTINCT l.pid FROM pg_catalog.pg_locks AS l"
     " WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 AND l.pid <> pg_catalog.pg_backend_pid()"
@@ -99,7 +99,7 @@ class Found:
     Attributes:
         holders: the holders of the lease or of the advisory lock.
         token: the newest token, or None if the name never had one.
-        newest: the token after an eviction, below which all are rejected.
+        newest: the token after an eviction. All older tokens are rejected.
     """
 
     holders: tuple[Holder, ...]
@@ -107,7 +107,10 @@ class Found:
     newest: int | None = None
 
     def matches(self, other: Found) -> bool:
-        """Return whether these are the same grants. The activity of a session is ignored, because it changes all the time."""
+        """Return whether both results have the same grants.
+
+        The activity of a session is ignored, because it changes all the time.
+        """
         return self.token == other.token and self._identify() == other._identify()
 
     def _identify(self) -> set[tuple[str, int | None, int | None]]:
@@ -118,7 +121,7 @@ def look(connection: Connection, order: EvictionRequest) -> Found:
     """Return the lease's last holder, unless it was released, and the sessions that hold the name's key.
 
     Raises:
-        ValueError: it is the name of a semaphore or of partitions, which are held by their rows' names.
+        ValueError: the name belongs to a semaphore or to partitions, whose permits and partitions are held under their own names.
     """
     row = _run(connection, order.place, _ROW, order.name).one_or_none()
     held = [] if row is None else [_build_lease_holder(order, row)]
@@ -182,7 +185,7 @@ def evict(connection: Connection, order: EvictionRequest) -> Found:
 
 
 class _Changed(Exception):
-    """Another grant was made between query and eviction. This exception never leaves the module."""
+    """Raised if another grant was made between query and eviction. This exception never leaves the module."""
 
 
 def _try_evict(connection: Connection, order: EvictionRequest) -> Found:
@@ -197,14 +200,14 @@ def _try_evict(connection: Connection, order: EvictionRequest) -> Found:
         evicted, newest = _run(connection, order.place, _EVICT, *words).one()
         if evicted != found.token:
             raise _Changed
-        # Notify the process that holds the lease. The function itself notifies the waiters.
+        # The process that holds the lease is notified. The server function itself notifies the waiters.
         _run(connection, order.place, _NOTIFY, order.place.evictions, order.name)
     elif pids:
         _run(connection, order.place, _AUDIT, *words)
     else:
         return found
-    # This comes after the token and the audit, and before COMMIT. So no session is ended that is not fenced off and recorded, and
-    # an error up to here leaves everything unchanged.
+    # Sessions are ended after the token was raised and the audit row was written, and before COMMIT. So no session is ended that
+    # is not fenced off and recorded, and an error before this point leaves everything unchanged.
     if pids:
         _end_sessions(connection, order, pids)
     return Found(found.holders, found.token, newest)
@@ -258,7 +261,7 @@ def to_data(holder: Holder) -> Mapping[str, object]:
 
 
 def _run(connection: Connection, place: TableNames, text: str, *args: object) -> CursorResult[*tuple[Any, ...]]:
-    """Run a text, with the table names and with parameters in the driver's style."""
+    """Execute a text, after inserting the table names and the parameters in the driver's style."""
     style = style_of(connection.dialect)
     names = {what: place.name(what) for what in ("lease", "audit", "evict_lease_v2")}
     if style == "format":

@@ -36,7 +36,7 @@ class EnteredGates(TransactionRecord):
     __slots__ = ()
 
     def token_of(self, place: TableNames, resource: str) -> int | None:
-        """Return the token that entered the gate of a stored resource name, or None if it was not entered."""
+        """Return the token with which the gate of a stored resource name was entered, or None if it was not entered."""
         token: int | None = self._keys.get((place, resource))
         return token
 
@@ -92,7 +92,7 @@ def _save(place: TableNames, style: ParamStyle) -> str:
 
 
 def translate(connection: Connection) -> None:
-    """Raise the fence's rejections as exceptions of pgfence for all statements on this engine.
+    """Translate the fence's rejections into pgfence's exceptions, for all statements on the engine.
 
     Raises:
         UnsupportedServerError: the dialect is not PostgreSQL, or its driver is not supported.

@@ -1,4 +1,4 @@
-"""The statements of an idempotency key in the caller's transaction: claim it and finish it.
+"""The statements of an idempotency key in the caller's transaction, which claim the key and finish it.
 
 Each statement takes one round trip. The claim can share it with BEGIN, and the end with COMMIT.
 """
@@ -35,7 +35,7 @@ NEEDED = KEYS
 
 UNIQUE_VIOLATION = "23505"
 UNFINISHED = "PF004"
-"""A transaction tries to commit with a key that it has claimed and not finished."""
+"""The SQLSTATE of a COMMIT in a transaction that has claimed a key and not finished it."""
 
 _TRANSLATING = "_pgfence_keys_translating"
 
@@ -47,7 +47,7 @@ _PUT_BACK = "SELECT pg_catalog.set_config('statement_timeout', {}, true)"
 
 
 class KeyRow(NamedTuple):
-    """A key and the values that it is claimed with."""
+    """A key and the values with which it is claimed."""
 
     scope: str
     key: str
@@ -75,7 +75,7 @@ def claim(connection: Connection, place: TableNames, row: KeyRow, wait: float) -
     values = (*row, min(wait, _LONGEST))
     if not wait:
         return _decode_claim(send_quick(connection, _claim(place, style), values))
-    # A separate statement, because a statement cannot change its own time limit.
+    # The limit is set by a separate statement, because a statement cannot change its own time limit.
     limit = send(connection, _LIFT).one()[0]
     answer = _decode_claim(send(connection, _claim(place, style), values).scalar_one())
     if limit != "0":
@@ -88,9 +88,9 @@ class EffectAttempt(NamedTuple):
 
     Attributes:
         number: the number of the attempt.
-        remaining: the seconds until its claim ends.
+        remaining: the seconds until the claim of the attempt ends.
         kept: the seconds until a transaction can claim the key in any case.
-        ended: the error that it ended with, if any.
+        ended: the error with which the attempt ended, if any.
     """
 
     number: int
@@ -100,14 +100,17 @@ class EffectAttempt(NamedTuple):
 
 
 def find_attempt(connection: Connection, place: TableNames, row: KeyRow) -> EffectAttempt | None:
-    """Return the attempt of an effect that has a key, or None if a transaction has the key."""
+    """Return the attempt of the effect that has claimed a key, or None if a transaction has claimed it."""
     style = style_of(connection.dialect)
     found = send(connection, _select_attempt(place, style), (row.scope, row.key)).one_or_none()
     return None if found is None else EffectAttempt._make(found)
 
 
 def finish(connection: Connection, place: TableNames, row: KeyRow, status: str, text: str) -> bool:
-    """Store the outcome of the work. Return False if this transaction has not claimed the key, or has rolled the claim back."""
+    """Store the outcome of the work under a key.
+
+    Return False if this transaction has not claimed the key, or has rolled the claim back.
+    """
     style = style_of(connection.dialect)
     done: bool = send_quick(connection, _finish(place, style), (row.scope, row.key, status, text))
     return done
@@ -121,7 +124,7 @@ def finish_at_commit(
     text: str,
     build_error: Callable[[], PgfenceError],
 ) -> bool:
-    """Store the outcome with a statement that shares the round trip of COMMIT. Return False if it must be stored now.
+    """Store the outcome in the round trip of COMMIT. Return False if this is not possible, so that the caller must store it now.
 
     Args:
         connection: the connection whose transaction has claimed the key.
@@ -129,19 +132,20 @@ def finish_at_commit(
         row: the claim.
         status: the new status of the key.
         text: the outcome.
-        build_error: builds the error of the COMMIT, if the key is no longer claimed.
+        build_error: the function that builds the error of the COMMIT if the key is no longer claimed.
     """
     # Listeners must see each statement separately.
     if is_observed(connection):
         return False
-    # From now on, statements are observed, and the postponed statement is sent before any statement that must come after it.
+    # From now on, the statements are observed, so that the postponed statement is sent before any statement that must come after
+    # it.
     read_along(connection)
     finish_or_fail = _finish_or_fail(place, style_of(connection.dialect))
     return postpone(connection, finish_or_fail, (row.scope, row.key, status, text), build_error)
 
 
 def translate(connection: Connection) -> None:
-    """Raise an exception of pgfence when a commit on this engine is rejected because of an unfinished key."""
+    """Raise pgfence's exception when a commit on this engine is rejected because of an unfinished key."""
     dialect = vars(connection.dialect)
     if _TRANSLATING not in dialect:
         event.listen(connection.engine, "handle_error", _translate_unfinished)

@@ -1,4 +1,4 @@
-"""Pass many advisory keys to one statement as one array: bigint keys first, then pairs, each as `LockKey.value`.
+"""Pass many advisory keys to one statement as one array of `LockKey.value`: bigint keys first, then pairs.
 
 Keys are tried one by one: the row of a key is produced only after the key before it was granted, so that no key after a
 rejected one is tried. A filter with a LIMIT does not guarantee this. Access to the n-th element of an array is cheap; a join
@@ -33,7 +33,10 @@ def call_on_nth(function: str, n: str) -> str:
 
 
 def build_try(function: str, may_start: str) -> str:
-    """Return the recursive query `t(i, got)`: row 0 states whether to start; then one row for each key up to a rejection."""
+    """Return the recursive query `t(i, got)`. Row 0 states whether to start.
+
+    Then there is one row for each key, up to a rejection.
+    """
     return (
         f"t(i, got) AS (SELECT 0, {may_start} FROM b UNION ALL SELECT t.i + 1, {call_on_nth(function, 't.i + 1')}"
         " FROM t WHERE t.got AND t.i < (SELECT pg_catalog.cardinality(b.keys) FROM b))"
@@ -41,7 +44,7 @@ def build_try(function: str, may_start: str) -> str:
 
 
 def encode_keys(keys: Sequence[LockKey], style: ParamStyle) -> tuple[int, object]:
-    """Return how many of the sorted keys are bigints, and the array in the driver's format."""
+    """Return the number of bigints among the sorted keys, and the array of the keys in the driver's format."""
     values = [key._value for key in keys]
     bigints = sum([key.space == "bigint" for key in keys]) if keys[-1].space == "pair" else len(keys)
     if style == "numeric":

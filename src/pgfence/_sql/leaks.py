@@ -1,7 +1,7 @@
 """Find idle sessions that hold advisory locks which pgfence did not take, and end them.
 
-PostgreSQL does not record which program took a lock, or whether it still needs it. A connection that was returned to a pool
-with a lock is an idle session with a lock, and so is the lock connection of a program that works on another connection.
+PostgreSQL does not record which program took a lock, or whether the program still needs the lock. An idle session with a lock may
+be a connection that was returned to a pool with the lock, or the lock connection of a program that works on another connection.
 pgfence recognizes its own lock connections by their last statement.
 """
 
@@ -42,8 +42,8 @@ _OURS = (
     "pg_catalog.pg_advisory_unlock",
     "pgfence.ticket",
     "lock_with_token_v",
-    "note_names_v",  # stores the name on the same connection, after the grant
-    "pg_catalog.pg_backend_pid()",  # probes the connection where the system does not report its loss
+    "note_names_v",  # the statement that stores the name on the same connection, after the grant
+    "pg_catalog.pg_backend_pid()",  # the statement that probes the connection where the system does not report its loss
 )
 ELSEWHERE = (
     " FROM pg_catalog.pg_locks AS l JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid"
@@ -82,7 +82,7 @@ class ReleaseRequest:
         idle_for: how long a session must have been idle, in seconds.
         reason: the reason, for the audit table.
         actor: the person or program that acts, for the audit table.
-        only: end only these of the sessions; None ends all.
+        only: the sessions to end, if they are still leaked; None ends all.
     """
 
     place: TableNames
@@ -99,11 +99,11 @@ class LeakedSession:
     """An idle session that holds advisory locks.
 
     Attributes:
-        holders: one for each of its locks.
-        backend_pid: its server process.
-        started, since: when it began and when it became idle, in microseconds since 1970. They identify it.
-        idle: how long it has been idle, in seconds.
-        query: the beginning of its last statement.
+        holders: one holder for each lock of the session.
+        backend_pid: the id of the server process. started, since: when the session began and when it became idle, in microseconds
+            since 1970. Both times identify it.
+        idle: how long the session has been idle, in seconds.
+        query: the beginning of the session's last statement.
     """
 
     holders: tuple[Holder, ...]
@@ -114,7 +114,7 @@ class LeakedSession:
     query: str
 
     def is_same(self, other: LeakedSession) -> bool:
-        """Return whether the other session is the same one, and was not used in the meantime."""
+        """Return whether `other` is the same session and was not used in the meantime."""
         return (self.backend_pid, self.started, self.since) == (other.backend_pid, other.started, other.since)
 
 
@@ -137,7 +137,7 @@ def is_leaked(state: str | None, idle: float | None, query: str, idle_for: float
 
 
 def look(connection: Connection, order: ReleaseRequest) -> tuple[LeakedSession, ...]:
-    """Return the sessions that hold leaked locks, those that have been idle longest first."""
+    """Return the sessions that hold leaked locks, the longest idle first."""
     sessions: dict[int, list[Row]] = {}
     for row in map(tuple, _run(connection, order.place, _LOOK)):
         pid, *_, idle, query = row
@@ -167,12 +167,13 @@ def _build_holder(row: Row) -> Holder:
 
 
 def release(connection: Connection, order: ReleaseRequest) -> Released:
-    """End the sessions and record that, each in a separate transaction, on a connection at READ COMMITTED.
+    """End the sessions and record that, each session in a separate transaction, on a connection at READ COMMITTED.
 
-    A session that was used since it was found is left alone.
+    A session that was used after it was found is not ended.
 
     Raises:
-        SchemaError: the role may not end a session, or not write the audit table. That session was not ended; those before it were.
+        SchemaError: the role may not end a session, or not write the audit table. That session was not ended, but the sessions
+            before it were.
     """
     with connection.begin():
         found = look(connection, order)
@@ -182,7 +183,7 @@ def release(connection: Connection, order: ReleaseRequest) -> Released:
     ended: list[LeakedSession] = []
     for session in found:
         with connection.begin() as transaction:
-            # Recorded before it is ended: no session is ended that cannot be recorded.
+            # The end of the session is recorded first, so that no session is ended whose end cannot be recorded.
             if audited:
                 _record(connection, order, session)
             if _end(connection, order, session, len(ended)):
@@ -223,7 +224,7 @@ def _end(connection: Connection, order: ReleaseRequest, session: LeakedSession, 
 
 
 def _run(connection: Connection, place: TableNames, text: str, *args: object) -> CursorResult[Any]:
-    """Run a text, with the table names and with parameters in the driver's style."""
+    """Execute a text, after inserting the table names and the parameters in the driver's style."""
     style = style_of(connection.dialect)
     names = {"audit": name_of(place, "audit", style)}
     with translate_text_errors(connection, args):

@@ -1,4 +1,4 @@
-"""The statements of leases and slots. Each calls one server function or is a query.
+"""The statements of leases and slots. Each statement calls one server function or is a query.
 
 Through a pooler, statements must not be prepared. asyncpg always prepares and needs a transaction around the statement: the
 pooler could otherwise send its two halves to two servers.
@@ -42,20 +42,21 @@ class LeaseSql(NamedTuple):
 
     Attributes:
         acquire: name, name, lease id, ttl, min_hold, lock_delay, max_hold or None, owner, host, pid, purpose, metadata as JSON or
-            None, kind. One row: the token of a lease that had expired unreleased when the statement began, if there is one, granted,
-            token, expires_at, remaining, hold_remaining, checkpoint as JSON, kind, owner, host, pid, backend_pid, application_name, purpose, since, set_back. If not granted, it describes the holder, and
-            `remaining` is the time until the name is free. `set_back` is None, or the seconds by which the server's clock was
-            set back.
+            None, kind. One row: the token of a lease that had expired unreleased when the statement began, if there is one,
+                granted, token, expires_at, remaining, hold_remaining, checkpoint as JSON, kind, owner, host, pid, backend_pid,
+                application_name, purpose, since, set_back. If the lease is not granted, the row describes the holder, and
+                `remaining` is the time until the name is free. `set_back` is None, or the seconds by which the server's clock was
+                set back.
         renew: lists of names, lease ids, tokens, ttls. One value: JSON, for `decode_renewals`.
         release: name, lease id, token. One value: "released", or why not.
         finish: the release of a slot: name, lease id, token, slot, whether it is done.
         forget: name, lease id. One value: whether it ended a grant.
         adopt: name, lease id, token, new lease id, owner or None, host, pid. One row: outcome, expires_at, remaining,
             hold_remaining, ttl, checkpoint as JSON, purpose, set_back.
-        release_late: name, and the parameters of `release`. The heartbeat uses it, because it must not wait for a row lock
-            while other leases need renewal. NULL means that another session has the row locked.
-        finish_late: name, and the parameters of `finish`. The heartbeat uses it.
-        forget_late: name, and the parameters of `forget`. The heartbeat uses it.
+        release_late: name, and the parameters of `release`. For the heartbeat, which must not wait for a row lock while other
+            leases need renewal. NULL means that another session has the row locked.
+        finish_late: name, and the parameters of `finish`; for the heartbeat.
+        forget_late: name, and the parameters of `forget`; for the heartbeat.
         look: name. One row if a lease or a session lock with a token is held: kind, owner, host, pid, backend_pid,
             application_name, purpose, token, since, expires_at.
         permits: the texts of semaphores.
@@ -129,9 +130,13 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
 
 
 def read_unreleased(place: TableNames, style: ParamStyle) -> str:
-    """Return the expression for the token of a lease that had expired unreleased when the statement began. Parameter: its name."""
-    # The expression reads the row as it was before the function of the same statement changes it, but PostgreSQL evaluates it
-    # afterwards. The function may have waited for a release, so a lease that expired in the meantime does not count.
+    """Return the expression for the token of a lease that had expired unreleased when the statement began.
+
+    Its parameter is the name of the lease.
+    """
+    # The expression reads the row as it was before the function of the same statement changes it, although PostgreSQL evaluates
+    # the expression afterwards. The function may have waited for a release, so a lease that expired in the meantime does not
+    # count.
     return (
         f"(SELECT l.token FROM {name_of(place, 'lease', style)} AS l WHERE l.name = CAST({mark(style, 1)} AS text)"
         " AND l.released_at IS NULL AND l.expires_at <= pg_catalog.statement_timestamp() AND l.lock_key IS NULL)"
@@ -161,7 +166,7 @@ def decode_renewals(text: str) -> list[LeaseResult]:
 
 
 def combine_results(results: Sequence[LeaseResult]) -> LeaseResult:
-    """Return the result of a grant with several rows.
+    """Combine the results of the rows of one grant.
 
     The grant is lost if any row is lost, and renewed only if all rows are renewed.
     """
@@ -199,14 +204,14 @@ class SlotSql(NamedTuple):
 
     Attributes:
         read: name. One row: the server's clock, the newest slot done, the newest slot tried; None if it does not exist.
-        read_zone: zone, name. One row: the same, the zone's UTC offset in seconds, None for an unknown zone, and its offset at
-            the newest slot done as the host that ran it knew it, None if that is not known.
+        read_zone: zone, name. One row: as for `read`, the zone's UTC offset in seconds, None for an unknown zone, and the zone's
+            offset at the newest slot done as the host that ran that slot knew it, None if it is not known.
         offset: instant, zone. One row: the zone's UTC offset in seconds at that instant, or None for an unknown zone.
         home: the quoted name of the slot table. One row: its schema.
-        acquire: name, name, slot, until when it counts or None, lease id, ttl, max_hold or None, owner, host, pid, purpose, metadata
-            as JSON or None, zone or None, its UTC offset in seconds at the slot or None, the newest slot done as it was read.
-            One row: the token of a lease that had expired unreleased, as for `LeaseSql.acquire`, the outcome ("granted", "busy", "done", "moved", "zone"), then as for the `acquire` of a lease, and the
-            number of attempts at the slot.
+        acquire: name, name, slot, until when it counts or None, lease id, ttl, max_hold or None, owner, host, pid, purpose,
+            metadata as JSON or None, zone or None, its UTC offset in seconds at the slot or None, the newest slot done as it was
+            read. One row: the token of a lease that had expired unreleased, as for `LeaseSql.acquire`, the outcome ("granted",
+            "busy", "done", "moved", "zone"), then as for the `acquire` of a lease, and the number of attempts at the slot.
     """
 
     read: str
@@ -217,9 +222,10 @@ class SlotSql(NamedTuple):
 
 
 def build_repair(place: TableNames, stored: str) -> str:
-    """Return the statement with which an operator lets a job run again after a clock error.
+    """Return the statement with which an operator allows a job to run again after a clock error.
 
-    The statement is for a slot that was finished while the clock was ahead. It can be pasted into psql, and does nothing once the server's clock has passed the slot.
+    The statement is for a slot that was finished while the clock was ahead. It can be pasted into psql, and has no effect once
+    the server's clock has passed the slot.
     """
     return (
         f"UPDATE {place.name('slot')} SET done = NULL, tried = NULL WHERE name = {_quote_pasteable(stored)}"
@@ -229,7 +235,7 @@ def build_repair(place: TableNames, stored: str) -> str:
 
 def _quote_pasteable(value: str) -> str:
     """Return a string as an SQL literal that survives log lines, terminals and emails."""
-    # It has no line breaks and no adjacent spaces.
+    # The literal has no line breaks and no adjacent spaces.
     if value.isprintable() and "  " not in value:
         return quote_literal(value)
     parts = []

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
 
 MOST_REMEMBERED = 10_000
-"""The maximum number of keys that are remembered as stored. When it is exceeded, all are forgotten, and their names are
-sent again.
+"""The maximum number of keys that are remembered as stored. When it is exceeded, all of them are forgotten, and their names are
+sent again when they are next used.
 """
 _REMEMBERED = "_pgfence_names"
 _LAPSED = "{n}.seen_at < pg_catalog.clock_timestamp() - interval '30 days'"
@@ -37,7 +37,7 @@ _FORGET = (
 
 @cache
 def has_names_sql(place: TableNames, style: ParamStyle | None) -> str:
-    """Return the condition that names can be stored, that is, the table exists, and the role has the privileges.
+    """Return the condition that names can be stored: the table exists, and the role has the privileges for it.
 
     Args:
         place: the table names.
@@ -55,12 +55,15 @@ def has_names_sql(place: TableNames, style: ParamStyle | None) -> str:
 
 @cache
 def note_sql(place: TableNames, style: ParamStyle) -> str:
-    """Return the statement that takes keys and names, and returns a name that has the key of another one, or NULL."""
+    """Return the statement that stores names.
+
+    It takes keys and names, and returns a stored name with the same key as one of them, or NULL.
+    """
     return f"SELECT {call(place, style, 'note_names_v1', 'bigint[], text[]')}"
 
 
 def list_new_names(dialect: Dialect, place: TableNames, keys: Iterable[LockKey]) -> dict[int, str]:
-    """Return the names that this process has not stored yet, as they are stored, by key."""
+    """Return the names that this process has not stored yet, in their stored form, by key."""
     known = _remembered_of(dialect, place)
     return {
         key.value: key._hashed.removeprefix(SEPARATOR)
@@ -70,7 +73,7 @@ def list_new_names(dialect: Dialect, place: TableNames, keys: Iterable[LockKey])
 
 
 def record_names(dialect: Dialect, place: TableNames, keys: Iterable[int]) -> set[int]:
-    """Remember that these keys have been stored, and return the set of all of them."""
+    """Remember that the names of these keys have been stored, and return the set of all remembered keys."""
     known = _remembered_of(dialect, place)
     if len(known) > MOST_REMEMBERED:
         known.clear()
@@ -87,7 +90,7 @@ def _remembered_of(dialect: Dialect, place: TableNames) -> set[int]:
 def find_name(connection: Connection, place: TableNames, key: LockKey) -> tuple[str, str | None]:
     """Return the name of the database, and the stored name of a key.
 
-    The stored name is None if there is none, or if this role may not read the names.
+    The stored name is None if the key has none, or if this role may not read the names.
     """
     can_read = has_names_sql(place, None).replace("'INSERT'", "'SELECT'").replace("'UPDATE'", "'SELECT'")
     options = {"no_parameters": True}
@@ -100,7 +103,7 @@ def find_name(connection: Connection, place: TableNames, key: LockKey) -> tuple[
 
 
 def forget_old_names(connection: Connection, place: TableNames, size: int) -> None:
-    """Delete the names that no process has started to use for 30 days, `size` of them in each transaction.
+    """Delete the names that no process has started to use in the last 30 days, `size` names in each transaction.
 
     Nothing is done if the table does not exist or the role may not delete from it.
     """

@@ -21,8 +21,9 @@ _DOING = (
     "SELECT a.pid, a.state, a.query_start, a.query FROM pg_catalog.pg_stat_activity AS a"
     " WHERE a.pid = ANY (CAST({0} AS integer[]))"
 )
-# Settings that would end an idle session that holds the lock, e.g. while a script computes, and settings that let the server notice
-# a lost client, also during a statement. The server's limits for statements stay, because the migration's own code relies on them.
+# Settings that would end an idle session that holds the lock, e.g. while a script computes, and settings that let the server
+# notice a lost client, also during a statement. The server's limits for statements are not changed, because the migration's own
+# code relies on them.
 _OURS = dict.fromkeys(server.OURS) | {
     "idle_session_timeout": "0",
     "idle_in_transaction_session_timeout": "0",

@@ -23,10 +23,10 @@ Row: TypeAlias = "Sequence[Any]"
 """A row as the driver returns it."""
 
 RawConnection: TypeAlias = Any
-"""The connection of psycopg, psycopg2 or asyncpg. It is Any, because no driver is certain to be installed."""
+"""The connection of psycopg, psycopg2 or asyncpg. Its type is Any, because no driver is certain to be installed."""
 
 ParamStyle: TypeAlias = Literal["format", "numeric"]
-"""How a driver marks parameters: %s, or $1, $2, ..."""
+"""The way in which a driver marks parameters: %s, or $1, $2, ..."""
 
 
 DRIVERS: dict[str, ParamStyle] = {
@@ -63,7 +63,10 @@ def name_of(place: TableNames, what: str, style: ParamStyle) -> str:
 
 
 def call(place: TableNames, style: ParamStyle, function: str, kinds: str, start: int = 1) -> str:
-    """Return a call with parameters of the types in `kinds` ("text, bigint"), the first being the `start`-th parameter."""
+    """Return a function call with parameters of the types in `kinds`, e.g. "text, bigint".
+
+    The first one is the `start`-th parameter.
+    """
     arguments = ", ".join(f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(kinds.split(", "), start))
     return f"{name_of(place, function, style)}({arguments})"
 

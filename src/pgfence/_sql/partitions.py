@@ -25,8 +25,9 @@ class PartitionSql:
     """The texts for one set of tables and one parameter style.
 
     Attributes:
-        join: name, number of partitions, hash, member id, ttl. One row: outcome ("joined", "mismatch"), the number of partitions and
-            the hash stored, how many members are alive, how many of them joined earlier, the numbers of the free partitions.
+        join: name, number of partitions, hash, member id, ttl. One row: outcome ("joined", "mismatch"), the number of partitions
+            and the hash stored, the number of members that are alive, how many of these joined earlier, the numbers of the free
+            partitions.
         leave: name, member id. One value: whether the member existed.
         acquire: row name, name, partition, number of partitions, hash, then as for the `acquire` of a lease from the lease id on. One
             row, as for a lease.

@@ -1,4 +1,4 @@
-"""Send a statement in one round trip with the BEGIN before it or the COMMIT after it, with the pipeline mode of psycopg.
+"""Send a statement in one round trip with the BEGIN before it or the COMMIT after it, in psycopg's pipeline mode.
 
 psycopg sends BEGIN before the first statement of a transaction, and waits for the response. Its public `pipeline()` saves no
 round trip here, because it also waits after that BEGIN, and again at its end. Therefore this module runs the driver's own steps
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pgfence._sql.params import RawConnection
 
 DriverSteps: TypeAlias = "Generator[Any, Any, None]"
-"""A generator for the driver's own `wait`. It yields what to wait for, and receives what is ready."""
+"""A generator for the driver's own `wait`. The generator yields what to wait for, and receives what is ready."""
 
 _IDLE = 0
 _IN_TRANSACTION = 2
@@ -42,12 +42,12 @@ class _Library(NamedTuple):
     send: Callable[[Any], DriverSteps]
     error: type[Exception]
     module: str
-    """The module that defines the methods of its cursors."""
+    """The module that defines the methods of the library's cursors."""
 
 
 @cache
 def _load(is_async: bool) -> _Library | None:
-    """Return the driver's classes, or None if libpq has no pipeline mode."""
+    """Return the driver's classes, sync or async, or None if libpq has no pipeline mode."""
     import psycopg
 
     if not psycopg.Pipeline.is_supported():
@@ -80,7 +80,7 @@ def may_commit(connection: Connection) -> bool:
 
 
 def _may_pipeline(connection: Connection, status: int) -> bool:
-    """Return whether the driver's classes are the original ones and it has that transaction status."""
+    """Return whether the connection has the given transaction status and its classes are the driver's original ones."""
     # Instrumentation replaces the class of connections or cursors, or one of their methods, and must observe the start and end of
     # each statement.
     if connection.dialect.driver != "psycopg":
@@ -102,7 +102,10 @@ def find_driver(dialect: Dialect, pooled: PoolProxiedConnection) -> RawConnectio
 
 
 def begin_and_execute(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
-    """Begin the server's transaction with a statement, and return its only value. Call it only after `may_begin`."""
+    """Begin the server's transaction together with a statement, and return the statement's only value.
+
+    Call it only after `may_begin`.
+    """
     return _execute(
         connection.dialect, find_driver(connection.dialect, connection.connection), text, values, begins=True
     )
@@ -159,7 +162,7 @@ def _end(driver: RawConnection, steps: DriverSteps) -> None:
 def _execute_together(
     library: _Library, driver: RawConnection, cursor: Any, text: str, values: tuple[object, ...], *, begins: bool
 ) -> DriverSteps:
-    """Send BEGIN and a statement, or a statement and COMMIT, and wait for both. Raise the first error."""
+    """Send BEGIN and a statement, or a statement and COMMIT, and wait for both responses. Raise the first error."""
     wire, pipeline = driver.pgconn, library.pipeline(driver)
     failure: Exception | None = None
     wire.enter_pipeline_mode()
@@ -177,7 +180,7 @@ def _execute_together(
                 wire.send_query_params(b"COMMIT", None)
         except Exception as error:
             failure = error
-        # The sync is also sent after an error, because a server that has rejected a statement skips all messages up to it.
+        # The sync is also sent after an error, because a server that has rejected a statement skips all messages up to the sync.
         pipeline.result_queue.append(None)
         wire.pipeline_sync()
         yield from library.send(wire)

@@ -5,7 +5,7 @@ plain text, or a statement of pgfence. Queries and changes of rows may come befo
 
 SQLAlchemy's event for COMMIT comes too early, before the application's listeners have sent their statements. So the dialect's
 `do_commit` and `do_rollback` are wrapped, once for each engine. A COMMIT that bypasses SQLAlchemy does not send the statement, so
-postpone only statements whose absence makes the server reject the COMMIT.
+only statements whose absence makes the server reject the COMMIT may be postponed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Postponed(NamedTuple):
     """A statement that waits for COMMIT.
 
     Attributes:
-        transaction: its transaction.
+        transaction: the transaction to which the statement belongs.
         text: the statement, which divides by zero if it has no effect.
-        values: its parameters.
-        build_error: builds the error for that case.
+        values: the parameters of the statement.
+        build_error: the function that builds the error for that case.
     """
 
     transaction: weakref.ref[RootTransaction]
@@ -59,7 +59,10 @@ class Postponed(NamedTuple):
 def postpone(
     connection: Connection, text: str, values: tuple[object, ...], build_error: Callable[[], PgfenceError]
 ) -> bool:
-    """Send a statement with COMMIT. Return False if it must be sent now. Call it only if nothing listens for statements."""
+    """Postpone a statement until COMMIT. Return False if it must be sent now.
+
+    Call this only if nothing listens for statements.
+    """
     root = connection.get_transaction()
     # Subclasses are excluded, because a two-phase transaction is prepared by a statement other than COMMIT.
     if root is None or type(root) is not RootTransaction or not pipeline.may_commit(connection):
@@ -75,7 +78,7 @@ def postpone(
 
 
 def send_postponed(connection: Connection) -> None:
-    """Send the statement that waits for COMMIT, because another one is about to be sent that must come after it.
+    """Send the statement that waits for COMMIT, because a statement that must come after it is about to be sent.
 
     Raises:
         PgfenceError: the statement had no effect.
@@ -87,7 +90,7 @@ def send_postponed(connection: Connection) -> None:
         return
     driver = pipeline.find_driver(connection.dialect, connection.connection)
     if not pipeline.is_in_transaction(driver):
-        return  # aborted, so only a rollback can follow, and one to a savepoint leaves the claim without a result
+        return  # aborted: only a rollback can follow, and a rollback to a savepoint leaves the claim without a result
     adapted: Any = connection.connection.dbapi_connection
     try:
         cursor = adapted.cursor()

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
 
 MANY_KEYS = 200_000
-"""Above this number of rows, as the planner estimates it, idempotency keys are listed only if they are requested."""
+"""If the planner estimates more rows than this, idempotency keys are listed only if they are requested."""
 
 _TABLES = {"lease": "kind", "gate": "resource", "idempotency_key": "locked_until", "lock_name": "key"}
-"""The tables that are read if they exist and may be read, each with a column that its needed version has."""
+"""The tables that are read if they exist and may be read, each with a column by which the needed version is recognized."""
 MISSING, DENIED = -2, -1
 # These settings last until the transaction ends. The planner cannot estimate the size of pg_locks: nested loops over it would take
 # minutes, and their high estimated cost would trigger JIT compilation.
@@ -42,8 +42,8 @@ _PROBE = (
     " WHERE t.relname = w.relation AND a.attname = w.field AND {schema} ORDER BY t.oid LIMIT 1)"
 )
 
-# Everything about advisory locks comes from one reading of pg_locks. Waits for other kinds of locks show which holders
-# wait.
+# Everything about advisory locks comes from one reading of pg_locks. Waits for other kinds of locks are read too, because they
+# show which holders wait.
 _LOCKS = (
     "locks AS MATERIALIZED (SELECT ((l.classid::bigint << 32) | l.objid::bigint) AS value, l.objsubid AS space, l.classid,"
     " l.pid, l.mode, l.granted, l.locktype = 'advisory' AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d"
@@ -95,7 +95,7 @@ _HELD = (
     " LEFT JOIN {session_locks} AS s ON s.lock_key = h.value AND h.space = 1"
     " LEFT JOIN {gates} AS g ON g.value = h.value AND h.space = 1 AND n.name IS NULL"
 )
-# Without filters, the first rows are enough, because the other joins only add columns to them.
+# Without filters, the first rows of the query are enough, because the other joins only add columns to these rows.
 _FIRST = " ORDER BY waited DESC, since NULLS LAST, h.value LIMIT (SELECT q.rows FROM q)"
 _AT = "(SELECT q.at FROM q)"
 # The oldest rows of each branch are enough for the limit, so the others are not passed on.
@@ -162,9 +162,9 @@ class Access(NamedTuple):
     """What a role can see.
 
     Attributes:
-        all_stats: whether it sees the activity of other roles' sessions.
+        all_stats: whether the role sees the activity of other roles' sessions.
         database: the name of the database.
-        tables: for each table its estimated number of rows, or MISSING or DENIED.
+        tables: the estimated number of rows of each table, or MISSING or DENIED.
     """
 
     all_stats: bool
@@ -179,7 +179,7 @@ class Access(NamedTuple):
 
 
 class HoldRow(NamedTuple):
-    """A hold, as the server returns it; times are microseconds since 1970."""
+    """A hold, as the server returns it. Times are in microseconds since 1970."""
 
     kind: str
     name: str | None
@@ -222,7 +222,7 @@ class HoldQuery:
 
     Attributes:
         place: the table names.
-        namespace: the configured namespace, which names are shown without.
+        namespace: the configured namespace, which is removed from the names that are shown.
         prefix: the beginning of the names, as they are shown.
         kinds: the kinds of holds, or None for all.
         states: the states of holds, or None for all.
@@ -255,7 +255,7 @@ def probe(connection: Connection, place: TableNames) -> Access:
 
 
 def look(connection: Connection, query: HoldQuery, access: Access) -> tuple[list[HoldRow], list[WaitRow]]:
-    """Return the holds and all waits, in one round trip. Holds that others wait for come first, then the oldest."""
+    """Return the holds and all waits, in one round trip. Holds with waiters come first, and otherwise older holds come first."""
     style = style_of(connection.dialect)
     names = {name: name_of(query.place, name, style) for name in _TABLES}
     names["gate_text"] = quote_literal(names["gate"])
@@ -305,7 +305,7 @@ def _label_sql(name: str) -> str:
 
 
 def _build_filters(query: HoldQuery, kind: str, state: str, label: str) -> str:
-    """Return the conditions that choose rows, each with AND before it; only those that are needed."""
+    """Return the conditions of the query that are needed to choose rows, each with AND before it."""
     conditions = []
     if query.kinds is not None:
         conditions.append(f"{kind} = ANY (CAST((SELECT q.kinds FROM q) AS text[]))")

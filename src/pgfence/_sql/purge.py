@@ -19,9 +19,9 @@ CONTEXT = ErrorContext(NEEDED, "SELECT, UPDATE, DELETE", "Purge on the primary")
 _EXPIRED = "{k}.expires_at <= {now}() AND ({k}.locked_until IS NULL OR {k}.locked_until <= {now}())"
 # The time is stable, so that the index is used. It is never later than the current time.
 _FOUND = _EXPIRED.format(k="e", now="pg_catalog.statement_timestamp")
-# This checks again that the row is still expired, because a claim may have renewed it in the meantime. It uses a volatile time,
-# so that the index is not used: if the statistics contain no expired key, the planner would scan the whole index for each batch
-# instead of visiting the rows that were found.
+# This condition checks again that the row is expired, because a claim may have renewed it in the meantime. It uses a volatile
+# time, so that the index is not used: if the statistics contain no expired key, the planner would scan the whole index for each
+# batch instead of visiting the rows that were found.
 _STILL = _EXPIRED.format(k="k", now="pg_catalog.clock_timestamp")
 # Without current statistics the planner expects few expired keys, and would sort all of them for each batch.
 _BY_INDEX = "SELECT pg_catalog.set_config('enable_sort', 'off', true)"
@@ -39,11 +39,11 @@ _PURGE = (
 
 
 class Batch(NamedTuple):
-    """The result of one statement.
+    """The result of deleting one batch.
 
     Attributes:
         number: the number of deleted keys.
-        end: when the last of them expired, in seconds since 1970. The next batch begins there.
+        end: when the last of these keys expired, in seconds since 1970. The next batch begins at this time.
     """
 
     number: int

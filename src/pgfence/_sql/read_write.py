@@ -1,4 +1,4 @@
-"""The statements of a reader's session-level advisory lock. A writer uses the statements of every exclusive lock."""
+"""The statements of a reader's session-level advisory lock. A writer uses those of every exclusive lock."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ReadSql(LockSql):
 
     @property
     def try_args(self) -> tuple[object, ...]:
-        """What `try_text` takes after the backend's pid."""
+        """The parameters of `try_text` that follow the backend's pid."""
         return (self._turnstile, *self._arguments)
 
     @property
@@ -72,14 +72,14 @@ class ReadSql(LockSql):
 
 @cache
 def _build_texts(style: ParamStyle, width: int) -> tuple[str, str, str]:
-    """Return try, wait and unlock for a key that is one bigint, or two integers."""
+    """Return the texts to try, wait and unlock, for a key that is one bigint or two integers."""
 
     def cast_arguments(first: int) -> str:
         kind = "bigint" if width == 1 else "integer"
         return ", ".join(f"CAST({mark(style, first + n)} AS {kind})" for n in range(width))
 
-    # The statement locks nothing if another server process executes it, see `advisory`. The order of the conditions is that of
-    # the CASE.
+    # The statement locks nothing if another server process executes it, see `advisory`. PostgreSQL evaluates the conditions in
+    # the order of the CASE.
     attempt = (
         f"SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) {mark(style, 1)}::integer THEN NULL"
         f" WHEN NOT pg_catalog.pg_try_advisory_xact_lock_shared(CAST({mark(style, 2)} AS bigint)) THEN false"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
 
 _NOWHERE = "00000000-0000-0000-0000-000000000000"
-# A renewal waits until its commit is on disk, and on a synchronous standby. This statement waits for the same, because it
+# A renewal waits until its commit is on disk, and on a synchronous standby. The statement below waits in the same way, because it
 # writes a message to the WAL. It changes no table. The server function raises synchronous_commit, as for a renewal.
 _FLUSH = "SELECT pg_catalog.pg_logical_emit_message(true, 'pgfence', '') IS NOT NULL"
 _ROW = (
@@ -28,8 +28,8 @@ class RenewalHistory(NamedTuple):
     """What a lease's row says about its renewals.
 
     Attributes:
-        kind: the kind of its holder.
-        ttl: the TTL of the last grant, in seconds, or None if it has none.
+        kind: the kind of the holder.
+        ttl: the TTL of the last grant, in seconds, or None if the grant has none.
         held: whether the lease is held.
         age: the seconds since the last grant or renewal.
     """
@@ -48,7 +48,7 @@ class RenewalSample:
     arguments: tuple[object, ...]
 
     def run(self, connection: Connection) -> None:
-        """Execute it once, on a connection in autocommit."""
+        """Execute the statement once, on a connection in autocommit."""
         connection.exec_driver_sql(self.text, self.arguments).all()
 
 
@@ -59,7 +59,7 @@ def build_sample(connection: Connection, place: TableNames) -> RenewalSample:
 
 
 def read_lease(connection: Connection, place: TableNames, name: str) -> RenewalHistory | None:
-    """Return what is known of a lease by its stored name, or None if it was never acquired."""
+    """Return what the lease's row says about renewals, by the stored name, or None if the lease was never acquired."""
     style = style_of(connection.dialect)
     mark, table = ("$1", place.name("lease")) if style == "numeric" else ("%s", place.name("lease").replace("%", "%%"))
     row = connection.exec_driver_sql(_ROW.format(lease=table, name=mark), (name,)).one_or_none()

@@ -43,7 +43,7 @@ class ResignRequest:
 
 
 def ask_to_resign(connection: Connection, request: ResignRequest) -> Holder | None:
-    """Ask the leader of a name, in a separate transaction, and return the leader, or None if there is no leader.
+    """Ask the leader to resign, in a separate transaction, and return the leader, or None if there is no leader.
 
     Raises:
         ValueError: the holder of the name is not the leader of an election; nothing was done.

@@ -23,7 +23,7 @@ def build_grants(
 
     Args:
         place: the table names.
-        role: the role that needs them, as an identifier.
+        role: the role that needs the grants, as an identifier.
         key_rights: privileges on the table of idempotency keys; if empty, the grants are for leases, tokens and fences.
         audit: whether to include the audit table, in which evictions and freed keys are recorded.
         limits: whether to include the tables of semaphores, rate limits, partitions and requests to resign.
@@ -47,7 +47,7 @@ def build_role_setting(role: str, name: str, value: str) -> str:
 
 
 def build_audit_grants(place: TableNames, role: str, rights: str) -> list[str]:
-    """Return the grants for statements that use no table but the audit table."""
+    """Return the grants for statements that use only the audit table."""
     asked = [f"GRANT {rights} ON {place.name('audit')} TO {role}"]
     if place.schema is not None:
         asked.append(f"GRANT USAGE ON SCHEMA {quote(place.schema)} TO {role}")

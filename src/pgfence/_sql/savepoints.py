@@ -8,7 +8,7 @@ record. The server is then queried again, which is always correct and costs one 
 One listener observes all connections of a dialect, because adding one to each Connection costs more than the lock.
 
 Statements that bypass SQLAlchemy, on the driver's own connection, are not observed. If such a statement has ended the whole
-transaction, the driver reports that, and the record is cleared too.
+transaction, the driver reports the end, and the record is cleared.
 
 The record belongs to the Connection, and to one transaction at a time.
 """
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 _HARMLESS = ("SELECT", "INSERT", "UPDATE", "DELETE", "WITH")
 _NAME = r'\s+(?P<name>"[^"]+"|[A-Za-z_]\w*)\s*;?\s*'
-# Not compiled here: that takes longer than creating a module, and most programs send no savepoint on such a connection.
+# The pattern is not compiled here, because that takes longer than creating a module, and most programs send no savepoint on such
+# a connection.
 _SAVEPOINT = r"(?i)\s*SAVEPOINT" + _NAME
 _RELEASE = r"(?i)\s*RELEASE(?:\s+SAVEPOINT(?=\s))?" + _NAME
 _ROLLBACK_TO = r"(?i)\s*ROLLBACK(?:\s+(?:WORK|TRANSACTION))?\s+TO(?:\s+SAVEPOINT(?=\s))?" + _NAME
@@ -58,7 +59,10 @@ class TransactionRecord:
 
     @classmethod
     def of(cls, connection: Connection) -> Self:
-        """Return the record of the connection's current transaction, empty if nothing is known about it."""
+        """Return the record of the connection's current transaction.
+
+        The record is empty if nothing is known about the transaction.
+        """
         # getattr is used and not vars(), because creating the Connection's __dict__ would slow down all its attributes.
         records: dict[type[TransactionRecord], Any] | None = getattr(connection, _RECORDS, None)
         if records is None:
@@ -80,7 +84,7 @@ class TransactionRecord:
             self._root = None if root is None else weakref.ref(root)
 
     def is_shared(self, key: LockKey) -> bool | None:
-        """Return True if a key is held shared, False if exclusive, None if it is not held or not known."""
+        """Return True if a key is held in shared mode, False if in exclusive mode, and None if it is not held or not known."""
         shared: bool | None = self._keys.get(key)
         return shared
 
@@ -111,7 +115,10 @@ class TransactionRecord:
             self.forget()
 
     def _cut(self, name: str) -> dict[Hashable, Any] | None:
-        """Remove the newest savepoint of that name and those inside it. Return the keys held when the savepoint was set."""
+        """Remove the newest savepoint with this name, and the savepoints inside it.
+
+        Return the keys that were held when it was set.
+        """
         while self._savepoints:
             found, keys = self._savepoints.pop()
             if found == name:
@@ -140,7 +147,8 @@ def read_along(connection: Connection) -> None:
         event.listen(connection.engine, "do_execute", _read)
         event.listen(connection.engine, "do_executemany", _read)
         event.listen(connection.engine, "do_execute_no_params", _read_bare)
-        # This is set last, so that the listeners are in place when a thread finds it. Adding a listener twice is harmless.
+        # The mark is set last, so that the listeners are in place when another thread finds the mark. Adding a listener twice is
+        # harmless.
         dialect[_READING] = True
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OLDEST = 14
 
 OURS = {
-    # A limit of the role would end waits early, and a statement cannot lift its own limit.
+    # A limit that is set for the role would end waits early, and a statement cannot lift its own limit.
     "statement_timeout": "0",
     "lock_timeout": "0",
     # These settings would end the session of an idle holder.
@@ -42,7 +42,7 @@ OURS = {
     # These settings would change the effect of pgfence's statements.
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
-    "DateStyle": "ISO",  # psycopg parses no other style
+    "DateStyle": "ISO",  # psycopg parses no other interval style
     # The server notices a lost client after 30 s, and the client notices a lost server after 20 s, so a holder is notified before
     # the server releases its lock.
     "tcp_keepalives_idle": "10",
@@ -102,9 +102,9 @@ class ServerInfo(NamedTuple):
     locks_used: int
     locks_seen: int
     started: str
-    """When the server was started. Together with a process id, it identifies a session across servers."""
+    """The time when the server was started. Together with a process id, it identifies a session across servers."""
     settings: dict[str, str]
-    """The settings before pgfence changed any, in the units of pg_settings."""
+    """The settings before pgfence changed any of them, in the units of pg_settings."""
     set_up: bool
     """Whether pgfence's own settings are in force."""
     has_names: bool = False
@@ -129,7 +129,7 @@ UNKNOWN = ServerInfo(0, False, "", 0, 1.0, 0, 0, 0, "", {}, False)
 def build_set_up(place: TableNames, style: ParamStyle) -> str:
     """Return the statement that sets up a session and reads the facts.
 
-    Its one parameter is the backend process id that the driver received when it connected.
+    The only parameter of the statement is the backend process id that the driver received when it connected.
     """
     return _SET_UP.format("%s" if style == "format" else "$1", names=has_names_sql(place, style))
 
@@ -139,7 +139,7 @@ def read_facts(connection: Connection, driver_pid: int, place: TableNames, *, se
 
     Args:
         connection: a new connection of pgfence.
-        driver_pid: the process id of the server, as the driver received it when it connected.
+        driver_pid: the id of the server process, as the driver received it when it connected.
         place: the table names.
         set_up: whether to set what an idle holder needs.
     """
@@ -195,7 +195,7 @@ def judge_session(
 
     Args:
         facts: the facts of the session.
-        driver_pid: the process id of the server, as the driver received it when it connected.
+        driver_pid: the id of the server process, as the driver received it when it connected.
         pooler: the configured pooler setting.
         other_pid: the server process that served a second client while this one was idle, if that was tested.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LOCK_NOT_AVAILABLE = "55P03"
-"""`lock_timeout` expired. It is the only error after which nothing of the statement is held."""
+"""`lock_timeout` expired. This is the only error after which no lock of the statement is held."""
 
 SERIALIZATION_FAILURE = "40001"
 DEADLOCK_DETECTED = "40P01"
@@ -13,7 +13,7 @@ READ_ONLY = "25006"
 IN_FAILED_TRANSACTION = "25P02"
 """The transaction is aborted and accepts only a rollback."""
 SWITCHING = "If the cluster is switching over, try again"
-"""Advice for that case, in every message."""
+"""The advice in every message about a read-only server."""
 
 NO_RIGHT = "42501"
 MISSING = ("42883", "42P01", "3F000", "42703", "42804")

@@ -26,7 +26,7 @@ GATE_TRIGGER = 4
 LIMITS = 5
 """The version that semaphores, rate limits, partitions and requests to resign need."""
 NAMES = 6
-"""The first version with the names of advisory locks. They are for operators; no feature needs them."""
+"""The first version with the names of advisory locks. The names are for operators, and no feature needs them."""
 
 # Functions that look up rows set `enable_seqscan = off`, because a session caches a function's plan. Otherwise, a plan that was
 # created while the table was tiny would scan the whole table until the next ANALYZE.
@@ -40,7 +40,7 @@ FILES = {
 }
 _CREATED = r"(?m)^CREATE FUNCTION @(\w+)@"
 WHERE = "SELECT pg_catalog.current_database(), pg_catalog.current_setting('search_path')"
-"""The query whose row `errors.missing_tables_error` takes."""
+"""The query that returns the `row` argument of `errors.missing_tables_error`."""
 
 
 def quote(identifier: str) -> str:
@@ -73,7 +73,7 @@ class TableNames(NamedTuple):
         return name if self.schema is None else f"{quote(self.schema)}.{name}"
 
     def contradicts(self, other: TableNames) -> bool:
-        """Return whether these are certainly different tables.
+        """Return whether two installations certainly have different tables.
 
         If one has no schema, the search path may find the tables of the other.
         """
@@ -122,7 +122,7 @@ def _place(schema: str | None, prefix: str) -> TableNames:
 
 
 def is_in_place_sql(place: TableNames, relation: str) -> str:
-    """Return the condition that a row of pg_class, by its alias, is in the schema, or on the search path if none is configured."""
+    """Return the condition that `relation`, an alias of pg_class, is in the schema, or on the search path if none is configured."""
     if place.schema is None:
         return f"pg_catalog.pg_table_is_visible({relation}.oid)"
     return (

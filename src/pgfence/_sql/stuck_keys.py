@@ -87,7 +87,7 @@ class StuckKeyQuery:
         place: the table names.
         namespace: the configured namespace.
         prefix: the prefix of the scopes.
-        older: the minimum number of seconds since the claim.
+        older: the minimum age of the first claim, in seconds.
     """
 
     place: TableNames
@@ -138,7 +138,7 @@ def find(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
 
 
 def free(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
-    """Free a key and record that, in a separate transaction on a connection at READ COMMITTED.
+    """Free a key and record this in the audit table, in a separate transaction on a connection at READ COMMITTED.
 
     Returns:
         The key that was found, or None. If `only` was given and a newer attempt exists, nothing was done, and the result is the
@@ -187,7 +187,7 @@ def _build_detail(found: StuckKeyRow) -> str:
 
 
 def _run(connection: Connection, place: TableNames, text: str, *args: object) -> CursorResult[Any]:
-    """Run a text, with the table names and with parameters in the driver's style."""
+    """Execute a text, after inserting the table names and the parameters in the driver's style."""
     style = style_of(connection.dialect)
     names = {what: name_of(place, what, style) for what in ("idempotency_key", "audit")}
     with translate_text_errors(connection, args):

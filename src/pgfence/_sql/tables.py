@@ -56,7 +56,7 @@ _HALF_FULL = ("lease", "gate", "slot", "semaphore", "permit_waiter", "rate_limit
 
 @cache
 def build_creation(place: TableNames, version: int = VERSION) -> tuple[str, ...]:
-    """Return the statements that create missing tables and functions up to a version, in order.
+    """Return the statements, in order, that create the missing tables and functions of a version.
 
     Running them again changes nothing. An older version is upgraded.
     """
@@ -72,7 +72,7 @@ def build_creation(place: TableNames, version: int = VERSION) -> tuple[str, ...]
         ),
         *(_create_function(place, name, version) for name in read_functions(place, version)),
         *(() if version < KEYS else (_create_trigger(place),)),
-        # This comes near the end, because ALTER TABLE locks these tables until the transaction commits.
+        # The tables are altered near the end, because ALTER TABLE locks them until the transaction commits.
         *alter_tables([*add_gate_trigger(place, version), *add_columns(place, list_added_columns(version))]),
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
@@ -127,7 +127,7 @@ def build_script(place: TableNames) -> str:
 
 
 def build_removal(place: TableNames) -> tuple[str, ...]:
-    """Return the statements that drop functions and tables, in order."""
+    """Return the statements, in order, that drop the functions and the tables."""
     return (
         f"DROP TRIGGER IF EXISTS {quote(place.prefix + 'unfinished_key')} ON {place.name('idempotency_key')}",
         f"DROP TRIGGER IF EXISTS {name_gate_trigger(place)} ON {place.name('gate')}",
@@ -145,7 +145,7 @@ def build_downgrade(place: TableNames, version: int) -> tuple[str, ...]:
         *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in tables),
         *(_replace_function(body) for name, body in older.items() if body != read_functions(place)[name]),
         *alter_tables([*drop_gate_trigger(place, version), *drop_columns(place, columns)]),
-        # This comes after the triggers, because a function cannot be dropped while a trigger depends on it.
+        # The functions are dropped after the triggers, because a function cannot be dropped while a trigger depends on it.
         *(f"DROP FUNCTION IF EXISTS {name}" for name in list_functions(place, version)),
         f"DELETE FROM {place.name('schema_version')} WHERE version > {version}",
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
@@ -154,7 +154,7 @@ def build_downgrade(place: TableNames, version: int) -> tuple[str, ...]:
 
 @cache
 def list_functions(place: TableNames, above: int = 0) -> tuple[str, ...]:
-    """Return the quoted names of pgfence's functions; with `above`, only those added after that version."""
+    """Return the quoted names of pgfence's functions. With `above`, return only those that were added after that version."""
     older = read_functions(place, above)
     return tuple(place.name(name) for name in read_functions(place) if name not in older)
 
@@ -163,7 +163,7 @@ def list_functions(place: TableNames, above: int = 0) -> tuple[str, ...]:
 def build_check(place: TableNames, version: int = 1) -> str:
     """Return the query that checks whether all tables and columns of a version exist.
 
-    Pass its row to `judge`, and an error it raises to `translate_error`. Without a version, it checks what leases need.
+    Pass its row to `judge`, and an error that it raises to `translate_error`. Without a version, it checks what leases need.
     """
     wanted = ", ".join(
         f"({quote_literal(table)}, {quote_literal(place.name(table))}, {quote_literal(column)}, {quote_literal(kind)})"
@@ -259,7 +259,7 @@ def verify(connection: Connection, place: TableNames, version: int = VERSION) ->
 
 
 def is_installed(connection: Connection, place: TableNames, version: int = VERSION) -> bool:
-    """Return whether tables and functions of a version exist. A missing one does not abort the caller's transaction."""
+    """Return whether the tables and functions of a version exist. A missing object does not abort the caller's transaction."""
     newer = list_functions(place, version)
     names = ", ".join(quote_literal(name) for name in list_functions(place) if name not in newer)
     there = execute_plain(
@@ -271,7 +271,7 @@ def is_installed(connection: Connection, place: TableNames, version: int = VERSI
 
 
 def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
-    """Return the names with the schema of the installation on the search path, or else with the current schema.
+    """Return the names with their schema: that of the installation on the search path, or else the current schema.
 
     Triggers call functions by this schema, so that writers with a different search path use the same gate.
     """
@@ -292,14 +292,14 @@ def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
 
 
 def create(connection: Connection, place: TableNames, version: int = VERSION) -> None:
-    """Create what is missing, or upgrade an older version. Concurrent callers wait until this transaction ends."""
+    """Create missing tables and functions, or upgrade an older version. Concurrent callers wait until this transaction ends."""
     execute_plain(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     if not is_installed(connection, place, version):
         _execute(connection, place, build_creation(place, version), version)
 
 
 def lower(connection: Connection, place: TableNames, version: int) -> None:
-    """Downgrade to an older version. Concurrent callers wait until this transaction ends."""
+    """Downgrade the tables to an older version. Concurrent callers wait until this transaction ends."""
     execute_plain(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     _execute(connection, place, build_downgrade(place, version), version)
 
@@ -312,7 +312,7 @@ def _execute(connection: Connection, place: TableNames, statements: Sequence[str
 
 
 def drop(connection: Connection, place: TableNames) -> None:
-    """Drop the tables and functions that exist."""
+    """Drop all tables and functions of the installation that exist."""
     execute_plain(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     for statement in build_removal(place):
         execute_plain(connection, statement)

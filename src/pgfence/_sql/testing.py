@@ -19,7 +19,7 @@ CREATE_HISTORY = text(
     f"CREATE TABLE {HISTORY} (id bigserial PRIMARY KEY, resource text NOT NULL, holder text NOT NULL,"
     " what text NOT NULL, token bigint)"
 )
-# A worker that still writes would keep the table locked.
+# A worker that was still writing would keep the table locked.
 LIMIT_WAIT = text("SET LOCAL lock_timeout = '10s'")
 DROP_HISTORY = text(f"DROP TABLE IF EXISTS {HISTORY}")
 RECORD = text(
@@ -47,9 +47,9 @@ READ_CLOCK = text("SELECT extract(epoch FROM pg_catalog.clock_timestamp())::doub
 def build_expiry(place: TableNames) -> TextClause:
     """Return the statement that changes leases as if they had expired a second ago.
 
-    It takes their names, and their tokens or NULL for any token.
+    The statement takes the names of the leases, and for each the token, or NULL for any token.
 
-    The time before which no other holder gets the lease is moved too, so a `lock_delay` lasts as long as after a real expiry.
+    It also moves the time before which no other holder gets the lease, so a `lock_delay` lasts as long as after a real expiry.
     """
     return text(
         f"UPDATE {place.name('lease')} AS l SET expires_at = l.expires_at - n.passed, free_at = l.free_at - n.passed"

@@ -1,9 +1,9 @@
 """An advisory lock with a fencing token. One statement in one transaction takes the lock and the token.
 
 The server function takes the transaction-level lock, then raises the token in the name's row, and then takes the session-level
-lock, which can neither wait nor fail any more. So it returns a token if the lock is held, and NULL otherwise. After SQLSTATE
-55P03, which occurs if the row stays locked for too long, no lock is held either. The function catches its own timeouts, so that a
-wait does not write to the server's log.
+lock, which can neither wait nor fail any more. So the function returns a token if the lock is held, and NULL otherwise. After
+SQLSTATE 55P03, which occurs if the row stays locked for too long, no lock is held either. The function catches its own timeouts,
+so that a wait does not write to the server's log.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RETRIES = 10
 
 
 class TokenSql(LockSql):
-    """The statements for one key whose lock has a token."""
+    """The statements of a lock with a token, on one key."""
 
     __slots__ = ("lock_text", "lock_unless_queued", "name", "place")
     kind = "session lock"
@@ -57,7 +57,7 @@ class TokenSql(LockSql):
     def __init__(self, key: LockKey, name: str, place: TableNames, style: ParamStyle) -> None:
         super().__init__((key,), style)
         self.name = name
-        """The stored name that its token belongs to."""
+        """The stored name to which the token belongs."""
         self.place = place
         asked = call(place, style, "lock_with_token_v2", "integer, bigint, text, integer, text, integer")
         self.lock_text = f"SELECT {asked}"
@@ -75,9 +75,8 @@ class TokenSql(LockSql):
 
     def holders(self, connection: Connection) -> list[Holder]:
         """Return the holders of the key and of a lease with that name, which also blocks the lock, in two round trips."""
-        from pgfence._sql.lease import (
-            lease_sql,  # most programs with locks have no leases, and a lock is seldom described
-        )
+        # Imported here, because most programs with locks have no leases, and a lock is seldom described.
+        from pgfence._sql.lease import lease_sql
 
         look = lease_sql(self.place, self.style).look
         try:

@@ -32,7 +32,7 @@ _PLAIN: immutabledict[str, bool | None] = immutabledict({"stream_results": False
 _EVENTS = ("before_cursor_execute", "after_cursor_execute", "before_execute", "after_execute", "begin")
 
 _FEW = 16
-"""Up to this many keys are passed as separate parameters, which costs the server less than an array."""
+"""Up to this number, keys are passed as separate parameters, which cost the server less than an array."""
 
 STANDBY = -1
 OLD_SNAPSHOT = -2
@@ -44,11 +44,11 @@ _ANSWER = (
     " pg_catalog.current_setting('statement_timeout'), pg_catalog.current_setting('lock_timeout'))"
 )
 _SNAPSHOT_IS_OLD = "pg_catalog.current_setting('transaction_isolation') IN ('repeatable read', 'serializable')"
-# This is a separate statement, because a statement cannot change its own time limit. The setting is local to pgfence's savepoint,
-# like lock_timeout, so that a failed wait leaves both unchanged.
+# statement_timeout is set by a separate statement, because a statement cannot change its own time limit. Like lock_timeout, it is
+# local to pgfence's savepoint, so that a failed wait leaves both settings unchanged.
 _LIFT = "SELECT pg_catalog.set_config('statement_timeout', '0', true)"
-# lock_timeout applies to each lock separately, so before each key it is set to the time left. unnest returns the keys in the order of
-# the array, bigints before pairs. Counting them makes the last line wait for all keys.
+# lock_timeout applies to each lock separately, so before each key it is set to the time left. unnest returns the keys in the
+# order of the array, bigints before pairs. Counting the keys makes the last line wait for all of them.
 _WAIT = """\
 WITH a AS MATERIALIZED (SELECT CAST({0} AS bigint) AS milliseconds, CAST({1} AS bigint) AS bigints),
 taken AS MATERIALIZED (
@@ -69,9 +69,10 @@ class LockResult(NamedTuple):
     """The result of a request.
 
     Attributes:
-        taken: the number of keys granted, in order, before one was rejected; negative: the reason why none was tried.
-        statement_timeout: the setting in force for the caller's statements.
-        lock_timeout: the setting in force for the caller's statements.
+        taken: the number of keys that were granted, in order, before one was rejected. A negative number is the reason why no key
+            was tried.
+        statement_timeout: the value of this setting for the caller's statements.
+        lock_timeout: the value of this setting for the caller's statements.
     """
 
     taken: int
@@ -80,7 +81,7 @@ class LockResult(NamedTuple):
 
 
 def _list_rejections(stale_snapshot_ok: bool) -> list[str]:
-    """Return the CASE branches for the reasons to try no key."""
+    """Return the CASE branches for the reasons why no key is tried."""
     standby, old_snapshot = f"pg_catalog.pg_is_in_recovery() THEN {STANDBY}", f"{_SNAPSHOT_IS_OLD} THEN {OLD_SNAPSHOT}"
     return [standby] if stale_snapshot_ok else [standby, old_snapshot]
 
@@ -154,7 +155,7 @@ def send_quick(connection: Connection, text: str, values: tuple[object, ...]) ->
         answer = cursor.fetchone()[0]
         cursor.close()
     except BaseException as error:
-        # This closes the connection if it is lost, or was interrupted in the middle of a response.
+        # SQLAlchemy's handler closes the connection if it is lost, or was interrupted in the middle of a response.
         statement = text if isinstance(error, connection.dialect.loaded_dbapi.Error) else None
         with translate_text_errors(connection, values):
             connection._handle_dbapi_exception(error, statement, values, cursor, None)
@@ -233,7 +234,7 @@ def begin_anew(connection: Connection) -> None:
 
 
 def has_hooks(connection: Connection) -> bool:
-    """Return whether a hook runs before each statement, which may send another statement first."""
+    """Return whether a hook runs before each statement. Such a hook may send another statement first."""
     return bool(connection.dispatch.before_cursor_execute)
 
 
@@ -243,7 +244,7 @@ class DriverState(NamedTuple):
     autocommit: bool
     pipeline: bool
     idle: bool
-    """Whether the server is in no transaction."""
+    """Whether the server is outside any transaction."""
 
 
 def read_driver_state(connection: Connection) -> DriverState:

@@ -26,7 +26,7 @@ ATOMS = frozenset(
     (types.NoneType, bool, int, float, str, bytes, bytearray, Decimal, datetime, date, time, timedelta, UUID)
 )
 CONTAINERS = frozenset((list, tuple, set, frozenset, dict))
-# Classes of pydantic that occur only in annotations: the values are instances of standard-library classes.
+# Classes of pydantic that occur only in annotations. The values themselves are instances of standard-library classes.
 _MARKS = frozenset(
     ("AwareDatetime", "NaiveDatetime", "PastDatetime", "FutureDatetime", "PastDate", "FutureDate", "EmailStr", "Json")
 )
@@ -37,7 +37,7 @@ class ReachableTypes(NamedTuple):
 
     Attributes:
         classes: the classes, by the names under which their instances are stored.
-        complete: whether every name in the annotation was resolved. If not, more classes may be found later.
+        complete: whether every name in the annotation was resolved. If a name was not, more classes may be found later.
     """
 
     classes: dict[str, type[object]]
@@ -154,19 +154,19 @@ class _Unknown(metaclass=_UnknownType):
 
 
 def _is_special_form(one: object) -> bool:
-    """Return whether an annotation names no class itself: Any, Union, Never, Final, a type variable and the like."""
+    """Return whether an annotation is not a class, but Any, Union, Never, Final, a type variable or the like."""
     return isinstance(one, (typing.TypeVar, typing.TypeVarTuple)) or (
         get_origin(one) is None and getattr(one, "__module__", None) == "typing"
     )
 
 
 def is_alias(one: object) -> bool:
-    """Return whether this is a `type A = ...` alias, or a TypeAliasType of typing_extensions."""
+    """Return whether an annotation is a `type A = ...` alias, or a TypeAliasType of typing_extensions."""
     return type(one).__name__ == "TypeAliasType"
 
 
 def is_open(one: type[object]) -> bool:
-    """Return whether this is an abstract class or a pydantic marker whose storable values are standard-library instances."""
+    """Return whether an annotation is an abstract class or a pydantic marker; its storable values are standard-library instances."""
     if one.__module__ == collections.abc.__name__:
         return any(issubclass(kind, one) for kind in ATOMS | CONTAINERS)
     return one is _Unknown or (one.__module__ in ("pydantic.types", "pydantic.networks") and one.__name__ in _MARKS)
@@ -239,7 +239,7 @@ def _describe_rejection(one: object, why: str) -> str:
 
 
 _ACCEPTED: dict[object, tuple[type[object], ...]] = {
-    # For these types, type checkers accept other types besides their own class.
+    # Type checkers accept values of other types too where one of these types is declared.
     float: (float, int),
     bytes: (bytes, bytearray),
     None: (types.NoneType,),
@@ -262,7 +262,7 @@ def check_result(value: object, annotation: object, what: str) -> None:
         return
     try:
         found = _find_mismatch(value, annotation)
-    except RecursionError:  # a list that contains itself cannot be stored, and that error is clearer
+    except RecursionError:  # raised again, and more clearly, when the value is encoded
         return
     if found is not None:
         plain = isinstance(annotation, type) and get_origin(annotation) is None
@@ -274,7 +274,7 @@ def check_result(value: object, annotation: object, what: str) -> None:
 
 
 def _find_mismatch(value: object, annotation: object) -> str | None:
-    """Return what was found instead of the declared type, or None if the value matches or cannot be checked."""
+    """Return a description of the value if it does not have the declared type, or None if it matches or cannot be checked."""
     if annotation in _ACCEPTED:
         return None if isinstance(value, _ACCEPTED[annotation]) else _describe(value)
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -306,7 +306,7 @@ def _find_class_mismatch(value: object, annotation: object) -> str | None:
 
 
 def _find_inside(value: object, origin: object, arguments: tuple[object, ...]) -> Iterator[str | None]:
-    """Yield the mismatch of each element of a builtin collection, or None."""
+    """Yield, for each element of a builtin collection, its mismatch or None."""
     if isinstance(value, tuple) and origin is tuple and arguments[-1:] != (...,):
         if len(value) != len(arguments):
             yield f"{len(value)} elements"

@@ -1,8 +1,8 @@
 """Encode results as tagged JSON, which decodes to an equal value of the same type.
 
-JSON's own types are encoded unchanged. All others become an object with a tag: `{"$t": "Decimal", "v": "1.10"}` for types of
-the standard library, `{"$c": "Receipt", "v": {...}}` for a class, which must be one that the annotation of the result refers to.
-No name from the database is ever imported.
+Values of JSON's own types are encoded unchanged. Values of other types become an object with a tag: `{"$t": "Decimal", "v":
+"1.10"}` for types of the standard library, `{"$c": "Receipt", "v": {...}}` for a class, which must be one that the annotation of
+the result refers to. No name from the database is ever imported.
 
 The order of a dict's keys is not preserved, because jsonb has its own order. The name of a time zone that is not a `ZoneInfo` is
 not preserved either.
@@ -46,7 +46,7 @@ class Codec(Generic[T]):
         self._annotation = annotation
         self.classes, self._complete = find_classes(annotation)
         self._names = {one: name for name, one in self.classes.items()}
-        # A value may have been stored while two classes had this name.
+        # A value may have been stored while two classes had the same name.
         self._known = {f"{one.__module__}.{one.__qualname__}": one for one in self._names} | self.classes
         self._fields: dict[type[object], tuple[str, ...]] = {
             one: fields_of(one) for one in self._names if is_dataclass(one)
@@ -61,9 +61,9 @@ class Codec(Generic[T]):
         """
         try:
             codec: Codec[T] = _choose_codec(cast("Hashable", annotation))
-        except TypeError:  # the annotation is unhashable, or its classes cannot be stored, which raises the error again
+        except TypeError:  # unhashable, or with classes that cannot be stored: the next line raises the error again
             return Codec(annotation)
-        # Names that were undefined when it was cached may be defined now.
+        # Names that were undefined when the codec was cached may be defined now.
         return codec if codec._complete else Codec(annotation)
 
     def check(self, value: object, what: str) -> None:
@@ -79,7 +79,7 @@ class Codec(Generic[T]):
         """Return a value as JSON.
 
         Raises:
-            IdempotencyMisuseError: the value or a part of it cannot be stored, or it is too large.
+            IdempotencyMisuseError: the value or a part of it cannot be stored, or the JSON is too large.
         """
         try:
             text = json.dumps(self._write(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -144,7 +144,7 @@ class Codec(Generic[T]):
     def _write_instance(self, value: Any, kind: type[object]) -> dict[str, object]:
         name = self._names.get(kind)
         if name is None:
-            if isinstance(value, UUID):  # asyncpg returns its own subclass
+            if isinstance(value, UUID):  # asyncpg returns a subclass of its own
                 return {"$t": "UUID", "v": str(value)}
             raise IdempotencyMisuseError(
                 f"the result contains an instance of {kind.__qualname__}, which cannot be stored. If the class is a"

@@ -1,6 +1,6 @@
 """Compute the fingerprint of a payload. Equal requests have the same fingerprint, however they are written.
 
-It is the SHA-256 of this canonical form:
+The fingerprint is the SHA-256 of this canonical form:
 
 - Numbers are compared by value, so 1, 1.0 and Decimal("1.00") are equal, as are 1.1 and Decimal("1.10"). True is not a number.
 - The order of a dict's keys and of a set's elements is ignored. A list and a tuple with equal elements are equal.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(payload: object) -> bytes | None:
-    """Return the fingerprint of a payload, or None for None.
+    """Return the fingerprint of a payload, or None if the payload is None.
 
     Raises:
         TypeError: a value in it has no canonical form, or was never set.
@@ -53,7 +53,7 @@ def _canonicalize(value: object) -> object:
     if isinstance(value, Enum):
         return _canonicalize(value.value)
     if isinstance(value, str):
-        return str.__str__(value)  # a subclass may format itself differently
+        return str.__str__(value)  # str() is not used, because a subclass may format itself differently
     # All other kinds are tagged lists, so that they differ from texts and lists that look like them.
     if isinstance(value, (int, float, Decimal)):
         return ["number", _canonicalize_number(value)]

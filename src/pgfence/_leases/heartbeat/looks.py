@@ -1,4 +1,4 @@
-"""Look at what a heartbeat keeps."""
+"""List the grants that a heartbeat keeps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Decide what one heartbeat must do and when, and record the results, without threads and I/O.
+"""Decide what one heartbeat must do next and when, and record the results, without threads and I/O.
 
-The caller holds the heartbeat's lock and passes the current time. A grant is in the schedule until it is dropped, lost or
-ended. While its renewal waits for the connection or has been sent, `renewal_pending` is set and only its deadline is
-checked.
+The caller holds the heartbeat's lock and passes the current time. A grant is in the schedule until it is dropped, lost or ended.
+While its renewal waits for the connection or for a response, `renewal_pending` is set and only its deadline is checked.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class RenewalSchedule:
     def __init__(self) -> None:
         self._grants: set[Grant] = set()
         self.places: dict[TableNames, int] = {}
-        """The number of leases in the queue, by the tables that store them."""
+        """The number of leases in the schedule, by the tables that store them."""
         self._heap: list[tuple[float, int, int, Grant]] = []
         self._entries = 0
 
@@ -57,7 +56,7 @@ class RenewalSchedule:
             if grant.family == "lease":
                 self.places[grant.place] = self.places.get(grant.place, 0) + 1
             self._grants.add(grant)
-        # Earlier entries of this grant stay in the heap and stop counting, because removing one would cost a search.
+        # Earlier entries of this grant stay in the heap but are ignored, because removing an entry would cost a search.
         grant.schedule_entry += 1
         self._entries += 1  # a tie-breaker, because grants have no order
         # While a renewal waits for the connection or has been sent, only the deadline counts.
@@ -65,7 +64,7 @@ class RenewalSchedule:
         heapq.heappush(self._heap, (at, self._entries, grant.schedule_entry, grant))
 
     def remove(self, grant: Grant) -> bool:
-        """Remove a grant, and return whether it was known."""
+        """Remove a grant, and return whether it was in the schedule."""
         # Its entries in the heap are dropped when they become due, or below when too many of them are stale.
         if grant not in self._grants:
             return False
@@ -95,7 +94,7 @@ class RenewalSchedule:
         over: list[Grant] = []
         while self.next() < math.inf:
             grant = self._heap[0][3]
-            if grant.released:  # the thread that released the grant was interrupted before it dropped it
+            if grant.released:  # the thread that released the grant was interrupted before it dropped the grant
                 self.remove(grant)
             elif now >= grant.deadline:
                 over.append(grant)
@@ -119,10 +118,10 @@ class RenewalSchedule:
 
 
 def needs_renewal(grant: Grant) -> bool:
-    """Return whether a grant that is due must be renewed; with heartbeat="progress", only if there was progress."""
+    """Return whether a grant that is due must be renewed. With heartbeat="progress", it must be only if progress was reported."""
     if grant.heartbeat != "progress":
         return True
-    # This is set before `progressed` is read, so that a later call of `progress()` finds it set and requests the renewal.
+    # The flag is set before `progressed` is read, so that a later call of `progress()` finds it set and requests the renewal.
     grant.idle = True
     if not grant.progressed:
         return False
@@ -167,7 +166,7 @@ class RenewalQueue:
         return any(self._due.values()) or bool(self.releases or self.listeners)
 
     def keep(self, grant: Grant, now: float) -> None:
-        """Start to keep a grant."""
+        """Start to keep a grant: schedule its renewals, and note when to listen for its eviction."""
         if not len(self.schedule):
             self._listen_at = now + LISTEN_AFTER
         if grant.kind == "term":
@@ -198,7 +197,7 @@ class RenewalQueue:
             if grant.heartbeat == "auto" and not grant.renewal_pending:
                 self._enqueue(grant)
             elif grant not in self._due.get(_get_batch(grant), {}):
-                # Its renewal has been sent, possibly before the eviction, so check the lease separately.
+                # The lease's renewal has been sent, possibly before the eviction, so check the lease separately.
                 self._suspects[grant] = None
         return bool(found)
 
@@ -219,7 +218,7 @@ class RenewalQueue:
         return self._requests.pop(grant, None)
 
     def request_renewal(self, grant: Grant, ttl: float | None, done: Done) -> bool:
-        """Add a renewal for a caller of `renew()`. Return False if the grant is not kept any more."""
+        """Add a renewal that a caller of `renew()` requests. Return False if the grant is not kept any more."""
         if grant not in self.schedule:
             return False
         request = self._requests.setdefault(grant, RenewRequest())
@@ -230,7 +229,7 @@ class RenewalQueue:
         return True
 
     def make_up(self, grant: Grant, now: float) -> bool:
-        """Catch up on a renewal that was skipped for lack of progress, and return whether there was one."""
+        """Catch up on a renewal that was skipped for lack of progress, and return whether a renewal had been skipped."""
         if not grant.idle or grant.renewal_pending or grant not in self.schedule:
             return False
         grant.idle = False
@@ -239,14 +238,14 @@ class RenewalQueue:
         return True
 
     def take(self, now: float) -> tuple[bool, Over]:
-        """Return whether renewals are due, and the grants past their deadline, each with the request that waits for it."""
+        """Return whether renewals are due, and the grants past their deadline, each with its pending request of `renew()`."""
         due, over = self.schedule.take(now)
         for grant in due:
             self._due.setdefault(_get_batch(grant), {})[grant] = None
         return bool(due), [(grant, self.drop(grant)) for grant in over]
 
     def pick(self, now: float) -> HeartbeatTask | None:
-        """Return the next task, which is not in the queue again until its result is recorded."""
+        """Remove and return the next task. It is queued again, if necessary, when its result is recorded."""
         while self._due:
             batch, waiting = next(iter(self._due.items()))
             grants = list(islice(waiting, BATCH))
@@ -268,8 +267,8 @@ class RenewalQueue:
         return self.listeners.choose_change(now, self.schedule.places if self.listens else ())
 
     def limit(self, task: HeartbeatTask, now: float) -> float:
-        """Return how many seconds a task may take."""
-        # If the task hangs, the renewals after it must still have time before the first deadline.
+        """Return the seconds that a task may take."""
+        # If the task hangs, the renewals that follow it must still have time before the first deadline.
         limit = task.limit(now)
         if isinstance(task, RenewTask):
             return limit
@@ -281,7 +280,7 @@ class RenewalQueue:
         )
 
     def note_listening(self, task: ListenTask) -> list[Wake]:
-        """Record that a channel is listened to or not, and return the callbacks to call."""
+        """Record the result of a LISTEN or UNLISTEN, and return the callbacks to call."""
         # This connection did not receive notifications of evictions before the LISTEN, so check the leases.
         if task.on:
             self.check_later(task.channel)
@@ -299,7 +298,10 @@ class RenewalQueue:
         return CheckTask(place, grants)
 
     def note_answer(self, task: RenewTask, grant: Grant, answer: LeaseResult, now: float) -> RenewRequest | None:
-        """Record one response, after a loss has been marked. Return the request that it finishes."""
+        """Record the response for one grant, after a loss has been marked.
+
+        Return the request that the response fulfils, if any.
+        """
         request = task.requests[grant]
         stands = grant in self.schedule and grant.state not in ("lost", "released")
         if stands and answer.expires_at is not None:
@@ -326,7 +328,7 @@ class RenewalQueue:
             self.releases.append(ending)
 
     def note_failure(self, task: HeartbeatTask, now: float) -> list[RenewRequest]:
-        """Record a task that failed. It is retried; return the requests that are finished with the error."""
+        """Record a task that failed, and queue it again. Return the requests that end with the error."""
         self.failures += 1
         requests: list[RenewRequest | None] = []
         if isinstance(task, RenewTask):
@@ -351,7 +353,7 @@ class RenewalQueue:
         self._due.setdefault(_get_batch(grant), {})[grant] = None
 
     def _put_back(self, grant: Grant, request: RenewRequest | None) -> None:
-        """Keep an unfulfilled request, merged with what was requested since."""
+        """Keep an unfulfilled request, merged with a request that was made since."""
         if request is None:
             return
         later = self._requests.get(grant)

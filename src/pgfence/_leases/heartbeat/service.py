@@ -1,4 +1,4 @@
-"""The heartbeat of one engine in this process. It renews grants, ends those past their deadline, and wakes waiters.
+"""The heartbeat of one engine in this process. It renews grants, ends grants past their deadline, and wakes waiters.
 
 It has two threads. The timer decides what is due and what has expired, and aborts a statement that hangs. The worker owns the
 only connection and runs one task at a time: a renewal, a release to repeat, or LISTEN.
@@ -67,7 +67,7 @@ class HeartbeatService:
         """The task that the connection is running."""
         self._cut_at = math.inf
         self._needed = self._busy_at = clock()
-        """When the connection was last needed, and when the timer thread last had something to watch."""
+        """The times when the connection was last needed, and when the timer thread last had a grant to watch."""
         self._thread: threading.Thread | None = None
         self._disposed = False
         self._ending = False
@@ -95,7 +95,7 @@ class HeartbeatService:
             request.finish(ended_error(grant))
 
     def note_eviction(self, place: TableNames, name: str, token: int) -> None:
-        """Mark the leases of a name as evicted, up to a token: this process has evicted their holder."""
+        """Mark the leases of a name as evicted, up to a token, because this process has evicted their holder."""
         with self._lock:
             found = self._queue.find(place, name, token)
         self._lose([(grant, "evicted") for grant in found])
@@ -108,10 +108,10 @@ class HeartbeatService:
     def renew(self, grant: Grant, ttl: float | None, done: tasks.Done) -> None:
         """Renew a grant now, in the order of the heartbeat's own renewals. A new TTL applies from now on.
 
-        `done` is called once, on a heartbeat thread; it must be quick and must not take a heartbeat lock. It receives None if
-        the lease was renewed, `LockLostError` if it is lost, `LockNotHeldError` if it was released in the meantime,
-        `UnreachableError` if the server did not respond (it is held until its deadline, and the heartbeat keeps trying), or
-        otherwise the server's error.
+        `done` is called once, on a heartbeat thread; it must be quick and must not take a heartbeat lock. It receives None if the
+        lease was renewed, `LockLostError` if the lease is lost, `LockNotHeldError` if it was released in the meantime,
+        `UnreachableError` if the server did not respond (the lease is held until its deadline, and the heartbeat keeps trying),
+        or otherwise the server's error.
         """
         with self._lock:
             known = self._queue.request_renewal(grant, ttl, done)
@@ -128,7 +128,7 @@ class HeartbeatService:
     def forget_later(
         self, place: TableNames, name: str, lease_id: UUID, seconds: float, family: LeaseKind = "lease"
     ) -> None:
-        """End a grant whose response was lost, by its id, in the background. Stop after `seconds`, which is its TTL."""
+        """End a grant whose response was lost, by its id, in the background. Give up after `seconds`, the TTL of the grant."""
         args = name, name, str(lease_id)
         self.end_later(tasks.RevokeTask(place, lambda sql: sql.forget_late, args, clock() + seconds, family))
 
@@ -190,7 +190,7 @@ class HeartbeatService:
         if self._ending:
             return
         if self._connection is None:
-            # It starts only if there is something to send, so a lease that ends before its first renewal opens no connection.
+            # The thread starts only when it has a task, so a lease that ends before its first renewal opens no connection.
             self._connection = choose_background_connection(self.engine, self.config, self._on_notify)
             self._thread = threads.start("pgfence-link", self._run_worker, self._connection)
         elif self._task is None:
@@ -263,7 +263,7 @@ class HeartbeatService:
     def _wait(self, link: BackgroundConnection, seconds: float) -> None:
         try:
             link.wait(seconds)
-        except Exception:  # the connection is broken, so the next task opens another one
+        except Exception:  # the connection is broken, so the next task opens another connection
             log.debug("the heartbeat's connection failed while idle", exc_info=True)
             link.close_connection()
 
@@ -271,7 +271,7 @@ class HeartbeatService:
         try:
             if not link.live:
                 link.open()
-            if self._connection is not link:  # abandoned while opening; another thread has the task now
+            if self._connection is not link:  # abandoned while opening, and another thread has the task now
                 return
             task.run(
                 link,
@@ -287,7 +287,7 @@ class HeartbeatService:
                 self._note_success(task)
 
     def _finish_task(self, link: BackgroundConnection) -> bool:
-        """Finish the task, unless the timer thread has finished it already and abandoned this thread."""
+        """Record that the task has ended, unless the timer thread has done so and abandoned this thread."""
         with self._lock:
             if self._connection is not link:
                 return False
@@ -296,7 +296,7 @@ class HeartbeatService:
             return True
 
     def _choose_step(self, link: BackgroundConnection) -> tasks.HeartbeatTask | float | None:
-        """Return the next task, the seconds to wait, or None to end the thread."""
+        """Return the next task, the seconds to wait for one, or None if the thread ends."""
         with self._lock:
             if self._connection is not link:
                 return None
@@ -318,7 +318,7 @@ class HeartbeatService:
                 self._needed = now
                 return min([TICK * 60, *(max(0.0, ending.at - now) for ending in self._queue.releases)])
             if self._disposed or now - self._needed > LINGER:
-                # This is decided and reset under one lock, so that a task that is queued later starts a new worker.
+                # The end is decided and recorded under one lock, so that a task that is queued later starts a new worker.
                 self._connection = None
                 self._changed.notify()
                 return None
@@ -369,7 +369,7 @@ class HeartbeatService:
     def _on_notify(self, channel: str, payload: str) -> None:
         with self._lock:
             wakes = self._queue.listeners.waiters_of(channel, payload)
-            # This is only a hint, so query the server. Other schemas share the channel, and any role can send a notification.
+            # A notification is only a hint, so query the server. Other schemas share the channel, and any role can notify it.
             if self._queue.check_later(channel, payload):
                 self._ensure_worker()
         for wake in wakes:

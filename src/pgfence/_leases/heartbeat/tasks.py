@@ -44,7 +44,7 @@ Texts: TypeAlias = LeaseSql | EffectSql
 
 
 def choose_sql(family: LeaseKind, place: TableNames, style: ParamStyle) -> Texts:
-    """Return the statements for a family of grants."""
+    """Return the statements that renew and end a family of grants."""
     return lease_sql(place, style) if family == "lease" else effect_sql(place, style)
 
 
@@ -70,7 +70,7 @@ class HeartbeatTask(ABC):
 
     @abstractmethod
     def limit(self, now: float) -> float:
-        """Return how many seconds the task may take, including opening a connection."""
+        """Return the seconds that the task may take, including the time to open a connection."""
 
     @abstractmethod
     def run(self, link: BackgroundConnection, sql: Texts, limit: float) -> None:
@@ -154,7 +154,7 @@ class ReleaseTask(HeartbeatTask):
         self.args = args
         self.until = until
         self.at = 0.0
-        """When to try next."""
+        """The time of the next try."""
         self.failures = 0
         self.answer: Any = None
 
@@ -165,7 +165,7 @@ class ReleaseTask(HeartbeatTask):
         self.answer = link.ask(self.text(sql), self.args, limit)
 
     def plan_retry(self, now: float) -> bool:
-        """Plan another try, and return whether there is time for one."""
+        """Plan another try, and return whether there is time for it."""
         self.failures += 1
         self.at = now + terms.retry_after(self.failures, 10.0)
         return self.at < self.until
@@ -192,7 +192,7 @@ class RevokeTask(ReleaseTask):
     """End a grant whose response was lost. The statement that acquires it may still be on its way to the server."""
 
     SETTLE_SECONDS = 5.0
-    """Seconds after which that statement has finished: on the server, it waits at most two seconds for its row."""
+    """The seconds after which the acquiring statement has finished. On the server, it waits at most two seconds for its row."""
 
     _answered: float | None = None
     """When the server first responded."""
@@ -218,7 +218,7 @@ def leave_queue(place: TableNames, name: str, waiter: str, seconds: float) -> Re
 
 
 def report_failure(engine: Engine, events: EventHub, task: HeartbeatTask, error: Exception, *, first: bool) -> None:
-    """Log the first of several failures in a row, and emit an event for each lease that was not renewed.
+    """Log the first of several failed tasks in a row, and emit an event for each lease that was not renewed.
 
     The caller must not hold a lock.
     """
@@ -277,7 +277,7 @@ class NotifyListeners:
         return bool(self._waiters)
 
     def add(self, place: TableNames, name: str, wake: Wake) -> bool:
-        """Add a waiter, and return whether its channel is not listened to yet."""
+        """Add a waiter, and return whether its channel must be listened to first."""
         channel = place.channel
         self._waiters.setdefault(channel, {}).setdefault(name, []).append(wake)
         self._places[channel] = place
@@ -319,7 +319,7 @@ class NotifyListeners:
         return not self.deaf and place.channel in self._on
 
     def is_missing(self, held: Iterable[TableNames]) -> bool:
-        """Return whether evictions of leases in these tables would be missed, although listening is possible."""
+        """Return whether evictions of leases in these tables would be missed although the connection could listen for them."""
         return not self.deaf and any(place.evictions not in self._on for place in held)
 
     def choose_change(self, now: float, held: Iterable[TableNames] = ()) -> ListenTask | None:
@@ -345,7 +345,7 @@ class NotifyListeners:
         return None
 
     def note_change(self, listening: ListenTask) -> list[Wake]:
-        """Record that a channel is listened to or not, and return the callbacks to call."""
+        """Record the result of a LISTEN or UNLISTEN, and return the callbacks to call."""
         # A notification that was sent before LISTEN was not delivered, so every waiter of the channel must query the server
         # again.
         if not listening.on:
