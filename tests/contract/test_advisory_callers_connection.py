@@ -1,4 +1,4 @@
-"""AdvisoryLock on the caller's Connection: it is taken between transactions and never left behind."""
+"""AdvisoryLock on the caller's Connection: the lock is acquired between transactions and never left behind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def backend(world: World, connection: Any) -> int:
 async def test_the_lock_lives_on_that_connection(
     world: World, name: str, advisory_rows: Callable[[], list[Any]], admin: psycopg.Connection[Any]
 ) -> None:
-    """Held by its backend, through the user's transactions, and free after the block; the connection works on."""
+    """The Connection's backend holds the lock through the user's transactions and frees it after the block."""
     async with world.enter(world.engine().connect()) as connection:
         pid = await backend(world, connection)
         async with world.enter(lock(world, connection, name).hold()) as held:
@@ -67,7 +67,7 @@ async def test_the_lock_lives_on_that_connection(
 
 @pytest.mark.every_driver
 async def test_the_user_finds_no_transaction_that_he_did_not_begin(world: World, name: str) -> None:
-    """Taking, looking, checking and giving back leave the connection outside a transaction, as it was."""
+    """Acquiring, querying, checking and releasing leave the connection outside a transaction, as it was."""
     async with world.enter(world.engine().connect()) as connection:
         one = lock(world, connection, name)
         assert await world.call(one.is_held) is False
@@ -85,7 +85,7 @@ async def test_the_user_finds_no_transaction_that_he_did_not_begin(world: World,
 
 @pytest.mark.every_driver
 async def test_a_rejection_leaves_the_connection_as_it_was(world: World, name: str, dsn: str) -> None:
-    """Busy by try, by timeout=0 and by a wait: no transaction is open afterwards, and the holder is named."""
+    """After a failed try, timeout=0 or wait, no transaction is open, and the error names the holder."""
     async with world.enter(world.engine().connect()) as connection:
         one = lock(world, connection, name)
         with elsewhere(dsn, name, label="other-deploy"):
@@ -103,7 +103,7 @@ async def test_a_rejection_leaves_the_connection_as_it_was(world: World, name: s
 async def test_a_connection_in_a_transaction_is_rejected(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C015: after a statement, in an aborted transaction, and in a begin() whose first statement is still to come."""
+    """C015: after a statement, in an aborted transaction, and after a begin() without a statement."""
     async with world.enter(world.engine().connect()) as connection:
         one = lock(world, connection, name)
         await run(world, connection, "SELECT 1")
@@ -126,7 +126,7 @@ async def test_a_connection_in_a_transaction_is_rejected(
 async def test_an_autocommit_connection_is_always_outside(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Statements before, inside and after are no transaction there."""
+    """In autocommit, statements before, inside and after the block begin no transaction."""
     async with world.enter(world.engine(isolation_level="AUTOCOMMIT").connect()) as connection:
         await run(world, connection, "SELECT 1")
         async with world.enter(lock(world, connection, name).hold()):
@@ -139,7 +139,7 @@ async def test_an_autocommit_connection_is_always_outside(
 
 @pytest.mark.every_driver
 async def test_a_transaction_begun_in_plain_sql_is_rejected(world: World, name: str) -> None:
-    """C015: SQLAlchemy knows nothing of a BEGIN in AUTOCOMMIT, but the driver does, also once it is aborted."""
+    """C015: SQLAlchemy does not notice a plain BEGIN in AUTOCOMMIT, but the driver does, also after an error in it."""
     async with world.enter(world.engine(isolation_level="AUTOCOMMIT").connect()) as connection:
         one = lock(world, connection, name)
         await run(world, connection, "BEGIN")
@@ -158,7 +158,7 @@ async def test_a_transaction_begun_in_plain_sql_is_rejected(world: World, name: 
 async def test_release_in_a_transaction_is_rejected_and_keeps_the_lock(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C015: commit first, then release: the next holder must see what was written."""
+    """C015: the commit must come first, because the next holder must see what was written."""
     async with world.enter(world.engine().connect()) as connection:
         held = await world.call(lock(world, connection, name).acquire)
         await run(world, connection, "SELECT 1")
@@ -175,7 +175,7 @@ async def test_release_in_a_transaction_is_rejected_and_keeps_the_lock(
 async def test_a_block_that_ends_inside_a_transaction_closes_the_connection(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C015: neither is the lock kept beyond its block, nor are writes committed after it was given away."""
+    """C015: the lock does not outlive its block, and no writes are committed after it was released."""
     engine = labelled(world, name)
     admin.execute("CREATE TABLE IF NOT EXISTS blocks (label text)")
     async with world.enter(engine.connect()) as connection:
@@ -196,7 +196,7 @@ async def test_a_block_that_ends_inside_a_transaction_closes_the_connection(
 async def test_the_users_error_wins_in_an_aborted_transaction(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C004: the division error is what is seen, the lock is free, and the connection object works after rollback."""
+    """C004: the caller sees the division error, the lock is free, and the connection is usable after a rollback."""
     async with world.enter(world.engine().connect()) as connection:
         with pytest.raises(DBAPIError, match="division by zero"):
             async with world.enter(lock(world, connection, name).hold()):
@@ -209,7 +209,7 @@ async def test_the_users_error_wins_in_an_aborted_transaction(
 async def test_two_locks_on_one_connection(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """Each is released separately, in any order."""
+    """Each lock is released separately, in any order."""
     first, second = f"{name}:1", f"{name}:2"
     async with world.enter(world.engine().connect()) as connection:
         one = await world.call(lock(world, connection, first).acquire)
@@ -240,7 +240,7 @@ async def test_a_hold_by_raw_sql_survives(world: World, name: str, admin: psycop
 async def test_after_a_reconnect_nothing_runs_without_the_lock(
     world: World, name: str, admin: psycopg.Connection[Any], dsn: str
 ) -> None:
-    """C044: kill, fail, roll back, continue: SQLAlchemy would use a new backend; inside the block that is rejected."""
+    """C044: after a kill and a rollback, SQLAlchemy would reconnect; inside the block, that raises an error."""
     async with world.enter(world.engine().connect()) as connection:
         pid = await backend(world, connection)
         with pytest.raises(LockLostError):
@@ -269,7 +269,7 @@ async def test_after_a_reconnect_nothing_runs_without_the_lock(
 async def test_guard_raises_on_a_loss_that_was_not_noticed(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C044: invalidated and reconnected at once by the caller: the first statement on the other backend is rejected."""
+    """C044: after the caller has invalidated the connection, the first statement on a new backend is rejected."""
     async with world.enter(world.engine().connect()) as connection:
         held = await world.call(lock(world, connection, name).acquire)
         await world.call(connection.invalidate)
@@ -286,7 +286,7 @@ async def test_guard_raises_on_a_loss_that_was_not_noticed(
 async def test_closed_inside_the_block_it_leaves_nothing_on_the_pool(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C008: returned to the pool too early, the connection does not keep the lock past the block."""
+    """C008: a connection that is returned to the pool too early does not keep the lock past the block."""
     engine = world.engine(pool_size=1, max_overflow=0)
     async with world.enter(engine.connect()) as connection:
         with pytest.raises(LockLostError, match="its Connection was closed"):
@@ -301,7 +301,7 @@ async def test_closed_inside_the_block_it_leaves_nothing_on_the_pool(
 async def test_the_pool_gets_a_clean_connection_back(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """No lock, no setting, no hook, no mode: what comes back is what was lent, and the next user re-enters nothing."""
+    """The pool gets the connection back without a lock, and with its settings, hooks and mode unchanged."""
     engine = world.engine(pool_size=1, max_overflow=0)
     asked = (
         "SHOW lock_timeout",
@@ -327,7 +327,7 @@ async def test_the_pool_gets_a_clean_connection_back(
 
 
 async def test_many_locks_leave_no_trace_on_the_connection(world: World, name: str) -> None:
-    """Hooks, listeners and descriptors go with each lock."""
+    """Hooks, listeners and descriptors of a lock are removed with it."""
     import os
 
     async with world.enter(world.engine().connect()) as connection:
@@ -355,7 +355,7 @@ async def test_many_locks_leave_no_trace_on_the_connection(world: World, name: s
 async def test_it_waits_for_another_session(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], freed_after: float
 ) -> None:
-    """Busy elsewhere: waited for on that very connection, which is in no transaction before and after."""
+    """The wait uses the caller's connection, which is outside a transaction before and after it."""
     async with world.enter(world.engine().connect()) as connection:
         pid = await backend(world, connection)
         with elsewhere(dsn, name) as holder:
@@ -373,7 +373,7 @@ async def test_it_waits_for_another_session(
 async def test_a_short_statement_timeout_does_not_end_a_wait(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C039: the site's limit, or one that the user sets later, neither kills the wait nor is changed by it."""
+    """C039: a limit of the role, or one that the user sets later, does not end the wait and is not changed."""
     engine = limited(world, {"statement_timeout": "450ms", "lock_timeout": "70ms"})
     async with world.enter(engine.connect()) as connection:
         one = lock(world, connection, name)
@@ -394,7 +394,7 @@ async def test_a_short_statement_timeout_does_not_end_a_wait(
 async def test_a_connection_in_pipeline_mode_is_rejected(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C063: nothing is sent in a mode in which an earlier error would hide the response."""
+    """C063: nothing is sent in pipeline mode, in which an earlier error would hide the response."""
     if not world.name.startswith("psycopg") or world.name == "psycopg2":
         pytest.skip("this driver has no pipeline mode")
     async with world.enter(world.engine(isolation_level="AUTOCOMMIT").connect()) as connection:
@@ -410,7 +410,7 @@ async def test_a_connection_in_pipeline_mode_is_rejected(
 async def test_locks_are_not_handed_over_to_or_from_an_engines_lock(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A lock on a caller's connection goes through the server; contenders of both kinds wait in one line."""
+    """A lock on a caller's connection is acquired at the server, but contenders of both kinds share one queue."""
     engine = labelled(world, name)
     other = world.other()
     async with world.enter(engine.connect()) as connection:
@@ -441,7 +441,7 @@ def holder_of(admin: psycopg.Connection[Any], name: str) -> int:
 async def test_a_lock_handed_over_to_a_cancelled_waiter_is_passed_on(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A contender on its own connection passes the gift by; its later failure must not touch that session again."""
+    """A contender on the caller's connection cannot use a handed-over session, and does not touch it later."""
     engine = labelled(world, name)
     configure(engine, max_lock_connections=3)
     holder, third = world.other(), world.other()
@@ -468,7 +468,7 @@ async def test_a_lock_handed_over_to_a_cancelled_waiter_is_passed_on(
 async def test_a_wait_given_up_leaves_the_connection_to_its_owner(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A cancelled wait may cost the connection, never leave a lock on it; the owner's next statement works."""
+    """A cancelled wait may close the connection, but leaves no lock on it; the owner's next statement works."""
     async with world.enter(world.engine().connect()) as connection:
         with elsewhere(dsn, name) as holder:
             async with background(world.call(lock(world, connection, name).acquire, timeout=5)) as task:
@@ -485,7 +485,7 @@ async def test_a_wait_given_up_leaves_the_connection_to_its_owner(
 async def test_the_server_behind_a_callers_connection_is_judged_too(
     world: World, name: str, pgbouncer: Callable[..., str]
 ) -> None:
-    """C019: through a pooler of unknown mode it is rejected, and the connection stays usable."""
+    """C019: through a pooler of unknown mode the lock is rejected, and the connection stays usable."""
     from pgfence.errors import PoolerError
 
     arguments = {"statement_cache_size": 0} if world.name == "asyncpg" else {}
@@ -499,7 +499,7 @@ async def test_the_server_behind_a_callers_connection_is_judged_too(
 
 
 async def test_no_further_connection_is_opened_for_it(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Acquiring, waiting and releasing use that one connection and no other."""
+    """Acquiring, waiting and releasing use only the caller's connection."""
     async with world.enter(labelled(world, name).connect()) as connection:
         async with world.enter(lock(world, connection, name).hold()):
             assert len(sessions(admin, name)) == 1

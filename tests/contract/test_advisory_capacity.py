@@ -35,7 +35,7 @@ pytestmark = pytest.mark.twins
 async def test_the_holder_is_an_idle_session_outside_the_pool(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C010: idle, in no transaction, with the application's own name; the pool has lent nothing."""
+    """C010: it is idle, outside a transaction, with the application's name, and no pooled connection is in use."""
     engine = labelled(world, name)
     async with world.enter(lock(world, engine, name).hold()):
         (session,) = sessions(admin, name)
@@ -88,7 +88,7 @@ async def test_a_commit_of_the_users_session_is_no_unlock(
 async def test_every_kind_of_pool_serves(
     world: World, name: str, pool: type[Any], admin: psycopg.Connection[Any]
 ) -> None:
-    """Whatever the engine does with its own connections, lock connections are separate: held beside an open one of the caller."""
+    """With every pool class, a lock is held on a separate connection while the caller's connection is open."""
     if world.is_async and pool is QueuePool:
         pool = AsyncAdaptedQueuePool
     if world.is_async and pool in (AssertionPool, SingletonThreadPool):
@@ -198,7 +198,7 @@ async def test_a_warm_connection_is_used_again(world: World, name: str, admin: p
 
 @pytest.mark.every_driver
 async def test_dispose_keeps_holds_and_closes_the_rest(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Rule 6: a hold outlives engine.dispose(); idle connections close at once, that of the hold when it ends."""
+    """Rule 6: a hold outlives engine.dispose(). Idle connections close at once, and the hold's closes with the hold."""
     engine = labelled(world, name)
     first = await world.call(lock(world, engine, name).acquire)
     async with world.enter(lock(world, engine, name + "2").hold()):
@@ -216,7 +216,7 @@ async def test_dispose_keeps_holds_and_closes_the_rest(world: World, name: str, 
 async def test_idle_connections_are_closed_after_a_while(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a further call: a process that rarely locks keeps no connection."""
+    """A process that rarely locks keeps no connection: idle ones are closed without a further call."""
     set_limit(monkeypatch, "WARM_FOR", 0.1)
     engine = labelled(world, name)
     async with world.enter(lock(world, engine, name).hold()):
@@ -231,7 +231,7 @@ async def test_idle_connections_are_closed_after_a_while(
 async def test_an_engine_that_is_dropped_takes_its_connections_along(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """No engine is kept alive by pgfence; idle sessions end with it, and no descriptor stays open."""
+    """No engine is kept alive by pgfence: idle sessions end with the engine, and no descriptor stays open."""
     from sqlalchemy import create_engine
     from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -281,7 +281,7 @@ async def test_a_limit_on_connections_is_kept(world: World, name: str, admin: ps
 
 
 async def test_without_a_turn_the_timeout_names_the_setting(world: World, name: str) -> None:
-    """The error tells what is scarce: not the lock, but our connections."""
+    """The error says that connections for locks are scarce, not that the lock is held."""
     engine = world.engine()
     configure(engine, max_lock_connections=1)
     async with world.enter(lock(world, engine, name).hold()):
@@ -295,7 +295,7 @@ async def test_without_a_turn_the_timeout_names_the_setting(world: World, name: 
 
 
 async def test_at_the_limit_one_can_still_try_and_look(world: World, name: str, dsn: str) -> None:
-    """Neither a try nor timeout=0 nor looking waits for a turn, and none of them claims to know what it does not."""
+    """At the limit, a try, timeout=0 and holders() do not wait for a connection, and do not report a guess."""
     engine = world.engine()
     configure(engine, max_lock_connections=1)
     one = lock(world, engine, name)
@@ -314,7 +314,7 @@ async def test_at_the_limit_one_can_still_try_and_look(world: World, name: str, 
 
 
 async def test_a_waiter_that_gives_up_leaves_its_turn_to_the_next(world: World, name: str) -> None:
-    """At the limit, timeouts and cancels lose no place: afterwards all places are there."""
+    """At the limit, timeouts and cancellations lose no slot: afterwards all slots can be used."""
     engine = world.engine()
     configure(engine, max_lock_connections=2)
     for _ in range(3):
@@ -337,7 +337,7 @@ async def test_a_waiter_that_gives_up_leaves_its_turn_to_the_next(world: World, 
 
 @pytest.mark.every_driver
 async def test_connections_that_died_free_their_slots(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Killed while idle or while holding, ten times at a limit of one: the next lock is had all the same."""
+    """After each of ten killed connections, idle or holding, at a limit of one, the next lock is granted."""
     engine = labelled(world, name)
     configure(engine, max_lock_connections=1)
     for number in range(10):
@@ -355,7 +355,7 @@ async def test_connections_that_died_free_their_slots(world: World, name: str, a
 def test_a_process_without_more_threads_keeps_its_connection_slots(
     dsn: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no thread can begin to open a connection the error is Python's, and once one can, the lock is there."""
+    """If no thread can be started to open a connection, Python's error is raised, and a later call succeeds."""
     engine = create_engine(World("psycopg", dsn).url)
     configure(engine, max_lock_connections=2)
     one = AdvisoryLock(engine, name)

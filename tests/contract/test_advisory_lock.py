@@ -46,7 +46,7 @@ def kind(world: World) -> Any:
 async def test_a_free_lock_is_acquired_and_released(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """try_acquire gives a handle, the server shows one exclusive row under the documented key, release removes it."""
+    """try_acquire returns a handle, the server shows one exclusive lock with the documented key, release removes it."""
     held = await world.call(lock(world, world.engine(), name).try_acquire)
     (row,) = advisory_rows()
     key = LockKey.of(name)
@@ -126,7 +126,7 @@ async def test_a_timeout_names_the_lock_and_its_holder_without_secrets(
 @pytest.mark.every_driver
 @pytest.mark.parametrize("timeout", [0.2, timedelta(milliseconds=200)], ids=["number", "timedelta"])
 async def test_a_wait_ends_at_its_timeout(world: World, name: str, dsn: str, timeout: Any) -> None:
-    """Seconds or timedelta; not before, and not much later."""
+    """A timeout in seconds or as a timedelta ends the wait neither earlier nor much later."""
     one = lock(world, world.engine(), name)
     await world.call((await world.call(one.acquire)).release)  # a connection is there
     with elsewhere(dsn, name):
@@ -137,7 +137,7 @@ async def test_a_wait_ends_at_its_timeout(world: World, name: str, dsn: str, tim
 
 
 async def test_the_configured_default_holds_where_a_call_says_nothing(world: World, name: str, dsn: str) -> None:
-    """timeout=None is the configured default, in acquire and hold alike."""
+    """timeout=None is the configured default, in acquire and in hold."""
     engine = world.engine()
     configure(engine, default_timeout=timedelta(seconds=0.15))
     with elsewhere(dsn, name):
@@ -166,7 +166,7 @@ async def test_infinity_waits_until_it_is_free(
 async def test_an_invalid_timeout_is_rejected_before_anything_is_sent(
     world: World, name: str, value: Any, error: type[Exception], admin: psycopg.Connection[Any]
 ) -> None:
-    """Negative, NaN, text, bool: an error in every verb, and no connection is opened for it."""
+    """A negative number, NaN, a str or a bool is an error in every method, before a connection is opened."""
     one = lock(world, labelled(world, name), name)
     with pytest.raises(error):
         await world.call(one.acquire, timeout=value)
@@ -180,7 +180,7 @@ async def test_an_invalid_timeout_is_rejected_before_anything_is_sent(
 
 
 async def test_on_loss_accepts_two_values(world: World, name: str) -> None:
-    """Anything else is a ValueError where hold() is called, not where the block ends."""
+    """Any other value of on_loss is a ValueError when hold() is called."""
     with pytest.raises(ValueError, match="on_loss"):
         lock(world, world.engine(), name).hold(on_loss="ignore")
 
@@ -221,7 +221,7 @@ async def test_a_handle_is_a_context_manager(world: World, name: str, admin: psy
 
 
 async def test_hold_releases_however_the_block_ends(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C003: at a normal end, after an exception, which propagates unchanged, and after an early release inside."""
+    """C003: at a normal end, after an exception, which propagates unchanged, and after a release inside the block."""
     one = lock(world, world.engine(), name)
     async with world.enter(one.hold()) as held:
         assert held.state == "held"
@@ -237,7 +237,7 @@ async def test_hold_releases_however_the_block_ends(world: World, name: str, adm
 
 
 async def test_hold_may_be_entered_again_after_it_was_left(world: World, name: str) -> None:
-    """The object is good for one block after another."""
+    """One hold() object can be used for several blocks, one after the other."""
     block = lock(world, world.engine(), name).hold()
     for _ in range(3):
         async with world.enter(block) as held:
@@ -245,7 +245,7 @@ async def test_hold_may_be_entered_again_after_it_was_left(world: World, name: s
 
 
 async def test_hold_and_connect_are_no_decorators(world: World, name: str) -> None:
-    """As decorators they would guard nothing on an async function or generator: TypeError, and wrap() is named."""
+    """Used as decorators they raise TypeError, which names wrap(), because they would not guard async functions."""
     one = lock(world, world.engine(), name)
 
     async def work() -> None:
@@ -322,7 +322,7 @@ async def test_looking_shows_holders_and_takes_nothing(
 
 @pytest.mark.every_driver
 async def test_looking_matches_the_whole_key(world: World, name: str, dsn: str) -> None:
-    """C117: half a key, the same halves in the other key space, and another database do not match."""
+    """C117: half a key, the same number in the other key space, and another database do not match."""
     key = LockKey.raw(-5)
     one = lock(world, world.engine(), key)
     pair, half = LockKey.pair(-1, -5), LockKey.raw(0xFFFFFFFB)
@@ -359,7 +359,7 @@ def listen(engine: Any, seen: list[str]) -> None:
 
 
 async def test_handles_and_locks_say_what_they_are(world: World, name: str) -> None:
-    """A repr names the lock and its state, and no URL."""
+    """A repr contains the lock's name and state, but no URL."""
     one = lock(world, world.engine(), name, "second")
     held = await world.call(one.acquire)
     assert name in repr(one)
@@ -373,7 +373,7 @@ async def test_handles_and_locks_say_what_they_are(world: World, name: str) -> N
 async def test_a_namespace_keeps_names_apart_and_ready_keys_stay(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C026: configured or passed, it applies to names; a LockKey is used unchanged."""
+    """C026: a namespace, configured or passed, applies to names; a LockKey is used unchanged."""
     engine = world.engine()
     configure(engine, namespace="configured")
     for one, key in (
@@ -389,7 +389,7 @@ async def test_a_namespace_keeps_names_apart_and_ready_keys_stay(
 
 @pytest.mark.every_driver
 async def test_every_key_works_on_every_driver(world: World, dsn: str, admin: psycopg.Connection[Any]) -> None:
-    """C025: edges of 64 bits and pairs of both signs: acquired, rejected to others, waited for in both kinds of slice."""
+    """C025: keys at the edges of 64 bits and pairs of both signs are acquired, rejected and waited for."""
     engine = world.engine()
     for key in KEYS:
         one = lock(world, engine, key)
@@ -404,7 +404,7 @@ async def test_every_key_works_on_every_driver(world: World, dsn: str, admin: ps
 
 
 async def test_invalid_names_are_rejected_at_once(world: World) -> None:
-    """No name at all, an empty one, NUL, numbers: ValueError or TypeError before any connection is opened."""
+    """No name, an empty name, NUL or a number is a ValueError or TypeError before a connection is opened."""
     engine = world.engine()
     for names, error in (((), ValueError), (("",), ValueError), (("a\x00",), ValueError), ((5,), TypeError)):
         with pytest.raises(error):
@@ -412,7 +412,7 @@ async def test_invalid_names_are_rejected_at_once(world: World) -> None:
 
 
 async def test_only_engines_and_connections_carry_a_lock(world: World, name: str) -> None:
-    """C001: a Session is rejected with three alternatives, an object of the other kind with the right class."""
+    """C001: the error for a Session names three alternatives, and that for a sync or async mismatch the right class."""
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
@@ -438,7 +438,7 @@ async def test_only_engines_and_connections_carry_a_lock(world: World, name: str
 async def test_an_engine_may_be_found_when_it_is_needed(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A function that returns an engine is called at use, not before."""
+    """A function that returns an engine is called when the lock is used, not before."""
     made: list[Any] = []
 
     def engine() -> Any:
@@ -498,7 +498,7 @@ async def freed_after_collecting(admin: psycopg.Connection[Any], name: str) -> N
 async def test_a_handle_that_was_lost_is_dropped_in_silence(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """There is nothing left to release: no warning, which would be an error here."""
+    """A lost handle that is dropped raises no ResourceWarning, because nothing is left to release."""
     held = await world.call(lock(world, labelled(world, name), name).acquire)
     (session,) = sessions(admin, name)
     terminate(admin, session.pid)
@@ -510,7 +510,7 @@ async def test_a_handle_that_was_lost_is_dropped_in_silence(
 
 @pytest.mark.every_driver
 async def test_threads_and_tasks_share_a_lock_object(world: World, name: str) -> None:
-    """One object, many contenders: never two of them inside."""
+    """Of many contenders that use one lock object, at most one is inside at a time."""
     one = lock(world, world.engine(), name)
     inside: list[int] = []
     most: list[int] = []
@@ -545,7 +545,7 @@ async def test_events_are_reported(world: World, name: str, dsn: str) -> None:
 
 
 async def test_a_name_frees_up_for_others_at_once(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C001: after the block another session gets the lock without any wait, fifty times."""
+    """C001: after each of fifty blocks, another session gets the lock without a wait."""
     one = lock(world, world.engine(), name)
     for _ in range(50):
         async with world.enter(one.hold()):

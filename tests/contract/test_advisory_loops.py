@@ -125,7 +125,7 @@ def test_two_loops_at_the_same_time(async_engine: Any, name: str, admin: psycopg
 
 
 def test_a_loop_that_ends_while_tasks_wait(async_engine: Any, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Waiters in the line, in the server and at the door are cancelled with their loop: no lock, no connection is left."""
+    """Waiters in the queue, in the server and for a connection are cancelled with their loop, and leave nothing."""
     configure(async_engine, max_lock_connections=2)
 
     async def main() -> None:
@@ -149,7 +149,7 @@ def test_a_loop_that_ends_while_tasks_wait(async_engine: Any, name: str, admin: 
 async def test_a_handle_may_be_released_by_another_contender(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Passed on to a worker, which releases it; the contender that acquired it may then lock again."""
+    """A worker can release a handle that it was given; the contender that acquired it can then lock again."""
     one, other = lock(world, world.engine(), name), world.other()
     for _ in range(3):
         held = await world.call(one.acquire, timeout=5)
@@ -161,7 +161,7 @@ async def test_a_handle_may_be_released_by_another_contender(
 async def test_a_contender_that_ended_leaves_its_handle_to_others(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The thread or task that acquired it has ended: the handle still holds, and can be released elsewhere."""
+    """After the thread or task that acquired a handle has ended, the lock is held, and any contender can release it."""
     engine = world.engine()
     if world.is_async:
         held = await asyncio.create_task(AsyncAdvisoryLock(engine, name).acquire())
@@ -180,7 +180,7 @@ async def test_a_contender_that_ended_leaves_its_handle_to_others(
 
 @pytest.mark.twins
 async def test_an_engine_of_the_other_kind_is_rejected(world: World, name: str) -> None:
-    """The sync Engine inside an AsyncEngine, or a function that returns the wrong kind: a clear error, no hang, no greenlet."""
+    """The sync Engine of an AsyncEngine, or a function that returns the wrong kind, raises a clear error at once."""
     engine = world.engine()
     if world.is_async:
         with pytest.raises((UnsupportedServerError, TypeError)):
@@ -230,7 +230,7 @@ async def test_one_block_object_shared_by_contenders(world: World, name: str, ad
 
 @pytest.mark.twins
 async def test_nothing_is_remembered_of_names_that_were_locked(world: World, name: str) -> None:
-    """Many names, one after the other: no line, no place, no hold stays behind."""
+    """After many names, one after the other, no queue, entry or hold stays in memory."""
     engine = world.engine()
     for number in range(50):
         one = lock(world, engine, f"{name}:{number}")
@@ -248,7 +248,7 @@ async def test_nothing_is_remembered_of_names_that_were_locked(world: World, nam
 async def test_the_longest_waits_are_waits(
     world: World, name: str, timeout: Any, admin: psycopg.Connection[Any]
 ) -> None:
-    """Without a limit, longer than a clock counts, longer than lock_timeout can say: in the queue and in the server."""
+    """Infinite timeouts, and those too long for a clock or for lock_timeout, wait in the queue and in the server."""
     one, two = world.engine(), world.engine()
     here, there = world.other(), world.other()
     held = await world.call(lock(world, one, name).acquire)
@@ -267,7 +267,7 @@ async def test_the_longest_waits_are_waits(
 
 @pytest.mark.twins
 async def test_a_wait_that_hardly_waits(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """A timeout of a nanosecond ends, and takes a lock that is free."""
+    """A timeout of a nanosecond acquires a free lock, and ends the wait for a held one."""
     one, other = world.engine(), world.other()
     async with other.enter(lock(world, world.engine(), name).hold()):
         with pytest.raises(pgfence.errors.LockTimeoutError):
@@ -277,7 +277,7 @@ async def test_a_wait_that_hardly_waits(world: World, name: str, admin: psycopg.
 
 
 async def test_drivers_own_options_do_not_matter(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Without prepared statements, with other row factories and codecs of the driver: the lock works."""
+    """The lock works without prepared statements, and with the driver's other row factories and codecs."""
     options: dict[str, dict[str, Any]] = {
         "psycopg": {"prepare_threshold": None},
         "psycopg_async": {"prepare_threshold": 0},

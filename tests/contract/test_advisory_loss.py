@@ -47,7 +47,7 @@ def kill(admin: psycopg.Connection[Any], label: str) -> None:
 
 @pytest.mark.every_driver
 async def test_a_killed_backend_is_a_loss_at_once(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C042: without a statement the handle turns to lost for good, and other contenders can lock."""
+    """C042: the handle is lost without a further statement and stays lost, and other contenders can lock."""
     held = await world.call(lock(world, labelled(world, name), name).acquire)
     kill(admin, name)
     await eventually(lambda: held.lost)
@@ -66,7 +66,7 @@ async def test_a_killed_backend_is_a_loss_at_once(world: World, name: str, admin
 async def test_callbacks_are_called_once_where_they_belong(
     world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each is called once; a failing one is logged and stops no other; a late one is called at once; sync ones on our thread."""
+    """Each callback is called once, a late one at once, a sync one on our thread; a failing one stops no other."""
     held = await world.call(lock(world, labelled(world, name), name).acquire)
     calls: list[tuple[str, str]] = []
 
@@ -111,7 +111,7 @@ async def test_a_coroutine_function_is_awaited_on_the_loop(
 
 
 async def test_a_callback_may_use_the_lock_itself(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """No internal lock is held while a callback runs: it may look, release or acquire again."""
+    """No internal lock is held while a callback runs, so it may query, release or acquire the lock."""
     engine = labelled(world, name)
     held = await world.call(lock(world, engine, name).acquire)
     taken: list[Any] = []
@@ -161,7 +161,7 @@ async def test_a_slow_callback_does_not_delay_another_lock(
 
 
 async def test_wait_lost_waits_for_the_loss(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """False after its timeout, True at the loss, True at once afterwards."""
+    """wait_lost() returns False after its timeout, True at the loss, and True at once after it."""
     held = await world.call(lock(world, labelled(world, name), name).acquire)
     start = time.monotonic()
     assert await world.call(held.wait_lost, 0.1) is False
@@ -193,7 +193,7 @@ async def test_wait_lost_ends_when_the_lock_is_released(world: World, name: str)
 async def test_an_async_body_is_cancelled_with_the_reason(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Async: the block is cancelled where it waits, and LockLostError comes out, not a cancellation."""
+    """Async: the block is cancelled where it waits, and raises LockLostError instead of a cancellation."""
     engine, ended = labelled(world, name), []
     with pytest.raises(LockLostError) as caught:
         async with lock(world, engine, name).hold():
@@ -227,7 +227,7 @@ async def test_a_sync_body_finds_out_and_the_end_says_so(
 
 
 async def test_flag_leaves_the_body_alone(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """on_loss="flag": no cancel, no error at the end, `lost` says it; the lock is free all the same."""
+    """With on_loss="flag", a loss only sets `lost`; it neither cancels the block nor raises at its end."""
     async with world.enter(lock(world, labelled(world, name), name).hold(on_loss="flag")) as held:
         kill(admin, name)
         await eventually(lambda: held.lost)
@@ -237,7 +237,7 @@ async def test_flag_leaves_the_body_alone(world: World, name: str, admin: psycop
 
 
 async def test_the_bodys_exception_wins(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C005: a ValueError of the block propagates, with a note about the loss."""
+    """C005: the block's ValueError propagates, with a note about the loss."""
     for on_loss in ("cancel", "flag"):
         with pytest.raises(ValueError, match="body") as caught:
             async with world.enter(lock(world, labelled(world, name), name).hold(on_loss=on_loss, timeout=5)) as held:
@@ -275,7 +275,7 @@ async def test_a_body_that_swallows_its_cancellation_raises_at_its_end(
 async def test_an_outer_cancel_at_the_same_time_goes_on(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Async: a task that was cancelled from outside as well ends as cancelled."""
+    """Async: a task that was also cancelled from outside ends as cancelled."""
     engine, entered = labelled(world, name), asyncio.Event()
 
     async def work() -> None:
@@ -296,7 +296,7 @@ async def test_an_outer_cancel_at_the_same_time_goes_on(
 @pytest.mark.async_only
 @pytest.mark.every_driver
 async def test_an_outer_timeout_is_still_a_timeout(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Async: asyncio.timeout() around the block, without a loss, ends it as ever, and the lock is free."""
+    """Async: asyncio.timeout() around the block ends it with TimeoutError, and the lock is free."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             async with lock(world, world.engine(), name).hold():
@@ -309,7 +309,7 @@ async def test_an_outer_timeout_is_still_a_timeout(world: World, name: str, admi
 async def test_a_loss_at_the_very_end_of_the_block_is_a_loss_or_a_release(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C005: killed while it is being left, the block ends with LockLostError or well, never with a driver's error."""
+    """C005: a block whose session is killed at its end raises LockLostError or nothing, never a driver's error."""
     engine = labelled(world, name)
     outcomes = set()
     for number in range(12):
@@ -333,7 +333,7 @@ async def test_a_loss_at_the_very_end_of_the_block_is_a_loss_or_a_release(
 
 @pytest.mark.every_driver
 async def test_a_loss_found_by_the_unlock_raises(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C005: unlocked behind our back on its own session, the release says that the lock was lost, by name."""
+    """C005: if the application has unlocked the key on the session, release() raises LockLostError with the name."""
     engine = world.engine()
     held = await world.call(lock(world, engine, name).acquire)
     await behind_our_back(world, held)
@@ -356,7 +356,7 @@ async def behind_our_back(world: World, held: Any) -> None:
 async def test_a_killed_waiter_goes_on_waiting(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C042: a session that dies while it waits is replaced, within the same timeout, and the lock is had."""
+    """C042: a session that ends while it waits is replaced within the same timeout, and the lock is granted."""
     engine, other = labelled(world, name), world.other()
     with elsewhere(dsn, name) as holder:
         async with background(other.call(lock(world, engine, name).acquire, timeout=20)) as task:
@@ -374,7 +374,7 @@ async def test_a_killed_waiter_goes_on_waiting(
 async def test_a_waiter_that_is_killed_again_and_again_is_not_granted(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Rule 21: when each new session dies at once, it asks again until its deadline, and then holds nothing."""
+    """Rule 21: a waiter whose sessions all end at once retries until its deadline, and then holds nothing."""
     engine, other = labelled(world, name), world.other()
     with elsewhere(dsn, name):
         async with background(other.call(lock(world, engine, name).acquire, timeout=2)) as task:
@@ -391,7 +391,7 @@ async def test_a_waiter_that_is_killed_again_and_again_is_not_granted(
 async def test_a_cancelled_statement_of_a_waiter_leaves_nothing(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Rule 13: pg_cancel_backend on a waiter proves nothing: no lock of it is left, and no neighbour is stuck."""
+    """Rule 13: after pg_cancel_backend on a waiter, none of its locks is left, and other waiters are served."""
     engine, other = labelled(world, name), world.other()
     with elsewhere(dsn, name) as holder:
         async with background(other.call(lock(world, engine, name).acquire, timeout=20)) as task:
@@ -423,7 +423,7 @@ async def test_events_tell_of_a_loss(world: World, name: str, admin: psycopg.Con
 async def test_current_shows_a_lost_handle_until_its_block_ends(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Code deep inside that calls current() and check() gets the loss, not an error that no lock is held."""
+    """Inside a block whose lock was lost, current().check() raises LockLostError, not LockNotHeldError."""
     kind = world.pick(pgfence.Held, pgfence.AsyncHeld)
     async with world.enter(lock(world, labelled(world, name), name).hold(on_loss="flag")) as held:
         kill(admin, name)
@@ -434,7 +434,7 @@ async def test_current_shows_a_lost_handle_until_its_block_ends(
 
 
 async def test_one_loss_of_two_leaves_the_other(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Nested holds have separate sessions: the inner one is lost, the outer one is still held."""
+    """Nested holds have separate sessions: after the inner hold is lost, the outer one is still held."""
     outer_engine, inner_engine = world.engine(), labelled(world, name)
     with pytest.raises(LockLostError) as caught:
         async with world.enter(lock(world, outer_engine, name + "outer").hold()) as outer:

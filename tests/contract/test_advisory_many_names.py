@@ -1,4 +1,4 @@
-"""AdvisoryLock with several names: all or none are taken, in one order."""
+"""AdvisoryLock with several names acquires all of them or none, in one order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.twins
 async def test_all_names_are_one_lock_on_one_session(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """One row for each key, all in one session, in sorted order; all go at once."""
+    """One session locks all keys in sorted order, and one release frees all of them."""
     names = [f"{name}:{n}" for n in range(5)]
     async with world.enter(lock(world, world.engine(), *names).hold()) as held:
         rows = advisory_rows()
@@ -42,7 +42,7 @@ async def test_all_names_are_one_lock_on_one_session(
 async def test_the_same_key_counts_once(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """C006: a name twice, or a name and its own number, is one key: acquired once, released once, nothing left."""
+    """C006: a name given twice, or a name and its number, is one key, which is acquired and released once."""
     key = LockKey.of(name)
     one = lock(world, world.engine(), name, LockKey.raw(key.value), name, LockKey.raw(5))
     for _ in range(2):
@@ -57,7 +57,7 @@ async def test_the_same_key_counts_once(
 async def test_both_key_spaces_go_together(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """Names, raw numbers and pairs of any sign in one lock: acquired by a try and by both kinds of wait."""
+    """Names, raw numbers and pairs of any sign in one lock are acquired by a try and by both kinds of wait."""
     keys = [LockKey.of(name), LockKey.raw(-(2**63)), LockKey.pair(-1, -5), LockKey.pair(2**31 - 1, -(2**31))]
     one = lock(world, world.engine(), *keys)
     async with world.enter(one.hold()):
@@ -81,7 +81,7 @@ async def test_both_key_spaces_go_together(
 async def test_a_failed_try_releases_what_it_locked(
     world: World, name: str, dsn: str, busy: int, advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """C032: whichever of three is busy, the other two are free afterwards."""
+    """C032: whichever of three names is held elsewhere, the other two are free after the try."""
     keys = sorted(LockKey.of(f"{name}:{n}") for n in range(3))
     with elsewhere(dsn, keys[busy]) as holder:
         one = lock(world, world.engine(), *keys)
@@ -97,7 +97,7 @@ async def test_a_failed_try_releases_what_it_locked(
 async def test_a_timeout_leaves_none_of_them(
     world: World, name: str, dsn: str, timeout: float, advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """C032: with one of three held elsewhere the wait ends in time, and the other two are free."""
+    """C032: if one of three names is held elsewhere, the wait ends in time, and the other two are free."""
     keys = sorted(LockKey.of(f"{name}:{n}") for n in range(3))
     with elsewhere(dsn, keys[1]) as holder:
         start = time.monotonic()
@@ -113,7 +113,7 @@ async def test_a_timeout_leaves_none_of_them(
 async def test_keys_that_come_free_one_after_the_other_are_all_taken(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Each of three is freed in its own time; the lock is had after the last, within one wait."""
+    """If three names are freed one after the other, one wait acquires the lock after the last of them."""
     keys = sorted(LockKey.of(f"{name}:{n}") for n in range(3))
     with elsewhere(dsn, *keys) as holder:
         async with background(world.call(lock(world, world.engine(), *keys).acquire, timeout=10)) as task:
@@ -126,7 +126,7 @@ async def test_keys_that_come_free_one_after_the_other_are_all_taken(
 
 
 async def test_order_of_asking_does_not_matter(world: World, name: str) -> None:
-    """C032: 4 contenders on two engines, random subsets of 10 names in random order with duplicates: all served."""
+    """C032: four contenders that request random subsets of ten names in random order are all served."""
     rounds = 25
     engines = [world.engine(), world.engine()]
     busy: set[str] = set()
@@ -149,7 +149,7 @@ async def test_order_of_asking_does_not_matter(world: World, name: str) -> None:
 async def test_thousands_of_names_are_one_lock(
     world: World, name: str, dsn: str, advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """2,000 names and pairs: a try, tries that fail in the middle and hold none, a wait, a release that frees all."""
+    """2,000 names and pairs are acquired by a try and a wait; a failed try holds none, and a release frees all."""
     names = [f"{name}:{n}" for n in range(1_900)]
     one = lock(world, world.engine(), *names, *(LockKey.pair(-n, n) for n in range(100)))
     async with world.enter(one.hold()) as held:
@@ -204,7 +204,7 @@ async def test_a_single_name_and_a_set_exclude_each_other(world: World, name: st
 async def test_a_wait_for_many_keys_is_sliced_as_a_whole(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """`lock_timeout` counts per lock: freed one by one, each in less than a slice, they are waited for in several transactions."""
+    """`lock_timeout` counts per key: keys that are freed one by one are waited for in several transactions."""
     keys = sorted(LockKey.of(f"{name}:{n}") for n in range(4))
     seen: set[Any] = set()
     with elsewhere(dsn, *keys) as holder:

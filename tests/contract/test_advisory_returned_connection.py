@@ -62,7 +62,7 @@ async def test_the_next_user_of_the_connection_is_left_alone(
 async def test_other_pools_end_the_lock_as_well(
     world: World, name: str, admin: psycopg.Connection[Any], pool: type
 ) -> None:
-    """A pool that closes each connection, and one that gives the same to all: the next user gets one without a lock."""
+    """With NullPool and StaticPool too, the next user gets a connection without a lock."""
     engine = world.engine(poolclass=pool)
     connection = await world.call(engine.connect)
     held = await world.call(lock(world, connection, name).acquire)
@@ -74,7 +74,7 @@ async def test_other_pools_end_the_lock_as_well(
 
 
 def test_a_dropped_lock_ends_before_its_connection_is_reused(dsn: str, name: str) -> None:
-    """The Connection is returned at the moment in which a pgfence thread closes it: the pool waits for that."""
+    """If the Connection is returned while a pgfence thread closes it, the pool waits for the thread."""
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}", pool_size=1, max_overflow=0)
     connection = engine.connect()
     held = AdvisoryLock(connection, name).acquire()
@@ -107,7 +107,7 @@ def test_a_dropped_lock_ends_before_its_connection_is_reused(dsn: str, name: str
 
 @pytest.mark.twins
 async def test_a_pool_is_listened_to_once(world: World, name: str) -> None:
-    """However often the engine was disposed of, which takes the listeners over to its next pool."""
+    """Each pool has one listener, however often engine.dispose() has copied the listeners to the next pool."""
     engine = world.engine()
     for _ in range(3):
         await world.call(engine.dispose)

@@ -53,7 +53,7 @@ def counting(dsn: str) -> Iterator[CountingProxy]:
 
 @pytest.mark.every_driver
 async def test_a_free_lock_costs_two_round_trips(world: World, name: str, counting: CountingProxy) -> None:
-    """One for the try, one for the unlock, on a warm connection, by any verb and for many names as for one."""
+    """On a warm connection, every method takes one round trip to lock and one to unlock, for one name or many."""
     engine = world.engine(dsn=counting.dsn)
     for one in (lock(world, engine, name), lock(world, engine, name, name + "2")):
         for _ in range(3):  # statements are prepared by then
@@ -73,7 +73,7 @@ async def test_a_free_lock_costs_two_round_trips(world: World, name: str, counti
 
 @pytest.mark.every_driver
 async def test_a_busy_try_costs_one_round_trip(world: World, name: str, dsn: str, counting: CountingProxy) -> None:
-    """For one name and for several: keys locked before the rejection are released in the same round trip."""
+    """Keys that were locked before the rejection are released in the same round trip."""
     engine = world.engine(dsn=counting.dsn)
     with elsewhere(dsn, name):
         for one in (lock(world, engine, name), lock(world, engine, name, name + "2")):
@@ -88,7 +88,7 @@ async def test_a_busy_try_costs_one_round_trip(world: World, name: str, dsn: str
 async def test_listeners_see_every_statement(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Hooks before and after see try, both kinds of wait and unlock, and the lock works as it does without them."""
+    """Hooks see the try, both kinds of wait and the unlock, and the lock works as it does without hooks."""
     engine, before, after = world.engine(), [], []
     listen(engine, "before_cursor_execute", before)
     listen(engine, "after_cursor_execute", after)
@@ -194,7 +194,7 @@ async def test_a_failing_unlock_does_not_hide_the_bodys_error(
 async def test_a_listened_lock_is_lost_and_waited_for_like_any_other(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """With hooks as without: a killed holder is notified, and a killed waiter continues."""
+    """With hooks too, a killed holder is notified, and a killed waiter continues."""
     engine, other = labelled(world, name), world.other()
     listen(engine, "before_cursor_execute", [])
     held = await world.call(lock(world, engine, name).acquire)
@@ -214,7 +214,7 @@ async def test_a_listened_lock_is_lost_and_waited_for_like_any_other(
 
 @pytest.mark.every_driver
 async def test_a_small_statement_timeout_with_a_declared_pooler(world: World, name: str, dsn: str) -> None:
-    """C039: where nothing may be set, because a pooler was declared, a wait still ends at the caller's time."""
+    """C039: with a declared pooler pgfence sets nothing, but a wait still ends at the caller's timeout."""
     engine = limited(world, {"statement_timeout": "450ms"})
     configure(engine, pooler="session")
     with elsewhere(dsn, name), pytest.raises(LockTimeoutError):
@@ -227,7 +227,7 @@ async def test_a_small_statement_timeout_with_a_declared_pooler(world: World, na
 async def test_behind_a_declared_pooler_nothing_is_set(
     world: World, name: str, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
-    """What we set would reach the next client of the session: the lent connection shows the site's values, all of them."""
+    """A lent connection has all settings of the role, because pgfence's would reach the session's next client."""
     settings = {"statement_timeout": "9s", "idle_session_timeout": "8min", "lock_timeout": "7s"}
     engine = world.engine(dsn=role(settings=settings))
     configure(engine, pooler="session")
@@ -276,7 +276,7 @@ async def test_a_transaction_pooler_is_found_out(
 async def test_a_session_pooler_works_when_it_is_declared(
     world: World, name: str, pgbouncer: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C019: rejected as unknown at first, then usable when declared: hold, wait, lend, lose; settings do not leak."""
+    """C019: an undeclared session pooler is rejected; a declared one works, and no setting leaks."""
     through = await asyncio.to_thread(pgbouncer, "session")
     with pytest.raises(PoolerError) as caught:
         await world.call(lock(world, world.engine(dsn=through), name).acquire)
@@ -298,7 +298,7 @@ async def test_a_session_pooler_works_when_it_is_declared(
 
 
 async def test_settings_made_too_late_are_rejected_or_apply(world: World, name: str, dsn: str) -> None:
-    """configure() belongs before the first use: afterwards it is an error or takes effect, never half of both."""
+    """After the first use, a configure() call raises an error or takes effect completely."""
     engine = world.engine()
     async with world.enter(lock(world, engine, name).hold()):
         pass
@@ -316,7 +316,7 @@ async def test_settings_made_too_late_are_rejected_or_apply(world: World, name: 
 
 @pytest.mark.every_driver
 async def test_passwords_in_a_query_are_not_printed(world: World, name: str) -> None:
-    """A URL may carry its password as a parameter: no error shows it."""
+    """A password in the query of a URL is not shown in any error."""
     url = f"postgresql+{world.driver}://somebody@127.0.0.1:1/nothing?password=s3cret-word"
     engine = world.pick(create_engine, create_async_engine)(url)
     with pytest.raises(UnreachableError) as caught:

@@ -48,7 +48,7 @@ def row(admin: psycopg.Connection[Any], name: str, prefix: str = "pgfence_") -> 
 
 
 def hold_as_lease(admin: psycopg.Connection[Any], name: str, ttl: float = 60) -> int:
-    """Take a lease of the name, as another process would."""
+    """Acquire a lease of the name, as another process would."""
     found = admin.execute(
         "SELECT granted, token FROM pgfence_acquire_lease_v2(%s, gen_random_uuid()::text, %s, 0, 0, NULL,"
         " 'worker-7', 'host-1', 7, 'close', NULL, 'lease')",
@@ -62,7 +62,7 @@ def hold_as_lease(admin: psycopg.Connection[Any], name: str, ttl: float = 60) ->
 async def test_a_grant_brings_a_token_that_is_committed(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The handle has the token that is committed in the name's row, and the next grant a larger one."""
+    """The handle's token is the one committed in the name's row, and the next grant has a larger token."""
     one = lock(world, world.engine(), name, token=True)
     held = await world.call(one.try_acquire)
     assert type(held) is world.pick(FencedHeld, AsyncFencedHeld)
@@ -78,7 +78,7 @@ async def test_a_grant_brings_a_token_that_is_committed(
 
 @pytest.mark.every_driver
 async def test_lock_and_token_cost_one_round_trip(world: World, name: str) -> None:
-    """Try, token and lock are one statement; so is the release."""
+    """One statement acquires lock and token, and one statement releases the lock."""
     engine = world.engine()
     one = lock(world, engine, name, token=True)
     await world.call((await world.call(one.try_acquire)).release)
@@ -123,7 +123,7 @@ async def test_a_waiter_gets_the_lock_and_a_larger_token(
 async def test_a_lock_with_a_token_is_never_handed_over_locally(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Neighbours in one process, with a token and without, ask the server each: no two grants have one token."""
+    """Waiters of one process each request the lock from the server, so no two grants have the same token."""
     engine = world.engine()
     with_token, plain = lock(world, engine, name, token=True), lock(world, engine, name)
     tokens: list[int] = []
@@ -166,7 +166,7 @@ def test_a_wait_writes_no_line_into_the_servers_log(name: str, make_server: Call
 async def test_a_lease_of_the_same_name_keeps_it_busy_and_its_token(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """While a lease of that name is held its token stays; the wait asks at most a few times a second."""
+    """While a lease of the name is held, its token does not change, and a waiter polls a few times a second."""
     engine = world.engine()
     token = hold_as_lease(admin, name)
     seen: list[str] = []
@@ -187,7 +187,7 @@ async def test_a_lease_of_the_same_name_keeps_it_busy_and_its_token(
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["lease", "slot"])
 async def test_no_lease_or_slot_is_granted_beside_it(world: World, name: str, kind: str) -> None:
-    """While the lock is held, a lease or slot of that name is busy, and its holder is named; then it has the next token."""
+    """While the lock is held, a lease or slot of the name is not granted; afterwards it gets the next token."""
     engine, other = world.engine(), world.engine()
     asked = (
         leases.lease(world, other, name)
@@ -212,7 +212,7 @@ async def test_no_lease_or_slot_is_granted_beside_it(world: World, name: str, ki
 async def test_a_lease_is_free_when_the_session_of_the_lock_ends(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A lease that is waited for is granted once the lock is released, and at once after its session has died."""
+    """A waiter for a lease gets it when the lock is released, and at once when the lock's session has ended."""
     engine = world.engine()
     asked = leases.lease(world, engine, name)
     seen: list[str] = []
@@ -233,7 +233,7 @@ async def test_a_lease_is_free_when_the_session_of_the_lock_ends(
 
 
 async def test_a_lost_lock_has_its_token(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """After the end of its session the handle is lost, and the error carries the token that must count no more."""
+    """After the session has ended, the handle is lost, and the error has the token that is no longer valid."""
     engine = world.engine()
     held = await world.call(lock(world, engine, name, token=True).acquire)
     terminate(admin, held._hold.session.pid)
@@ -246,7 +246,7 @@ async def test_a_lost_lock_has_its_token(world: World, name: str, admin: psycopg
 
 
 async def test_events_carry_the_token(world: World, name: str) -> None:
-    """on_event receives grant and release with the token; without token=True there is none."""
+    """on_event receives the grant and the release with the token; without token=True, the token is None."""
     engine = world.engine()
     told: list[tuple[str, int | None]] = []
     configure(engine, on_event=lambda e: told.append((e.event, e.token)))
@@ -258,14 +258,14 @@ async def test_events_carry_the_token(world: World, name: str) -> None:
 
 
 async def test_connect_lends_the_connection_with_its_token(world: World, name: str) -> None:
-    """The handle of a lent connection is a fenced one."""
+    """The handle of a lent connection has the token, and enters gates."""
     async with world.enter(lock(world, world.engine(), name, token=True).connect(timeout=5)) as connection:
         assert pgfence.held(connection).token == 1
 
 
 @pytest.mark.every_driver
 async def test_on_the_callers_connection(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Outside a transaction of the caller's own connection it works alike and leaves the connection usable."""
+    """On the caller's connection, outside a transaction, the lock works the same, and the connection stays usable."""
     async with world.enter(world.engine().connect()) as connection:
         held = await world.call(lock(world, connection, name, token=True).acquire, timeout=5)
         assert (held.token, is_free(admin, name)) == (1, False)
@@ -282,7 +282,7 @@ async def test_on_the_callers_connection(world: World, name: str, admin: psycopg
 async def test_a_strict_default_isolation_is_no_obstacle(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str], isolation: str
 ) -> None:
-    """SQLSTATE 40001, which only the caller's connection can bring, is tried again: one lock, one token."""
+    """After SQLSTATE 40001, which only the caller's connection can cause, a retry gets one lock and one token."""
     login = role(settings={"default_transaction_isolation": isolation})
     user = login.split("//")[1].split(":")[0]
     admin.execute(f"GRANT SELECT, INSERT, UPDATE ON pgfence_lease, pgfence_gate TO {user}")
@@ -345,7 +345,7 @@ async def test_missing_tables_are_an_error_with_the_command(
 async def test_a_role_without_rights_gets_the_grant_in_the_error(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
-    """A role that may not write the row gets the GRANT it needs; nothing is held."""
+    """The error for a role that may not write the row contains the missing GRANT, and nothing is held."""
     engine = world.engine(dsn=role())
     with pytest.raises(SchemaError, match="GRANT"):
         await world.call(lock(world, engine, name, token=True).acquire, timeout=5)
@@ -434,7 +434,7 @@ async def test_in_a_decorator_each_call_has_its_name_and_token(world: World, nam
 async def test_a_token_belongs_to_one_name_that_is_text(
     world: World, names: tuple[Any, ...], error: type[Exception]
 ) -> None:
-    """Several names, a LockKey, or a name too long for the table are rejected in the constructor."""
+    """The constructor rejects several names, a LockKey, and a name that is too long for the table."""
     with pytest.raises(error):
         lock(world, world.engine(), *names, token=True)
 
@@ -459,7 +459,7 @@ async def test_many_contenders_get_one_token_each(world: World, name: str, admin
 async def test_a_cancelled_wait_leaves_neither_lock_nor_waiter(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A task cancelled in the server's wait holds nothing; the lock is there for the next one, with a token."""
+    """A task that is cancelled while it waits in the server holds nothing, and the next contender gets a token."""
     with elsewhere(world.dsn, name):
         task = asyncio.create_task(lock(world, world.engine(), name, token=True).acquire(timeout=20))
         await eventually(waits(admin, name))
@@ -530,7 +530,7 @@ async def test_on_its_own_connection_the_work_is_fenced_too(
 async def test_an_evicted_holder_writes_nothing_more(
     world: World, name: str, admin: psycopg.Connection[Any], ledger: str
 ) -> None:
-    """After the eviction the fence rejects its token, though no other contender took the lock since."""
+    """After the eviction the fence rejects the old token, even if no other contender has acquired the lock."""
     engine = world.engine()
     held = await world.call(lock(world, engine, name, token=True).acquire)
     (evicted,) = await world.call(monitoring.evict, world.engine(), name, reason="hung")

@@ -60,11 +60,11 @@ class Waiters:
         return number
 
     def _watch(self, number: int) -> None:
-        """Note whether a newcomer waits for the key itself, beside the first of those that have tickets."""
+        """Note whether a new waiter waits for the key itself, together with the waiter that has the first ticket."""
         self.overtaken = self.overtaken or (number > 0 and waits(self.admin, self.names[0], 2)())
 
     async def settle(self) -> None:
-        """Wait until each waiter has begun more slices: one that rejoins the end of a queue for each is out of order by then."""
+        """Wait until each waiter has begun more slices, so that rejoining the server's queue would change the order."""
         begun: dict[int, set[Any]] = {number: set() for number in range(len(self.tasks))}
 
         def look() -> bool:
@@ -95,7 +95,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 async def test_waiters_of_different_processes_are_served_in_order(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], stack: AsyncExitStack
 ) -> None:
-    """The first to come is served first, however many slices they wait."""
+    """Waiters are served in the order of arrival, however many slices they wait."""
     with elsewhere(dsn, name) as holder:
         waiters = Waiters(world, stack, admin, name)
         expected = [await waiters.add() for _ in range(4)]
@@ -135,7 +135,7 @@ async def test_a_lock_with_a_token_keeps_the_order(
 async def test_a_waiter_whose_session_ends_does_not_keep_the_others_back(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], stack: AsyncExitStack
 ) -> None:
-    """Its ticket ends with its session: the one behind it moves up, and it comes back at the end."""
+    """A ticket ends with its session: the next waiter moves up, and the former owner joins the end of the queue."""
     with elsewhere(dsn, name) as holder:
         waiters = Waiters(world, stack, admin, name)
         for _ in range(3):
@@ -163,7 +163,7 @@ async def test_a_waiter_that_gives_up_leaves_no_ticket(
 async def test_a_cancelled_waiter_leaves_no_ticket(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """Its connection is closed, and its ticket is released with it."""
+    """The connection of a cancelled waiter is closed, which releases the ticket."""
     label = f"turns-{name}"
     with elsewhere(dsn, name) as holder:
         async with background(
@@ -177,7 +177,7 @@ async def test_a_cancelled_waiter_leaves_no_ticket(
 async def test_clients_that_use_the_key_without_pgfence_are_served(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], stack: AsyncExitStack
 ) -> None:
-    """A plain pg_advisory_lock waits in the server beside the first of the tickets."""
+    """A plain pg_advisory_lock waits in the server together with the waiter that has the first ticket."""
     with elsewhere(dsn, name) as holder, elsewhere(dsn) as plain:
         waiters = Waiters(world, stack, admin, name)
         for _ in range(2):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.twins
 async def test_the_lock_is_handed_over_whenever_it_comes_free(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """In the first slice and in the quiet ones after it."""
+    """The waiter gets the lock at the release, in the first slice and in later ones."""
     engine = world.engine()
 
     async def wait_for(after: float) -> None:
@@ -62,7 +62,7 @@ async def test_a_holder_that_dies_lets_the_waiter_in(
 
 @pytest.mark.every_driver
 async def test_timeouts_are_kept(world: World, name: str, dsn: str) -> None:
-    """Shorter than a slice, in the middle of one, after some: neither early nor late."""
+    """Timeouts shorter than a slice, within a slice and after several slices end neither early nor late."""
     engine = world.engine()
 
     async def wait_for(timeout: float) -> None:
@@ -95,7 +95,7 @@ async def test_a_waiter_pins_no_snapshot_for_longer_than_a_slice(
 async def test_an_index_can_be_built_beside_waiters(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C039, rule 3: CREATE INDEX CONCURRENTLY on the holder's own session, six waiters: done before any of them gives up."""
+    """C039, rule 3: with six waiters, the holder can build an index CONCURRENTLY before a waiter times out."""
     table = f"t_{name.rsplit(':', 1)[1]}"
     admin.execute(f"CREATE TABLE {table} AS SELECT n FROM generate_series(1, 100) AS n")
     engines = [world.engine() for _ in range(6)]
@@ -121,7 +121,7 @@ async def test_an_index_can_be_built_beside_waiters(
 async def test_grant_and_timeout_at_the_same_moment_agree_with_the_server(
     world: World, name: str, dsn: str, advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """Rule 2: the holder leaves at the waiter's deadline, many times, in the first slice and later: what is said is so."""
+    """Rule 2: if the holder releases at the waiter's deadline, the result agrees with the server each time."""
     engine, other, outcomes = world.engine(), world.other(), set()
     await other.call((await other.call(lock(world, engine, name).acquire)).release)
     dice = random.Random(7)
@@ -148,7 +148,7 @@ async def test_grant_and_timeout_at_the_same_moment_agree_with_the_server(
 async def test_the_same_race_over_several_names(
     world: World, name: str, dsn: str, advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """Rule 2: all of them or none."""
+    """Rule 2: in the same race over several names, all of them are held or none."""
     engine, other = world.engine(), world.other()
     names = [f"{name}:{n}" for n in range(3)]
     await other.call((await other.call(lock(world, engine, *names).acquire)).release)
@@ -170,7 +170,7 @@ async def test_the_same_race_over_several_names(
 
 
 async def test_a_warm_session_is_fit_again_after_a_lent_one(world: World, name: str, dsn: str) -> None:
-    """The site's limits come back for the user's statements, and never stay on a session that waits."""
+    """The role's limits apply to the user's statements, and never to a session that waits."""
     engine = limited(world, {"statement_timeout": "450ms"})  # less than a slice
     async with world.enter(lock(world, engine, name).connect()) as connection:
         assert await run(world, connection, "SHOW statement_timeout") == "450ms"
@@ -180,7 +180,7 @@ async def test_a_warm_session_is_fit_again_after_a_lent_one(world: World, name: 
 
 
 async def on_every_driver(dsn: str, check: Callable[[World], Any]) -> None:
-    """One private server for all drivers, side by side: starting one costs more than the test."""
+    """One private server serves all drivers in parallel, because starting a server takes longer than the test."""
     worlds = [World(driver, dsn) for driver in NAMES]
     try:
         await asyncio.gather(*(check(world) for world in worlds))
@@ -190,7 +190,7 @@ async def on_every_driver(dsn: str, check: Callable[[World], Any]) -> None:
 
 
 async def test_with_a_tiny_deadlock_timeout_it_polls(name: str, make_server: Callable[..., OwnServer]) -> None:
-    """Where the server looks for deadlocks sooner than we could wait, nothing waits there: still granted and timed."""
+    """If deadlock_timeout is too short for a slice, waiters poll; grants and timeouts still work."""
     server = make_server(fsync=False, settings={"deadlock_timeout": "20ms"})
 
     async def check(world: World) -> None:
@@ -212,7 +212,7 @@ async def test_with_a_tiny_deadlock_timeout_it_polls(name: str, make_server: Cal
 
 
 async def test_a_wait_writes_one_line_into_the_servers_log(name: str, make_server: Callable[..., OwnServer]) -> None:
-    """Rule 3: a wait of several slices, timed out or granted, is at most one ERROR there; a try and a release are none."""
+    """Rule 3: a wait of several slices writes at most one ERROR to the server's log; a try or release writes none."""
     server = make_server(
         fsync=False,
         settings={"logging_collector": "on", "log_directory": "log", "log_filename": "server.log"},
@@ -245,13 +245,13 @@ async def test_a_wait_writes_one_line_into_the_servers_log(name: str, make_serve
 
 
 def errors(admin: psycopg.Connection[Any]) -> int:
-    """How many errors the server's log shows."""
+    """Return the number of errors in the server's log."""
     query = "SELECT count(*) FROM regexp_matches(pg_read_file('log/server.log'), 'ERROR:', 'g')"
     return admin.execute(query).fetchone()[0]
 
 
 async def test_many_processes_are_served_each_in_turn(dsn: str, name: str) -> None:
-    """Thirty contenders of thirty engines, as thirty processes would: all are served, never two at a time."""
+    """Thirty contenders with an engine each, like thirty processes, are all served, one at a time."""
     world = World("asyncpg", dsn)
     inside, most, served = [0], [0], []
 
@@ -271,7 +271,7 @@ async def test_many_processes_are_served_each_in_turn(dsn: str, name: str) -> No
 
 @pytest.mark.every_driver
 async def test_a_waiter_keeps_its_name(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
-    """However a slice reports its grant, operators see the application's own name, before, during and after."""
+    """Before, during and after a wait, the session has the application's own application_name."""
     engine, other = labelled(world, name), world.other()
     with elsewhere(dsn, name) as holder:
         async with background(other.call(lock(world, engine, name).acquire, timeout=10)) as task:

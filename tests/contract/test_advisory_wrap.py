@@ -55,7 +55,7 @@ def work_of(world: World, seen: list[Any]) -> Callable[..., Any]:
 
 
 async def test_a_call_runs_under_the_lock(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """The result comes back, current() finds the handle inside, and the lock is free after a return and after a raise."""
+    """A call returns its result, current() returns the handle inside it, and the lock is free afterwards."""
     engine, free = world.engine(), []
 
     def sync(fail: bool) -> str:
@@ -79,7 +79,7 @@ async def test_a_call_runs_under_the_lock(world: World, name: str, admin: psycop
 
 
 async def test_names_come_from_the_arguments(world: World, name: str) -> None:
-    """Positional, by keyword, defaults, attributes, items, format, several names, braces, **kwargs, ready keys."""
+    """A name may use positional and keyword arguments, defaults, attributes, items, formats, braces and ready keys."""
     engine, seen = world.engine(), []
     key = LockKey.raw(77)
     for names, args, kwargs, expected in (
@@ -105,7 +105,7 @@ async def test_names_come_from_the_arguments(world: World, name: str) -> None:
 
 @every_row("template", ["{missing}", "{0}", "{}", "{a", "{missing.attribute}", "{a:{missing}}"])
 async def test_a_template_that_cannot_work_fails_at_decoration(world: World, template: str) -> None:
-    """An unknown field, a number, a broken brace: a ValueError at the decorator that names the arguments."""
+    """An unknown field, a number or an unmatched brace is a ValueError at decoration that names the arguments."""
 
     def sync(a: int) -> None:
         """A function without **kwargs."""
@@ -118,7 +118,7 @@ async def test_a_template_that_cannot_work_fails_at_decoration(world: World, tem
 
 
 async def test_methods_are_guarded_with_self(world: World, name: str) -> None:
-    """Fields may lead through self."""
+    """Fields of the name may refer to attributes of self."""
     engine = world.engine()
 
     class Service:
@@ -138,7 +138,7 @@ async def test_methods_are_guarded_with_self(world: World, name: str) -> None:
 
 
 async def test_wrong_arguments_are_the_functions_own_error(world: World, name: str) -> None:
-    """A call that does not fit the signature is a TypeError, with and without fields in the name."""
+    """Arguments that do not fit the signature raise TypeError, with and without fields in the name."""
     engine, seen = world.engine(), []
     for template in (name, name + "{a}"):
         with pytest.raises(TypeError):
@@ -147,13 +147,13 @@ async def test_wrong_arguments_are_the_functions_own_error(world: World, name: s
 
 
 async def test_outside_of_wrap_braces_are_text(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """In acquire and hold a name with braces is itself."""
+    """In acquire and hold, braces in a name are literal text."""
     async with world.enter(lock(world, world.engine(), name + "{a}").hold()) as held:
         assert held.names == (name + "{a}",)
 
 
 async def test_the_wrapped_function_looks_like_itself(world: World, name: str) -> None:
-    """Name, doc and signature stay, and an async one is still a coroutine function."""
+    """The wrapper has the function's name, docstring and signature, and stays a coroutine function if it was one."""
     function = work_of(world, [])
     guarded = lock(world, world.engine(), name).wrap()(function)
     assert (guarded.__name__, guarded.__doc__) == (function.__name__, "Doc.")
@@ -162,7 +162,7 @@ async def test_the_wrapped_function_looks_like_itself(world: World, name: str) -
 
 
 async def test_functions_that_a_lock_cannot_cover_are_rejected(world: World, name: str) -> None:
-    """C014: a coroutine function with a sync lock, a plain one with an async lock, and generators: TypeError."""
+    """C014: a sync lock on a coroutine function, an async lock on a plain one, or a generator raises TypeError."""
     decorate = lock(world, world.engine(), name).wrap()
 
     def generator() -> Any:
@@ -183,7 +183,7 @@ async def test_functions_that_a_lock_cannot_cover_are_rejected(world: World, nam
 
 
 async def test_busy_raises_after_the_wait(world: World, name: str, dsn: str) -> None:
-    """By default: LockTimeoutError after the timeout, configured or given."""
+    """By default, LockTimeoutError is raised after the configured or given timeout."""
     engine, seen = world.engine(), []
     configure(engine, default_timeout=0.1)
     with elsewhere(dsn, name):
@@ -210,7 +210,7 @@ async def test_busy_skips_without_waiting(world: World, name: str, dsn: str) -> 
 
 
 async def test_busy_may_choose_the_exception(world: World, name: str, dsn: str) -> None:
-    """A callable gets the LockTimeoutError at once and returns, or raises, what is raised; the cause is kept."""
+    """A callable receives the LockTimeoutError and returns or raises the exception to raise; the cause is kept."""
 
     class Conflict(Exception):
         """The HTTP response of a web framework."""
@@ -233,7 +233,7 @@ async def test_busy_may_choose_the_exception(world: World, name: str, dsn: str) 
 
 
 async def test_contradicting_options_are_rejected(world: World, name: str) -> None:
-    """unreachable="skip" needs busy="skip"; unknown words are a ValueError, before anything is decorated."""
+    """unreachable="skip" without busy="skip", and unknown values, raise ValueError before anything is decorated."""
     one = lock(world, world.engine(), name)
     for wrong in (
         {"unreachable": "skip"},
@@ -255,7 +255,7 @@ def nowhere() -> str:
 
 @pytest.mark.every_driver
 async def test_without_a_server_the_author_decides(world: World, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """raise: UnreachableError without the password; run: unprotected, with a warning; skip: None, with a warning."""
+    """Without a server, "raise" raises UnreachableError, "run" runs without the lock, and "skip" returns None."""
     engine, ran = world.engine(dsn=nowhere()), []
 
     def sync() -> str:
@@ -314,7 +314,7 @@ async def test_a_timeout_of_the_function_itself_is_its_own_error(world: World, n
 
 
 async def test_a_loss_inside_the_call_is_raised(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """An async body is cancelled, a sync one notices only when it ends; both end in LockLostError."""
+    """A loss cancels an async body, and a sync one is only notified at its end; both raise LockLostError."""
     engine, after = labelled(world, name), []
 
     def kill() -> None:
@@ -340,7 +340,7 @@ async def test_a_loss_inside_the_call_is_raised(world: World, name: str, admin: 
 
 
 async def test_the_engine_may_be_found_at_each_call(world: World, name: str) -> None:
-    """App factories: a function that returns the engine is called at use, not at decoration."""
+    """For app factories, a function that returns the engine is called at each call, not at decoration."""
     asked: list[int] = []
     engine = world.engine()
 
@@ -356,7 +356,7 @@ async def test_the_engine_may_be_found_at_each_call(world: World, name: str) -> 
 
 
 async def test_calls_of_one_function_with_different_names_do_not_meet(world: World, name: str) -> None:
-    """Two tenants run side by side, two calls for one tenant one after the other."""
+    """Calls for two tenants run at the same time, and two calls for one tenant one after the other."""
     engine, inside, overlaps = world.engine(), [], []
 
     def enter(tenant: int) -> None:

@@ -61,7 +61,7 @@ async def cancelled(
 async def test_a_waiter_in_this_process_is_cancelled(
     engine: Engine, other: ThreadPoolExecutor, name: str, kind: type
 ) -> None:
-    """It leaves its place in the queue: the lock is free for the next one as soon as its holder has released it."""
+    """A cancelled waiter leaves the queue, and the next contender gets the lock at the holder's release."""
     one = kind(engine, name, **({"ttl": 60} if kind is Lease else {}))
     with one.hold():
         await cancelled(other, lambda: one.acquire(timeout=math.inf), lambda: standing(engine) == 1, name)
@@ -73,7 +73,7 @@ async def test_a_waiter_in_this_process_is_cancelled(
 async def test_a_waiter_in_the_server_is_cancelled(
     engine: Engine, other: ThreadPoolExecutor, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C040: behind a lock of another process: it waits there no longer, and does not get the lock afterwards."""
+    """C040: a cancelled waiter for another process's lock no longer waits in the server, and gets no lock later."""
     with elsewhere(dsn, name):
         await cancelled(other, lambda: AdvisoryLock(engine, name).acquire(timeout=math.inf), waits(admin, name), name)
     await freed(admin, name)
@@ -82,7 +82,7 @@ async def test_a_waiter_in_the_server_is_cancelled(
 async def test_a_waiter_for_a_lease_of_another_process_is_cancelled(
     engine: Engine, other: ThreadPoolExecutor, name: str, dsn: str
 ) -> None:
-    """It asks again and again until the event is set."""
+    """The waiter polls until the event is set, and then raises WaitCancelledError."""
     elsewhere = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     asked: list[Any] = []
     with Lease(elsewhere, name, ttl=60).hold():
@@ -95,7 +95,7 @@ async def test_a_waiter_for_a_lease_of_another_process_is_cancelled(
 
 
 async def test_a_waiter_for_a_connection_is_cancelled(engine: Engine, other: ThreadPoolExecutor, name: str) -> None:
-    """All lock connections are in use: it leaves that queue, and the connection passes to the next waiter."""
+    """If all lock connections are in use, a cancelled waiter leaves that queue, and the next waiter is served."""
     configure(engine, max_lock_connections=1)
     began = threading.Event()
     with AdvisoryLock(engine, f"{name}:first").hold():
@@ -106,7 +106,7 @@ async def test_a_waiter_for_a_connection_is_cancelled(engine: Engine, other: Thr
 
 
 async def test_a_waiter_for_a_server_that_does_not_respond_is_cancelled(other: ThreadPoolExecutor, name: str) -> None:
-    """While a new connection is opened, which may take as long as the timeout."""
+    """A waiter is cancelled while its connection is being opened, which may take as long as the timeout."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         engine = create_engine(f"postgresql+psycopg://ann@127.0.0.1:{silent.getsockname()[1]}/d")
         client: list[Any] = []
@@ -119,7 +119,7 @@ async def test_a_waiter_for_a_server_that_does_not_respond_is_cancelled(other: T
 
 
 def test_what_does_not_wait_goes_on(engine: Engine, name: str) -> None:
-    """With the event set: a wait raises before anything is asked, a try and a release do their work."""
+    """After the event is set, a wait raises before a statement is sent, but a try and a release work."""
     stop = threading.Event()
     stop.set()
     one = AdvisoryLock(engine, name)

@@ -1,4 +1,4 @@
-"""`claim` in the caller's transaction: each row to one worker, never more than `limit`, without waiting."""
+"""`claim` in the caller's transaction gives each row to one worker, and at most `limit` rows, without waiting."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tagged(number: int) -> Job:
 
 @pytest.mark.every_driver
 async def test_workers_claim_different_rows_in_order(jobs: Jobs) -> None:
-    """Three workers take the first, the next and the remaining rows; nobody waits, and a rollback returns the rows."""
+    """Three workers claim the first, the next and the remaining rows without waiting, and a rollback frees them."""
     jobs.add(7)
     async with jobs.world.enter(jobs.session()) as first, jobs.world.enter(jobs.session()) as second:
         assert await jobs.claim_ids(first, Job, Job.state == "new", order_by=Job.id, limit=3) == [1, 2, 3]
@@ -55,7 +55,7 @@ async def test_workers_claim_different_rows_in_order(jobs: Jobs) -> None:
 
 @pytest.mark.every_driver
 async def test_each_row_is_processed_once_by_many_workers(jobs: Jobs) -> None:
-    """C111: 16 workers claim three at a time through a join, in order: every row exactly once, never more than three."""
+    """C111: 16 workers claim three rows at a time through a join; every row is claimed exactly once."""
     jobs.add(ROWS, lambda n: Job(id=n, customer=Customer(id=n)))
     done: list[int] = []
     most = 0
@@ -83,7 +83,7 @@ async def test_each_row_is_processed_once_by_many_workers(jobs: Jobs) -> None:
 
 
 async def test_exactly_the_returned_rows_are_locked(jobs: Jobs, admin: Any) -> None:
-    """C111: also if the planner scans the rows by a nested loop: what is not returned is free for another worker."""
+    """C111: rows that are not returned are free for other workers, even if the planner uses a nested loop."""
     jobs.add(50, tagged)
     async with jobs.world.enter(jobs.session()) as session:
         for setting in ("hashjoin", "mergejoin", "sort", "material"):
@@ -96,7 +96,7 @@ async def test_exactly_the_returned_rows_are_locked(jobs: Jobs, admin: Any) -> N
 
 
 async def test_only_the_claimed_table_is_locked(jobs: Jobs) -> None:
-    """C112: the row of the customer that a join reads can be written by others, and locked as well."""
+    """C112: other transactions can write and lock the customer's row that the join reads."""
     jobs.add(2, tagged)
     async with jobs.world.enter(jobs.session()) as session:
         assert await jobs.claim_ids(session, select(Job).join(Job.customer).order_by(Job.id), limit=1) == [1]
@@ -158,7 +158,7 @@ async def test_rows_in_the_session_are_read_again(jobs: Jobs) -> None:
 
 
 async def test_pending_changes_are_flushed_first(jobs: Jobs) -> None:
-    """With autoflush as by any query; without it, reading the rows again would lose them, so the claim is rejected."""
+    """With autoflush they are flushed. Without it the claim is rejected, because reading the rows would lose them."""
     jobs.add(2)
     async with jobs.world.enter(jobs.session()) as session:
         (job,) = await jobs.claim(session, Job, order_by=Job.id)
@@ -175,7 +175,7 @@ async def test_pending_changes_are_flushed_first(jobs: Jobs) -> None:
 
 @pytest.mark.every_driver
 async def test_autocommit_is_rejected(jobs: Jobs) -> None:
-    """C114: in autocommit the rows would be free again before the caller sees them."""
+    """C114: autocommit is rejected, because the rows would be free again before the caller sees them."""
     jobs.add(1)
     async with jobs.world.enter(jobs.session()) as session:
         await jobs.world.call(session.connection, execution_options={"isolation_level": "AUTOCOMMIT"})
@@ -185,7 +185,7 @@ async def test_autocommit_is_rejected(jobs: Jobs) -> None:
 
 @pytest.mark.every_driver
 async def test_a_read_only_transaction_is_reported(jobs: Jobs) -> None:
-    """PostgreSQL locks no row in it; the error says where to claim."""
+    """PostgreSQL locks no rows in a read-only transaction; the error says where to claim."""
     async with jobs.world.enter(jobs.session()) as session:
         await jobs.world.call(session.execute, text("SET TRANSACTION READ ONLY"))
         with pytest.raises(StandbyError, match="Claim on the primary"):
@@ -194,7 +194,7 @@ async def test_a_read_only_transaction_is_reported(jobs: Jobs) -> None:
 
 @pytest.mark.one_driver
 def test_a_session_that_routes_reads_claims_on_the_primary(jobs: Jobs) -> None:
-    """The engine is the one to which a flush would write the rows."""
+    """A Session that routes reads to a standby claims on the engine to which a flush would write the rows."""
     jobs.add(1)
 
     class Routing(Session):
@@ -209,7 +209,7 @@ def test_a_session_that_routes_reads_claims_on_the_primary(jobs: Jobs) -> None:
 
 @pytest.mark.one_driver
 def test_a_claim_is_one_statement(jobs: Jobs) -> None:
-    """One round trip, besides BEGIN."""
+    """A claim takes one round trip, besides BEGIN."""
     jobs.add(3)
     sent: list[str] = []
     event.listen(jobs.engine, "before_cursor_execute", lambda *args: sent.append(args[2]))
@@ -275,7 +275,7 @@ WRONG_STATEMENTS = [
 
 @pytest.mark.one_driver
 def test_statements_that_cannot_be_claimed_are_rejected(jobs: Jobs) -> None:
-    """Before anything is sent, and the message says what to do instead."""
+    """Statements that cannot be claimed raise an error before anything is sent, which says what to do instead."""
     with jobs.session() as session:
         for wrong, kind, advice in WRONG_STATEMENTS:
             with pytest.raises(kind) as told:
@@ -286,7 +286,7 @@ def test_statements_that_cannot_be_claimed_are_rejected(jobs: Jobs) -> None:
 
 @pytest.mark.one_driver
 def test_wrong_arguments_are_rejected(jobs: Jobs) -> None:
-    """Limits, criteria and sessions that could not work, before anything is sent."""
+    """Unusable limits, criteria and sessions raise an error before anything is sent."""
     with jobs.session() as session:
         for limit, kind in (
             (0, ValueError),
@@ -311,7 +311,7 @@ def test_wrong_arguments_are_rejected(jobs: Jobs) -> None:
 
 @pytest.mark.one_driver
 def test_a_table_without_a_primary_key_is_rejected(jobs: Jobs) -> None:
-    """The mapper may call a column its key; two rows could still become one object."""
+    """A table without a primary key is rejected, because two rows could become one object."""
     from sqlalchemy import Column, Integer, Table
     from sqlalchemy.orm import DeclarativeBase
 

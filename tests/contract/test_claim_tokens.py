@@ -112,7 +112,7 @@ async def test_the_claim_expires_by_the_clock_of_the_server(jobs: Jobs) -> None:
 
 @pytest.mark.every_driver
 async def test_a_late_owner_cannot_finish(jobs: Jobs) -> None:
-    """C115: another worker has claimed the row: the error names both claims, and nothing of the late transaction is stored."""
+    """C115: if another worker has claimed the row, the error names both claims, and the late transaction rolls back."""
     add(jobs, 1)
     async with jobs.world.enter(jobs.session()) as late, jobs.world.enter(jobs.session()) as session:
         first = await claim_one(jobs, late)
@@ -136,7 +136,7 @@ async def test_a_late_owner_cannot_finish(jobs: Jobs) -> None:
 
 
 async def test_a_late_owner_that_is_alone_can_finish(jobs: Jobs) -> None:
-    """The claim has expired and nobody has claimed the row since: the work is done, and counts; extending works as well."""
+    """An expired claim can be finished or extended as long as no other worker has claimed the row."""
     add(jobs, 1)
     async with jobs.world.enter(jobs.session()) as session:
         task = await claim_one(jobs, session)
@@ -151,7 +151,7 @@ async def test_a_late_owner_that_is_alone_can_finish(jobs: Jobs) -> None:
 
 
 async def test_a_claim_that_was_rolled_back_is_lost(jobs: Jobs) -> None:
-    """The next claim has the same token, and the owner of the first one is still not taken for it."""
+    """The next claim may have the same token, and the first owner is still recognized as lost."""
     add(jobs, 1)
     async with jobs.world.enter(jobs.session()) as session, jobs.world.enter(jobs.session()) as second:
         (task,) = await jobs.claim(session, Task, ttl=60)
@@ -208,7 +208,7 @@ async def test_each_row_is_done_once_by_many_workers(jobs: Jobs) -> None:
 
 
 async def test_another_session_can_finish(jobs: Jobs) -> None:
-    """The instance may be detached. A copy of it is rejected, and merging it cannot write an older claim."""
+    """Another session can finish a detached instance. A copy is rejected, and a merge cannot write an older claim."""
     add(jobs, 1)
     async with jobs.world.enter(jobs.session(expire_on_commit=False)) as session:
         task = await claim_one(jobs, session)
@@ -277,7 +277,7 @@ def test_every_kind_of_class_can_be_claimable(jobs: Jobs) -> None:
 
 @pytest.mark.one_driver
 def test_a_claim_is_two_statements_and_a_finish_one(jobs: Jobs) -> None:
-    """Round trips, besides BEGIN and COMMIT, however many rows are claimed."""
+    """Besides BEGIN and COMMIT, a claim takes two round trips and a finish one, for any number of rows."""
     add(jobs, 3)
     sent: list[str] = []
     event.listen(jobs.engine, "before_cursor_execute", lambda *args: sent.append(args[2].split()[0]))
@@ -293,7 +293,7 @@ def test_a_claim_is_two_statements_and_a_finish_one(jobs: Jobs) -> None:
 
 @pytest.mark.one_driver
 def test_wrong_arguments_of_claims_with_tokens_are_rejected(jobs: Jobs) -> None:
-    """Each with what to do instead, before anything is sent."""
+    """Wrong arguments raise an error before anything is sent, which says what to do instead."""
 
     class Counted(Versioned, Task):
         __version_mode__ = "server"
@@ -329,7 +329,7 @@ def test_wrong_arguments_of_claims_with_tokens_are_rejected(jobs: Jobs) -> None:
 
 @pytest.mark.one_driver
 def test_a_claim_cannot_be_finished_in_autocommit(jobs: Jobs) -> None:
-    """The result of the work would be committed whether the claim is lost or not."""
+    """Autocommit is rejected, because the result of the work would be committed even after the claim is lost."""
     add(jobs, 1)
     with jobs.session() as session:
         (task,) = claim(session, Task, ttl=60)

@@ -52,12 +52,12 @@ def place(admin: psycopg.Connection[Any], name: str) -> Iterator[str]:
 async def test_a_healthy_installation_has_no_findings(
     world: World, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
-    """With the privileges and settings that the manual advises."""
+    """With the privileges and settings of the documentation, no finding is reported."""
     assert await examine(world, world.engine(dsn=healthy_role(admin, role))) == {}
 
 
 async def test_settings_of_the_role_are_examined(world: World, role: Callable[..., str]) -> None:
-    """Each of them is found, with the ALTER ROLE that corrects it, by a role that has no privilege at all."""
+    """A role without any privilege finds each setting, with the ALTER ROLE that corrects it."""
     limits = {"idle_session_timeout": "5min", "statement_timeout": "5s", "synchronous_commit": "off"}
     dsn = role(limits)
     found = await examine(world, world.engine(dsn=dsn))
@@ -77,7 +77,7 @@ async def test_settings_of_the_role_are_examined(world: World, role: Callable[..
 
 
 async def test_tables_that_are_not_found_are_looked_for_elsewhere(world: World, place: str) -> None:
-    """The schema that has them is named; without any the command that creates them is."""
+    """The finding names the schema that has the tables, or the command that creates them if there is none."""
     engine = world.engine()
     configure(engine, schema="no_such_schema")
     assert repr(place) in (await examine(world, engine))["tables-elsewhere"].found
@@ -87,7 +87,7 @@ async def test_tables_that_are_not_found_are_looked_for_elsewhere(world: World, 
 
 
 async def test_broken_tables_and_functions_are_found(world: World, admin: psycopg.Connection[Any], place: str) -> None:
-    """A missing function, a missing column, an old version."""
+    """A missing function, a missing column and an old version are found."""
     engine = world.engine()
     configure(engine, schema=place)
     assert (
@@ -131,7 +131,7 @@ async def test_a_feature_that_is_granted_in_part_is_found(
 async def test_an_invalid_index_is_found_and_one_that_is_being_built_is_not(
     world: World, admin: psycopg.Connection[Any], name: str, place: str
 ) -> None:
-    """A unique index over duplicates, built concurrently, stays behind invalid."""
+    """A unique index over duplicates that was built concurrently is found as invalid; one being built is not."""
     table = f'{place}."T"'
     admin.execute(f"CREATE TABLE {table} AS SELECT 1 AS n FROM generate_series(1, 2)".encode())
     with pytest.raises(psycopg.errors.UniqueViolation):
@@ -148,7 +148,7 @@ async def test_an_invalid_index_is_found_and_one_that_is_being_built_is_not(
 
 
 async def test_a_full_lock_table_is_found(world: World, lend_server: Callable[..., OwnServer]) -> None:
-    """From 80 % on a warning, from 90 % on an error."""
+    """A lock table that is 80 % full is a warning, and from 90 % on it is an error."""
     server = lend_server(max_connections="20", max_locks_per_transaction="10")
     engine = world.engine(dsn=server.dsn)
     with psycopg.connect(server.dsn) as other:
@@ -182,7 +182,7 @@ async def test_a_standby_and_how_it_follows_are_found(world: World, standby: Sta
 
 
 async def test_an_alembic_environment_is_read(world: World, tmp_path: Any) -> None:
-    """env.py is not run. What pgfence's own template has is enough; a file that cannot be read is a ValueError."""
+    """env.py is read without running it. pgfence's template has no findings, and an unreadable file is a ValueError."""
     engine = world.engine()
     ini, script = tmp_path / "alembic.ini", tmp_path / "env.py"
     ini.write_text("[alembic]\nscript_location = %(here)s\n")
@@ -197,7 +197,7 @@ async def test_an_alembic_environment_is_read(world: World, tmp_path: Any) -> No
 
 
 async def test_a_server_that_is_too_old_is_found(world: World, admin: psycopg.Connection[Any]) -> None:
-    """It is the only finding, because the others need views that such a server does not have."""
+    """The old version is the only finding, because the other checks need views that such a server does not have."""
     major = admin.info.server_version // 10000
     changes = {
         f"{text}{major}{more}".encode(): f"{text}13{more}".encode() for text, more in (("PostgreSQL ", ""), ("", "00"))
@@ -210,7 +210,7 @@ async def test_a_server_that_is_too_old_is_found(world: World, admin: psycopg.Co
 
 @pytest.mark.twins
 async def test_no_server_and_no_postgresql_raise(world: World) -> None:
-    """What cannot be examined is an error, not a finding."""
+    """A server that cannot be examined raises an error, and is not a finding."""
     with pytest.raises(UnreachableError):
         await world.call(monitoring.doctor, world.engine(dsn="postgresql://nobody@127.0.0.1:1/nothing"))
     if not world.is_async:

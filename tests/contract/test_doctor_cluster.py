@@ -110,7 +110,7 @@ def alter(admin: psycopg.Connection[Any], *changes: str) -> None:
 
 @pytest.mark.one_driver
 async def test_a_synchronous_standby_that_may_hang_for_too_long_is_found(world: World, pair: Pair) -> None:
-    """Too long for the leases that are held, or without a limit; not where another standby is enough for a quorum."""
+    """It is found if the limit is missing or too long for the held leases, unless another standby makes the quorum."""
     primary, _ = pair
     engine = world.engine(dsn=primary.dsn)
     await world.call(schema.create_all, engine)
@@ -140,7 +140,7 @@ async def test_a_synchronous_standby_that_may_hang_for_too_long_is_found(world: 
 
 @pytest.mark.one_driver
 async def test_a_standby_whose_clock_is_ahead_is_found(world: World, pair: Pair) -> None:
-    """By at least the seconds that its last reply proves."""
+    """A standby's clock is reported as ahead by at least the seconds that its last reply proves."""
     primary, standby = pair
     engine = world.engine(dsn=primary.dsn)
     assert "standby-clock" not in await find(world, engine)

@@ -28,7 +28,7 @@ KINDS = {
 async def test_a_dropped_lock_is_waited_for_and_logged(
     world: World, name: str, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    """Acquired with the result not kept, and acquired again: no SelfDeadlockError, and a WARNING that names the lock."""
+    """Acquiring again after the handle was dropped raises no SelfDeadlockError, and logs a WARNING with the name."""
     make: Callable[..., Any] = KINDS[kind]
     one = make(world, world.engine(), name)
 

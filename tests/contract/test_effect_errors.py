@@ -1,4 +1,4 @@
-"""An attempt that ends with an error says in its error, the log and the next call what became of the key."""
+"""After an attempt ends with an error, its note, the log and the next call's error give the state of the key."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def fail(attempt: Any) -> str:
 
 
 def age(shop: Shop, seconds: int) -> None:
-    """Let a claim be older than it is, as if it had not been renewed for that long."""
+    """Move a claim into the past, as if it had not been renewed for that long."""
     older = f"interval '{seconds} s'"
     shop.set("k", f"locked_at = locked_at - {older}, locked_until = locked_until - {older}")
 
@@ -74,7 +74,7 @@ async def test_an_error_of_unknown_meaning_says_when_the_key_is_free(
 
 
 async def test_an_error_whose_meaning_is_named_says_what_becomes_of_the_key(shop: Shop) -> None:
-    """Of `free`: the next call runs; of `record`: it raises the same error, and says that it is a replay."""
+    """With `free` the next call runs. With `record` it raises the same error, with a note that it is a replay."""
     with pytest.raises(Away) as freed:
         await shop.run("k", fail, free=[Away])
     assert re.search(r"listed in free=: the key is free. The next call runs attempt 2", freed.value.__notes__[0])
@@ -88,7 +88,7 @@ async def test_an_error_whose_meaning_is_named_says_what_becomes_of_the_key(shop
 
 
 async def test_without_takeover_the_errors_say_what_to_do(shop: Shop) -> None:
-    """It is not free when its claim ends: the note, the next call, and the call after that say what to do."""
+    """Without takeover the key is not free when its claim ends; the note and the later errors say what to do."""
     with pytest.raises(Away) as first:
         await shop.run("k", fail, takeover=False)
     busy = await refused(shop, takeover=False)
@@ -129,7 +129,7 @@ async def test_retry_after_comes_from_the_claim_not_from_the_callers_ttl(shop: S
 @pytest.mark.every_driver
 @pytest.mark.async_only
 async def test_a_cancelled_attempt_is_known_to_have_ended(shop: Shop) -> None:
-    """The cancel is not kept waiting for a server; the next caller knows of it all the same."""
+    """A cancellation does not wait for the server, and the next caller still learns that the attempt has ended."""
     begun = asyncio.Event()
 
     async def hang(attempt: Any) -> str:
@@ -148,7 +148,7 @@ async def test_a_cancelled_attempt_is_known_to_have_ended(shop: Shop) -> None:
 
 
 async def test_an_error_after_the_commit_says_that_the_result_is_stored(shop: Shop) -> None:
-    """What becomes of the key is read from its row: an attempt that is complete is not waited for."""
+    """The state of the key is read from its row, so a completed attempt is not waited for."""
 
     async def commit_and_fail(attempt: Any) -> str:
         session = shop.session()

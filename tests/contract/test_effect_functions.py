@@ -27,7 +27,7 @@ RENEW = "SELECT pgfence_renew_keys_v1(ARRAY[%s], ARRAY[%s], ARRAY[%s]::bigint[],
 
 @dataclass(frozen=True)
 class Row:
-    """What the model knows of the key."""
+    """The model's view of a key's row."""
 
     status: str
     attempt: int
@@ -42,7 +42,7 @@ class Row:
 
 
 class Key:
-    """One key. Any attempt that ever claimed it may send anything at any time."""
+    """The state machine of one key, whose attempts, current and former, send any statement at any time."""
 
     def __init__(self, admin: psycopg.Connection[Any], seed: int) -> None:
         self.admin = admin
@@ -196,7 +196,7 @@ class Key:
 
 @pytest.mark.parametrize("seed", range(RUNS))
 def test_whatever_attempts_do_the_row_follows_the_rules(admin: psycopg.Connection[Any], seed: int) -> None:
-    """C100: late attempts say anything at any time; one result is stored, and only by the attempt that counts."""
+    """C100: however late attempts interfere, one result is stored, and only by the current attempt."""
     key = Key(admin, seed)
     acts = [key.claim] * 4 + [key.save, key.finish, key.look, key.free, key.forget, key.renew]
     acts += [key.lapse] * 2 + [key.expire, key.purge]
@@ -207,7 +207,7 @@ def test_whatever_attempts_do_the_row_follows_the_rules(admin: psycopg.Connectio
 
 
 def test_a_row_that_is_locked_delays_no_other(admin: psycopg.Connection[Any], dsn: str) -> None:
-    """A renewal of many returns "busy" for it, and renews the rest."""
+    """The renewal of several claims returns "busy" for a locked row, and renews the others."""
     claims = [str(uuid4()) for _ in range(2)]
     keys = [f"l{next(NUMBERS)}-{claim}" for claim in claims]
     for key, claim in zip(keys, claims, strict=True):

@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 @dataclass
 class Unreached:
-    """What no result= names."""
+    """A class that no result= names."""
 
     key: str
 
@@ -74,7 +74,7 @@ def rows(shop: Shop, table: str) -> list[str]:
 
 
 async def test_each_step_runs_once_with_its_own_key(shop: Shop) -> None:
-    """The provider gets `<key>:<step>`, the same in each attempt; a step that was saved returns its value."""
+    """The provider gets the key `<key>:<step>` in each attempt, and a saved step returns its value."""
 
     async def work(attempt: Any) -> str:
         one = await shop.step(attempt, "reserve", shop.provider.charge)
@@ -91,7 +91,7 @@ async def test_each_step_runs_once_with_its_own_key(shop: Shop) -> None:
 
 
 async def test_a_step_that_was_not_saved_is_done_again_with_the_same_key(shop: Shop) -> None:
-    """C100: the provider recognises it."""
+    """C100: a step that was not saved is sent again with the same key, which the provider recognizes."""
 
     async def work(attempt: Any) -> str:
         def charge(key: str) -> str:
@@ -136,7 +136,7 @@ async def test_values_of_steps_may_be_anything_that_results_may_be(shop: Shop) -
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["", " ", "a:b", "a\x00", "s" * 256])
 async def test_names_that_no_step_can_have_are_rejected_before_it(shop: Shop, name: str) -> None:
-    """C108: the rules of keys, and no colon, which would make two derived keys equal."""
+    """C108: names of steps follow the rules of keys, without a colon, which could make two derived keys equal."""
 
     async def work(attempt: Any) -> str:
         receipt: str = await shop.step(attempt, name, shop.provider.charge)
@@ -212,7 +212,7 @@ async def test_a_step_that_is_running_is_not_done_beside_itself(shop: Shop) -> N
 
 @pytest.mark.async_only
 async def test_steps_of_one_name_in_two_tasks_are_rejected(shop: Shop) -> None:
-    """C100: the second comes while the first is on its way."""
+    """C100: a second step of the same name in another task is rejected while the first is running."""
 
     async def slow(key: str) -> str:
         await asyncio.sleep(0.05)
@@ -228,7 +228,7 @@ async def test_steps_of_one_name_in_two_tasks_are_rejected(shop: Shop) -> None:
 
 
 class Away(Exception):
-    """What a provider says that is not there."""
+    """The error of a provider that cannot be reached."""
 
 
 @pytest.mark.twins
@@ -316,7 +316,7 @@ async def pay(shop: Shop, attempt: Any, table: str, *, commit: bool = True, then
 
 
 async def test_the_result_and_the_applications_rows_commit_together(shop: Shop, payments: str) -> None:
-    """The result is what was completed with, for the first caller too."""
+    """Every caller, including the first, gets the result that complete() was called with."""
 
     async def work(attempt: Any) -> str:
         await shop.charge(attempt)
@@ -404,7 +404,7 @@ async def test_what_is_complete_is_not_completed_again(shop: Shop, payments: str
 
 @pytest.mark.every_driver
 async def test_connections_that_die_after_the_commit_do_not_hide_it(shop: Shop, payments: str) -> None:
-    """C042: run() asks again, on another connection, whether the transaction was committed."""
+    """C042: run() queries on another connection whether the transaction was committed."""
 
     async def work(attempt: Any) -> str:
         await pay(shop, attempt, payments)
@@ -418,7 +418,7 @@ async def test_connections_that_die_after_the_commit_do_not_hide_it(shop: Shop, 
 
 
 async def test_a_session_of_the_other_half_is_rejected(shop: Shop) -> None:
-    """A TypeError in words, and nothing is stored."""
+    """A sync session in an async attempt, or the reverse, is a clear TypeError, and nothing is stored."""
 
     async def work(attempt: Any) -> str:
         for wrong in (shop.world.pick(AsyncSession, Session)(), shop.world.engine(), None):
@@ -430,7 +430,7 @@ async def test_a_session_of_the_other_half_is_rejected(shop: Shop) -> None:
 
 
 async def test_no_attempt_takes_over_between_complete_and_commit(shop: Shop, payments: str) -> None:
-    """C100: the claim has run out, and the row of the key is locked: the next caller waits, and gets the result."""
+    """C100: while complete() has the key's row locked, the next caller waits after the claim's end, and gets the result."""
     gate = Gate()
 
     async def work(attempt: Any) -> str:
@@ -467,7 +467,7 @@ async def test_an_uncommitted_transaction_leaves_the_outcome_unknown(shop: Shop,
 
 
 async def test_a_transaction_left_open_is_reported_at_once(shop: Shop, payments: str) -> None:
-    """C101: only that transaction locks the row of the key, so one look is enough to know."""
+    """C101: only the open transaction locks the key's row, so one query is enough to report it."""
     sessions: list[Any] = []
 
     async def work(attempt: Any) -> str:
@@ -527,7 +527,7 @@ async def test_the_session_may_use_another_driver_but_not_another_database(shop:
 
 @pytest.mark.every_driver
 async def test_autocommit_is_rejected(shop: Shop) -> None:
-    """The result would be stored at once, even if the rows are rolled back."""
+    """Autocommit is rejected, because the result would be stored even if the rows are rolled back."""
 
     async def work(attempt: Any) -> str:
         session = shop.session()

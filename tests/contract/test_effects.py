@@ -98,7 +98,7 @@ async def test_a_second_caller_raises_in_progress_at_once(shop: Shop) -> None:
 
 
 async def test_of_many_concurrent_calls_one_runs_and_all_results_are_equal(shop: Shop) -> None:
-    """C095: twenty callers with one key, who wait: one execution."""
+    """C095: of twenty callers that wait for one key, one executes the work, and all get equal results."""
     for n in range(ROUNDS):
         callers = [shop.run(f"k{n}", who=shop.world.other(), timeout=30) for _ in range(CALLERS)]
         answers = await asyncio.gather(*callers)
@@ -107,7 +107,7 @@ async def test_of_many_concurrent_calls_one_runs_and_all_results_are_equal(shop:
 
 
 async def test_a_winner_that_fails_at_random_is_followed_until_one_succeeds(shop: Shop) -> None:
-    """C095: with failures that are known to have done nothing there is exactly one success."""
+    """C095: if failed attempts are known to have had no effect, exactly one attempt succeeds."""
     chance = random.Random(1)
 
     async def work(attempt: Any) -> str:
@@ -239,7 +239,7 @@ async def test_what_was_done_and_not_saved_is_unknown_whatever_the_error(shop: S
 
 
 async def test_an_error_of_pgfence_is_recorded_only_if_its_class_is_named(shop: Shop) -> None:
-    """C101: an error that a retry would cure is not stored for a day because `record` names `Exception`."""
+    """C101: `record=Exception` does not store a pgfence error that a retry would resolve."""
     gate = Gate()
 
     async def late(attempt: Any) -> str:
@@ -332,7 +332,7 @@ async def test_a_cancelled_attempt_has_an_unknown_outcome(shop: Shop) -> None:
 
 
 async def test_a_long_attempt_is_renewed(shop: Shop) -> None:
-    """The heartbeat extends the claim again and again, and the record outlives the claim by `keep` all the while."""
+    """The heartbeat keeps extending the claim, and the record always outlives the claim by `keep`."""
     gate = Gate()
 
     async def slow(attempt: Any) -> str:
@@ -400,7 +400,7 @@ async def test_a_late_attempt_is_rejected_and_the_result_of_the_newest_stays(sho
 
 
 async def test_an_attempt_whose_claim_expired_raises_before_its_next_step(shop: Shop) -> None:
-    """`check()` and `step()` refuse once the heartbeat has heard it, and the work of the step is not done."""
+    """Once the heartbeat has noticed the end, `check()` and `step()` raise, and the step's work is not done."""
     gate = Gate()
     seen: list[Any] = []
 
@@ -427,7 +427,7 @@ async def test_an_attempt_whose_claim_expired_raises_before_its_next_step(shop: 
 
 
 async def test_without_takeover_only_an_operator_frees_the_key(shop: Shop) -> None:
-    """C099: the outcome of a lost attempt stays unknown for all callers, until an operator has looked and decided."""
+    """C099: the outcome of a lost attempt stays unknown for all callers, until an operator frees the key."""
 
     async def fail(attempt: Any) -> str:
         raise ZeroDivisionError
@@ -501,7 +501,7 @@ async def test_another_payload_is_rejected_first(shop: Shop) -> None:
 
 
 async def test_a_record_that_is_over_is_forgotten(shop: Shop) -> None:
-    """After `keep` the key is new: another payload, the first attempt, and no steps; a claim that is renewed never is over."""
+    """After `keep` the key counts as new, with any payload and no steps. A renewed claim never expires."""
     await shop.run("k", payload=1)
     shop.expire("k")
     assert await shop.run("k", payload=2) == "receipt of k:charge"
@@ -511,7 +511,7 @@ async def test_a_record_that_is_over_is_forgotten(shop: Shop) -> None:
 
 @pytest.mark.every_driver
 async def test_effects_and_transactions_replay_each_others_results(shop: Shop) -> None:
-    """C095: the two ways of using a key know each other's rows: in progress, done, another payload."""
+    """C095: effects and transactions recognize each other's rows as in progress, done or of another payload."""
     async with shop.at_work("k", payload=1):
         with pytest.raises(IdempotencyInProgressError, match="another transaction"):
             await shop.run("k", payload=1, timeout=0.05)
@@ -549,7 +549,7 @@ async def test_effects_and_transactions_replay_each_others_results(shop: Shop) -
 
 
 async def test_no_connection_of_the_pool_is_used(world: World, admin: psycopg.Connection[Any]) -> None:
-    """Claims, steps and results go over sessions of our own: a request that has the last connection of the pool is not stuck."""
+    """Claims, steps and results use separate connections, so a request with the pool's last connection works."""
     shop = Shop(world, admin, pool_size=1, max_overflow=0, pool_timeout=0.5)
     async with world.enter(shop.engine.connect()):
         assert await shop.run("k") == "receipt of k:charge"
@@ -568,7 +568,7 @@ async def test_the_namespace_separates_keys(shop: Shop) -> None:
 
 @pytest.mark.every_driver
 async def test_a_per_cent_sign_may_be_in_the_names_of_the_tables(shop: Shop) -> None:
-    """And with a role whose dates look otherwise."""
+    """Table names with a percent sign work, also for a role with another DateStyle."""
     styled = (
         {"server_settings": {"DateStyle": "German"}}
         if shop.world.name == "asyncpg"
@@ -585,7 +585,7 @@ async def test_a_per_cent_sign_may_be_in_the_names_of_the_tables(shop: Shop) -> 
 
 @pytest.mark.every_driver
 async def test_missing_tables_are_reported_before_the_work(world: World, admin: psycopg.Connection[Any]) -> None:
-    """A SchemaError that names the command, and nothing was done."""
+    """A SchemaError names the command that creates the tables, and the work does not run."""
     shop = Shop(world, admin)
     configure(shop.engine, schema="nowhere")
     with pytest.raises(SchemaError, match="pgfence install --schema nowhere"):
@@ -597,7 +597,7 @@ async def test_missing_tables_are_reported_before_the_work(world: World, admin: 
 async def test_a_role_needs_the_rights_that_its_error_names(
     world: World, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
-    """Without them nothing is done; with them all of it works."""
+    """Without the privileges in the error nothing is done, and with them everything works."""
     shop = Shop(world, admin, dsn=role())
     with pytest.raises(SchemaError, match="permission denied on pgfence's tables") as told:
         await shop.run("k")
@@ -623,7 +623,7 @@ async def test_a_role_needs_the_rights_that_its_error_names(
     ],
 )
 def test_arguments_that_cannot_be_used_are_rejected(options: dict[str, Any], message: str) -> None:
-    """C108, C110: at the construction, before anything is sent."""
+    """C108, C110: the constructor rejects them, before anything is sent."""
     given: dict[str, Any] = {"key": "k", "scope": "s"} | options
     kinds: list[Any] = [IdempotentEffect, AsyncIdempotentEffect]
     for kind in kinds:

@@ -31,7 +31,7 @@ def election(world: World, engine: Any, name: str, *, ttl: Any = 30, **kwargs: A
 
 
 async def terminate(world: World, member: Any) -> None:
-    """Resign, also after a test that has failed."""
+    """Make the members resign, even after a failed test."""
     await world.call(member.resign)
 
 
@@ -51,7 +51,7 @@ async def test_a_member_leads_until_it_resigns(world: World, name: str, admin: p
 
 
 async def test_the_next_candidate_follows_at_once(world: World, name: str) -> None:
-    """A resignation is notified, so that the next leader need not wait for its next question."""
+    """A resignation sends a notification, so the next leader does not wait for its next poll."""
     first = await world.call(election(world, world.engine(), name).stand)
     await eventually(lambda: first.is_leader)
     async with world.enter(election(world, world.engine(), name).stand()) as second:
@@ -62,7 +62,7 @@ async def test_the_next_candidate_follows_at_once(world: World, name: str) -> No
 
 
 async def test_callbacks_come_in_order(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """gained, then lost, and again; each leader is reported once, and an exception in a callback breaks nothing."""
+    """on_gained and on_lost alternate, each leader is reported once, and an exception in a callback has no effect."""
     told: list[Any] = []
 
     def on_gained() -> None:
@@ -107,7 +107,7 @@ async def test_run_calls_the_function_in_each_term(world: World, name: str) -> N
 
 
 async def test_an_error_of_the_work_ends_its_term(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """What the function raises comes out of run(), after its term was given up."""
+    """run() releases the term and then raises the function's exception."""
 
     def work(_: Any) -> None:
         raise KeyError("of the work")
@@ -152,7 +152,7 @@ async def test_a_resignation_stops_the_work_first(world: World, name: str, admin
 async def test_run_returns_if_the_member_resigns_while_it_is_elected(
     world: World, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resignation between the grant and the begin of the term ends run(), and calls no callback."""
+    """A resignation between the grant and the start of the term ends run() without calling a callback."""
     told: list[str] = []
     member = await world.call(
         lambda: election(world, world.engine(), name).stand(
@@ -207,7 +207,7 @@ async def test_a_loop_that_ends_stops_the_work_before_the_release(
 async def test_a_release_during_the_question_is_noticed(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The notification of a release that comes after the server's answer and before the sleep ends the sleep."""
+    """A release that is notified after the server's response and before the sleep ends the sleep."""
     engine = world.engine()
     assert rival(admin, name, 3600) == 1
     member = await world.call(election(world, engine, name, ttl=3600).stand)
@@ -262,7 +262,7 @@ async def test_a_leader_that_is_asked_resigns(world: World, name: str, admin: ps
 
 
 async def test_only_a_leader_can_be_asked(world: World, name: str) -> None:
-    """Nobody leads: None. A lease of that name: an error, and nothing happens."""
+    """Without a leader the result is None. A lease of that name is an error, and is not affected."""
     from pgfence import monitoring
 
     engine = world.engine()
@@ -291,7 +291,7 @@ async def test_standing_survives_missing_tables(
 
 
 async def test_lead_holds_the_term_for_a_block(world: World, name: str) -> None:
-    """lead() is campaign() as a context manager; another candidate is told who leads."""
+    """lead() holds the term for a block, and reports the leader to other candidates."""
     one = election(world, world.engine(), name)
     async with world.enter(one.lead(owner="one")) as term:
         assert term.token == 1
@@ -347,13 +347,13 @@ def test_an_interrupted_resign_waits_again(world: World, name: str) -> None:
 
 
 def test_manual_renewal_is_rejected() -> None:
-    """A member renews its own term."""
+    """A handle of a term cannot be renewed by hand, because the member renews its term."""
     with pytest.raises(ValueError, match='must be "auto" or "progress"'):
         Election(lambda: None, "x", heartbeat="manual")  # type: ignore[arg-type, return-value]
 
 
 def test_a_coroutine_function_is_rejected_by_the_sync_twin(dsn: str) -> None:
-    """It would never be awaited."""
+    """The sync class rejects a coroutine function, because it would never be awaited."""
 
     async def gained() -> None: ...
 

@@ -29,7 +29,7 @@ DAY = timedelta(days=1)
 
 @pytest.fixture(scope="module", params=["LATIN1", "SQL_ASCII"])
 def elsewhere(request: pytest.FixtureRequest, dsn: str) -> Iterator[tuple[str, str]]:
-    """An encoding, and a database that has it."""
+    """A database with an encoding other than UTF8."""
     name = f"pgfence_test_{secrets.token_hex(4)}_encoding"
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{request.param}' LOCALE 'C'".encode())
@@ -121,7 +121,7 @@ def written(world: World, engine: Any) -> dict[str, Callable[[], Any]]:
 async def test_a_text_that_the_database_cannot_represent_is_a_value_error(
     there: World, elsewhere: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It names the text, the encoding and what helps; nothing is retried in the background."""
+    """The ValueError names the text, the encoding and the remedy, and nothing is retried in the background."""
     caplog.set_level(logging.WARNING, "pgfence")
     engine = there.engine()
     await there.call((await there.call(there.pick(Lease, AsyncLease)(engine, "plain", ttl=5).acquire)).release)
@@ -155,7 +155,7 @@ async def test_a_text_that_the_database_cannot_represent_is_a_value_error(
 @pytest.mark.matrix
 @pytest.mark.parametrize("bad", ["half \ud800", "\udcff"])
 async def test_half_a_surrogate_pair_in_json_is_a_value_error(world: World, tables: None, name: str, bad: str) -> None:
-    """PostgreSQL's jsonb has no such text, whatever the encoding."""
+    """A lone surrogate in JSON is rejected, because jsonb cannot store it in any encoding."""
     del tables
     engine = world.engine()
     lease: Any = world.pick(Lease, AsyncLease)

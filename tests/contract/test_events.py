@@ -54,7 +54,7 @@ def list_names(heard: Iterable[Event]) -> list[str]:
 
 
 async def test_a_session_lock_reports_waits_and_holds(world: World, name: str, dsn: str) -> None:
-    """A try that finds it held is "refused", here or in another process; a wait is contended, a free lock is not."""
+    """A failed try emits "refused". After a wait the events are `contended`, and for a free lock they are not."""
     engine = world.engine()
     heard, one = listen(engine), lock(world, engine, name)
     async with world.enter(one.hold()):
@@ -74,7 +74,7 @@ async def test_a_session_lock_reports_waits_and_holds(world: World, name: str, d
 
 
 async def test_a_release_that_finds_the_lock_gone_has_failed(world: World, name: str) -> None:
-    """The application has unlocked it on its own connection: "release_failed", and no "released"."""
+    """If the application has already unlocked the key, "release_failed" is emitted instead of "released"."""
     engine = world.engine()
     heard = listen(engine)
     async with connection(world, engine) as own:
@@ -89,7 +89,7 @@ async def test_a_release_that_finds_the_lock_gone_has_failed(world: World, name:
 async def test_a_lease_reports_its_owner_its_ttl_and_who_was_late(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """An event "reclaimed" follows "acquired" if the lease before had expired; nothing of the metadata is in any event."""
+    """An event "reclaimed" follows "acquired" if the previous lease had expired; no event contains metadata."""
     engine = world.engine()
     heard = listen(engine)
     one = lease(world, engine, name, owner="me", metadata={"password": "hunter2"}, purpose="hunter2")
@@ -142,7 +142,7 @@ async def test_renewals_and_releases_without_a_response_are_reported(world: Worl
 
 
 async def test_rejections_by_a_fence_are_reported(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """A stale token, and a write to a guarded table without one; with the name of the resource."""
+    """A stale token and a write without a token each emit an event with the name of the resource."""
     engine = world.engine()
     heard, table = listen(engine), f"guarded_{secrets.token_hex(6)}"
     admin.execute(f"CREATE TABLE {table} (id int)")
@@ -163,7 +163,7 @@ async def test_rejections_by_a_fence_are_reported(world: World, name: str, admin
 
 
 async def test_a_transaction_lock_reports_a_refusal(world: World, name: str, dsn: str) -> None:
-    """A try is "refused"; a wait in the server is contended."""
+    """A failed try of a TransactionLock emits "refused", and a wait in the server is `contended`."""
     engine = world.engine()
     heard = listen(engine)
     async with session(world, engine) as work:
@@ -181,7 +181,7 @@ async def test_a_transaction_lock_reports_a_refusal(world: World, name: str, dsn
 
 @pytest.mark.one_driver
 async def test_keys_report_replays_and_other_payloads(world: World, name: str) -> None:
-    """Neither the payload nor the result is in an event."""
+    """Events of keys contain neither the payload nor the result."""
     engine = world.engine()
     heard = listen(engine)
     for payload in ("hunter2", "hunter2", "other"):
@@ -201,7 +201,7 @@ async def test_keys_report_replays_and_other_payloads(world: World, name: str) -
 
 @pytest.mark.one_driver
 async def test_a_conflict_names_the_class_and_no_key(world: World, admin: psycopg.Connection[Any]) -> None:
-    """One event for each row, and one for the attempt of run_transaction."""
+    """A conflict emits an event for each row, and another one for the attempt of run_transaction."""
 
     class Base(DeclarativeBase):
         pass

@@ -1,4 +1,4 @@
-"""Locks of every kind take very long timeouts, odd names and savepoint settings, by the hundred."""
+"""Locks of every kind work with very long timeouts, odd names, savepoint settings, and in large numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ODD = {
 async def test_a_huge_timeout_is_a_wait_for_every_kind(
     world: World, name: str, timeout: Any, tables: None, admin: psycopg.Connection[Any], dsn: str
 ) -> None:
-    """Locks on a Connection, transaction locks and leases wait, and are granted; and so does wait_lost()."""
+    """With a huge timeout, locks on a Connection, transaction locks, leases and wait_lost() wait."""
     engine = labelled(world, name)
     async with transactions.connection(world, engine) as own, transactions.connection(world, engine) as work:
         held = None
@@ -102,7 +102,7 @@ async def test_a_lock_on_a_connection_survives_commits_and_rollbacks(
 async def test_a_session_lock_where_the_open_transaction_has_the_name_locked(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """It is rejected, because it would outlive that transaction, and the transaction and its lock go on."""
+    """The session lock is rejected, because it would outlive the transaction, whose lock stays held."""
     async with transactions.connection(world, world.engine()) as work:
         await world.call(transactions.lock(work, name).acquire)
         with pytest.raises(TransactionStateError):
@@ -154,7 +154,7 @@ async def test_the_sessions_of_an_engine_do_not_add_up(
 async def test_odd_names_are_names_for_every_kind(
     world: World, name: str, tables: None, admin: psycopg.Connection[Any]
 ) -> None:
-    """Each name is a separate lock, transaction lock and lease, and is found by that name."""
+    """Each odd name is a separate lock, transaction lock and lease, and its holder is found by the name."""
     engine = world.engine()
     names = [name[-12:] + odd if key != "long" else odd[: -len(name)] + name for key, odd in ODD.items()]
     for kind in (lock, lease):

@@ -46,7 +46,7 @@ def enter(connection: psycopg.Connection[Any], name: str, token: int) -> None:
 
 
 def state(connection: psycopg.Connection[Any], name: str) -> tuple[Any, ...]:
-    """The token in the name's row, the one in its gate, whether the lease is over, and the lines of the audit."""
+    """Return the tokens of the name's row and gate, whether the lease has ended, and the audit rows."""
     return connection.execute(
         "SELECT (SELECT token FROM pgfence_lease WHERE name = %(n)s), (SELECT token FROM pgfence_gate WHERE resource = %(n)s),"
         " (SELECT released_at IS NOT NULL AND free_at <= clock_timestamp() FROM pgfence_lease WHERE name = %(n)s),"
@@ -65,7 +65,7 @@ def blocked_by(admin: psycopg.Connection[Any], connection: psycopg.Connection[An
 async def test_a_lease_is_ended_fenced_and_written_down(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Row and gate get a higher token, the lease is free at once, the audit says who, why and whom."""
+    """Row and gate get a higher token, the lease is free, and the audit row has the actor, the reason and the holder."""
     token = lease(admin, name)
     (holder,) = await world.call(monitoring.evict, world.engine(), name, reason="hung since 3 a.m.", actor="ann")
     assert (holder.kind, holder.name, holder.owner, holder.host, holder.pid) == ("lease", name, "worker-7", "host-1", 7)
@@ -106,7 +106,7 @@ async def test_the_evicted_holder_is_rejected_and_notified(
 async def test_a_lease_held_here_is_lost_when_evict_returns(
     world: World, name: str, admin: psycopg.Connection[Any], heartbeat: Any
 ) -> None:
-    """The handle of this process is lost at once, reason "evicted", and a neighbour here gets the name at once."""
+    """The handle is lost at once with the reason "evicted", and a waiter of this process gets the name."""
     engine = world.engine()
     one = world.pick(Lease, AsyncLease)(engine, name, ttl=3600, purpose="close", heartbeat=heartbeat)
     other = world.pick(Lease, AsyncLease)(engine, f"{name}!", ttl=3600)
@@ -128,7 +128,7 @@ async def test_a_lease_held_here_is_lost_when_evict_returns(
 
 
 def listening(admin: psycopg.Connection[Any], label: str) -> bool:
-    """Whether a session with this application_name listens: then it has asked for what it may have missed, and is idle."""
+    """Return whether a session with this application_name listens and has checked for missed evictions."""
     query = (
         "SELECT 1 FROM pg_stat_activity WHERE application_name = %s AND state = 'idle' AND query LIKE '%%json_agg%%'"
     )
@@ -139,7 +139,7 @@ def listening(admin: psycopg.Connection[Any], label: str) -> bool:
 async def test_a_holder_in_another_process_is_notified_of_its_eviction(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """By the server, long before its next renewal, also without a heartbeat; other leases stay held."""
+    """The server notifies the holder long before its next renewal, even without a heartbeat; other leases stay held."""
     kind = world.pick(Lease, AsyncLease)
     engine = labelled(world, name)
     held = await world.call(kind(engine, name, ttl=3600, heartbeat="manual").acquire)
@@ -152,7 +152,7 @@ async def test_a_holder_in_another_process_is_notified_of_its_eviction(
 
 
 async def test_an_eviction_before_the_holder_listens_is_not_missed(world: World, name: str) -> None:
-    """In its first moments a holder has no connection for notifications; as soon as it has one, it asks."""
+    """A new holder does not listen at first; when its connection is open, it checks for missed evictions."""
     held = await world.call(world.pick(Lease, AsyncLease)(world.engine(), name, ttl=3600).acquire)
     await world.call(monitoring.evict, world.engine(), name, reason="hung")
     assert await world.call(held.wait_lost, 20)
@@ -160,7 +160,7 @@ async def test_an_eviction_before_the_holder_listens_is_not_missed(world: World,
 
 
 def test_a_notification_is_only_a_hint(dsn: str, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Any session may send one, and schemas with one prefix share the channel: the holder checks, and does not renew."""
+    """After a notification, which any session may send, the holder queries the server and does not renew."""
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}", connect_args={"application_name": name})
     asked = "SELECT query_start FROM pg_stat_activity WHERE application_name = %s AND query LIKE '%%json_agg%%'"
     with Lease(engine, name, ttl=3600, heartbeat="manual").hold() as held:
@@ -174,7 +174,7 @@ def test_a_notification_is_only_a_hint(dsn: str, name: str, admin: psycopg.Conne
 
 
 def test_an_eviction_in_one_schema_ends_nothing_in_another(dsn: str, name: str, admin: psycopg.Connection[Any]) -> None:
-    """A tenant's holder of the same name in the same process stays, by what `evict` tells at once and by the notification."""
+    """A tenant's holder of the same name in the same process is not affected by the eviction or its notification."""
     tenant = f"evict_{name[-12:]}"
     admin.execute(f"CREATE SCHEMA {tenant}".encode())
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
@@ -231,7 +231,7 @@ async def test_a_released_lease_still_gets_a_higher_token(
 async def test_an_expired_lease_without_a_new_holder_is_evicted(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A paused holder whose lease ran out is named and fenced off like any other."""
+    """A paused holder whose lease has expired is returned and fenced off like any other."""
     token = lease(admin, name, ttl=0.01)
     await eventually(
         lambda: admin.execute(
@@ -282,7 +282,7 @@ async def test_a_writer_that_stays_inside_is_named_and_nothing_is_done(
 async def test_the_session_of_an_advisory_lock_is_ended(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C021: a session lock is freed by ending its session, in the same transaction as its line in the audit."""
+    """C021: a session lock is freed by ending its session, in the transaction that writes the audit row."""
     with elsewhere(world.dsn, name, label="other-deploy") as session:
         (holder,) = await world.call(monitoring.evict, world.engine(), name, reason="behind a pooler", actor="ann")
         assert (holder.kind, holder.application_name) == ("advisory", "other-deploy")
@@ -295,7 +295,7 @@ async def test_the_session_of_an_advisory_lock_is_ended(
 async def test_the_holder_of_a_lock_with_a_token_is_notified_and_fenced_off(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """AdvisoryLock(token=True): session ended, handle lost with its token, and the token opens no gate any more."""
+    """For AdvisoryLock(token=True), the session ends, the handle is lost, and its token opens no gate."""
     held = await world.call(lock(world, world.engine(), name, token=True).acquire)
     enter(admin, name, held.token)
     (holder,) = await world.call(monitoring.evict, world.engine(), name, reason="hung")
@@ -310,7 +310,7 @@ async def test_the_holder_of_a_lock_with_a_token_is_notified_and_fenced_off(
 
 
 async def test_other_keys_and_half_keys_are_left_alone(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Only sessions that hold this very key are ended: not its halves as a pair, not another name's."""
+    """Only sessions that hold exactly this key are ended, not those that hold its halves as a pair."""
     key = LockKey.of(name)
     pair = LockKey.pair(*key.halves)
     with elsewhere(world.dsn, pair, f"{name}:other") as session, elsewhere(world.dsn, name):
@@ -321,7 +321,7 @@ async def test_other_keys_and_half_keys_are_left_alone(world: World, name: str, 
 async def test_a_role_with_the_documented_rights_evicts(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
-    """Reading and writing lease and gate, adding to the audit, and ending its own sessions is enough."""
+    """A role that may write leases, gates and the audit, and end its own sessions, can evict."""
     login = role()
     user = login.split("//")[1].split(":")[0]
     admin.execute(f"GRANT SELECT, INSERT, UPDATE ON pgfence_lease, pgfence_gate TO {user}")
@@ -389,7 +389,7 @@ async def test_an_unreachable_server_is_named_in_the_error(world: World, name: s
 async def test_a_read_only_server_is_named_in_the_error(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
-    """Where no write is possible the eviction says so, by the same error as on a standby."""
+    """On a read-only server the eviction raises the same error as on a standby."""
     lease(admin, name)
     login = role(settings={"default_transaction_read_only": "on"})
     user = login.split("//")[1].split(":")[0]
@@ -405,7 +405,7 @@ async def test_a_read_only_server_is_named_in_the_error(
 async def test_a_stricter_default_isolation_changes_nothing(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """An engine at SERIALIZABLE, or in AUTOCOMMIT, evicts all the same, in one transaction."""
+    """With an engine at SERIALIZABLE or in AUTOCOMMIT, an eviction is one transaction too."""
     for number, isolation in enumerate(("SERIALIZABLE", "AUTOCOMMIT"), start=1):
         token = lease(admin, name)
         engine = world.engine(isolation_level=isolation)
@@ -434,7 +434,7 @@ async def test_namespace_and_prefix_are_the_configured_ones(
 async def test_the_error_names_a_grant_that_was_made_in_the_meantime(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Result and audit name the holder that was evicted, not one seen just before; the audit has one row."""
+    """Result and audit name the holder that was evicted, even if it was granted after the first query."""
     lease(admin, name)
     with psycopg.connect(world.dsn) as other:
         other.execute("UPDATE pgfence_lease SET token = 5, owner = 'worker-8' WHERE name = %s", [name])

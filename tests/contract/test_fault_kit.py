@@ -58,7 +58,7 @@ def lease(world: World, name: str, engine: Any = None) -> Any:
 
 
 async def test_names_are_held_by_another_session(world: World, name: str, pgfence_holds: PgfenceHolds) -> None:
-    """A session lock and a transaction lock of the name wait, and name the holder; after the block both are granted."""
+    """Session and transaction locks wait during the block, with the holder in the error, and are granted after it."""
     other = LockKey.of(f"{name}:2", namespace="its own")
     with pgfence_holds(name, other) as held:
         assert held.names == (name, other.name)
@@ -73,7 +73,7 @@ async def test_names_are_held_by_another_session(world: World, name: str, pgfenc
 
 
 async def test_a_name_is_held_shared(world: World, name: str, pgfence_holds: PgfenceHolds) -> None:
-    """A reader is admitted beside it, a writer is not; several names cannot be held shared."""
+    """A reader gets the lock during a shared hold, and a writer does not; several names cannot be held shared."""
     wanted = world.pick(ReadWriteLock, AsyncReadWriteLock)(world.engine(), name)
     with pgfence_holds(name, shared=True):
         async with world.enter(wanted.read.hold(timeout=1)):
@@ -143,7 +143,7 @@ async def test_an_expired_lease_is_lost_and_free(
 async def test_a_stolen_lease_leaves_its_former_holder_unaware(
     world: World, name: str, tables: None, pgfence_faults: PgfenceFaults
 ) -> None:
-    """It still considers the lease held, and its writes are rejected by the gate."""
+    """The former holder still considers the lease held, and the gate rejects its writes."""
     engine = world.engine()
     held = await world.call(lease(world, name, engine).acquire)
     with pgfence_faults.steal(held) as thief:
@@ -180,7 +180,7 @@ async def test_a_stolen_session_lock_has_another_holder(world: World, name: str,
 
 @pytest.mark.parametrize("silent", [False, True])
 async def test_cut_connections_do_not_come_back(world: World, pgfence_faults: PgfenceFaults, silent: bool) -> None:
-    """Inside the block neither old nor new connections work; after it new ones do."""
+    """Inside the block neither old nor new connections work, and after the block new connections work."""
     engine = world.engine(dsn=pgfence_faults.url)
 
     async def ask(connection: Any) -> None:
@@ -223,7 +223,7 @@ def test_a_paused_process_does_not_respond(script: Callable[..., Script], pgfenc
 
 
 async def test_a_process_of_asyncio_is_killed(pgfence_faults: PgfenceFaults) -> None:
-    """Its end is awaited by the test, because the call has no event loop."""
+    """The test awaits the end of the process, because the call has no event loop."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
     pgfence_faults.kill(process)
     assert await process.wait() == -signal.SIGKILL
@@ -237,7 +237,7 @@ def test_a_fault_that_cannot_be_made_says_why(
     monkeypatch: pytest.MonkeyPatch,
     make_faults: Callable[[str], PgfenceFaults],
 ) -> None:
-    """A role without the privilege, a server without a movable clock, a platform without SIGSTOP, another user's process."""
+    """A missing privilege, clock control, SIGSTOP or right to a process is named in the error."""
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     with AdvisoryLock(engine, name).hold():
         with pytest.raises(FaultUnavailableError, match="GRANT pg_signal_backend TO pgfence_role_"):

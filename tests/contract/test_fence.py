@@ -47,7 +47,7 @@ def ledger(admin: psycopg.Connection[Any]) -> Iterator[str]:
 
 @pytest.fixture
 async def guarded(world: World, ledger: str, name: str) -> str:
-    """The same, guarded by the resource of this test."""
+    """The same table, fenced by the resource of this test."""
     await world.call(schema.add_fence, world.engine(), ledger, resource=name)
     return ledger
 
@@ -74,7 +74,7 @@ def amount(admin: psycopg.Connection[Any], ledger: str) -> int:
 
 @pytest.mark.every_driver
 async def test_only_the_newest_token_can_commit(world: World, name: str, ledger: str, admin: Any) -> None:
-    """An overtaken token is rejected at the gate, with both numbers; the same and newer ones pass."""
+    """A stale token is rejected at the gate with both numbers, and the same token and newer tokens pass."""
     engine = world.engine()
     for token in (1, 1, 3):
         async with session(world, engine) as work:
@@ -109,7 +109,7 @@ async def test_holders_of_one_token_write_side_by_side(world: World, name: str, 
 async def test_a_newer_holder_waits_for_older_writers_and_sees_their_rows(
     world: World, name: str, ledger: str, admin: Any, eventually: Any
 ) -> None:
-    """The lost update of a gate entered late cannot happen: 100 + 50 + 1 is 151."""
+    """A newer holder reads what older writers have committed, so no update is lost."""
     engine, newer = world.engine(), world.other()
     async with session(world, engine) as work, session(world, engine, newer) as other:
         await world.call(fence, work, name, 1)
@@ -148,7 +148,7 @@ async def test_a_token_above_the_leases_row_was_never_issued(world: World, name:
 
 @pytest.mark.every_driver
 async def test_several_resources_are_entered_by_one_statement_all_or_none(world: World, name: str, admin: Any) -> None:
-    """One round trip in one order; one stale token among them rejects all."""
+    """All gates are entered in one round trip and in one order, and one stale token rejects all of them."""
     engine, names = world.engine(), {f"{name}:{n}": 1 for n in (3, 1, 2)}
     with statements(engine) as sent:
         async with session(world, engine) as work:
@@ -195,7 +195,7 @@ async def test_a_gate_entered_after_a_read_is_rejected_and_can_be_allowed(world:
 
 
 async def test_on_a_connection_too_the_gate_comes_first(world: World, name: str, ledger: str) -> None:
-    """Core has the same rule: after the begin, before anything else."""
+    """On a Core connection too, the gate must be entered right after BEGIN."""
     async with connection(world, world.engine()) as work:
         await world.call(work.begin)
         await world.call(fence, work, name, 1)
@@ -206,7 +206,7 @@ async def test_on_a_connection_too_the_gate_comes_first(world: World, name: str,
 
 
 async def test_settings_sent_by_a_begin_hook_are_not_reads(world: World, name: str) -> None:
-    """Row-level security sends its tenant at each begin: the gate still comes first."""
+    """A begin hook may send settings, such as a tenant for row-level security, before the gate is entered."""
     async with session(world, world.engine()) as work:
         sync = getattr(work, "sync_session", work)
         event.listen(sync, "after_begin", lambda s, t, c: c.execute(text("SELECT set_config('app.tenant', '7', true)")))
@@ -217,7 +217,7 @@ async def test_settings_sent_by_a_begin_hook_are_not_reads(world: World, name: s
 
 @pytest.mark.every_driver
 async def test_an_error_with_our_sqlstate_from_another_program_is_unchanged(world: World, name: str) -> None:
-    """Another program may raise PF001 too: its error comes out as it is, with its own words."""
+    """An error of another program with SQLSTATE PF001 is raised unchanged."""
     raised = "DO $$ BEGIN RAISE EXCEPTION 'not ours' USING ERRCODE = 'PF001', DETAIL = '{no json'; END $$"
     async with session(world, world.engine()) as work:
         await world.call(fence, work, name, 1)
@@ -227,7 +227,7 @@ async def test_an_error_with_our_sqlstate_from_another_program_is_unchanged(worl
 
 
 async def test_entering_again_costs_nothing_and_more_gates_may_follow(world: World, name: str, ledger: str) -> None:
-    """Nested services enter the same gate without a trip; another one right after is still before every read."""
+    """Entering the same gate again takes no round trip, and another gate can be entered right after it."""
     engine = world.engine()
     async with session(world, engine) as work:
         await world.call(fence, work, name, 1)
@@ -262,7 +262,7 @@ async def test_a_session_on_a_connection_of_a_test_may_have_had_statements(
 @pytest.mark.matrix
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 async def test_leaving_fenced_raises_if_its_transaction_ended(world: World, name: str, end: str) -> None:
-    """The rest of the block was not fenced; what the block itself raises wins."""
+    """If the transaction ends inside the block, leaving it raises an error, unless the block raised one."""
     async with session(world, world.engine()) as work:
         with pytest.raises(TransactionStateError, match="ended inside the block"):
             async with world.enter(fenced(work, name, 1)):
@@ -278,7 +278,7 @@ async def test_leaving_fenced_raises_if_its_transaction_ended(world: World, name
 
 @pytest.mark.every_driver
 async def test_autocommit_is_rejected(world: World, name: str) -> None:
-    """A gate that is left with the statement that entered it protects nothing."""
+    """Autocommit is rejected, because the gate would be left at the end of the statement that entered it."""
     engine = world.engine(isolation_level="AUTOCOMMIT")
     async with session(world, engine) as work:
         with pytest.raises(TransactionStateError, match="autocommit"):
@@ -334,7 +334,7 @@ async def test_a_waiter_with_an_old_snapshot_gets_a_serialization_failure(
 def test_bad_resources_and_tokens_are_rejected_before_a_statement(
     function: Any, resource: Any, token: Any, kind: type[Exception]
 ) -> None:
-    """A name over the limit, a token below 1 or of another type: at the call, not in the server."""
+    """A name that is too long, and a token below 1 or of another type, raise an error before a statement is sent."""
     with pytest.raises(kind):
         function(Session(), resource, token)
 
@@ -362,7 +362,7 @@ async def test_without_the_tables_the_command_is_named(world: World, name: str) 
 
 @pytest.mark.every_driver
 async def test_in_a_read_only_transaction_the_primary_is_named(world: World, name: str) -> None:
-    """No raw error of the driver: a gate is entered where rows are written."""
+    """In a read-only transaction the error says that a gate must be entered on the primary."""
     async with session(world, world.engine()) as work:
         await run(world, work, "SET TRANSACTION READ ONLY")
         with pytest.raises(StandbyError, match="read-only transaction.* Begin on the primary"):
@@ -502,7 +502,7 @@ COMMIT;
 async def test_other_languages_enter_the_gate_by_sql(
     world: World, dsn: str, name: str, guarded: str, admin: Any
 ) -> None:
-    """The recipe for psql and every other client: one statement after BEGIN. Without it, or with an old token, no write."""
+    """Any client enters the gate with one statement after BEGIN. Without it, or with an old token, writes fail."""
     del world
     update = f"UPDATE {guarded} SET amount = amount + 1"
     copy = f"COPY {guarded} FROM STDIN;\n2\t0\n\\.\n"

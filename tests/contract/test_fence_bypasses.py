@@ -1,4 +1,4 @@
-"""COPY, cascades, plain COMMIT and forged settings do not bypass a fence; only a superuser can."""
+"""COPY, cascades, plain COMMIT and forged settings do not bypass a fence. Only a superuser can bypass it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def diary(admin: psycopg.Connection[Any]) -> Iterator[str]:
 
 
 async def swallowed(who: Contender, work: Any, name: str, token: int) -> None:
-    """Be rejected at a gate inside a savepoint, and continue as if nothing had happened."""
+    """Catch the rejection of a gate inside a savepoint, and continue."""
     nested = await who.call(work.begin_nested)
     with pytest.raises(StaleFencingTokenError):
         await who.call(lambda: fence(work, name, token, after_reads=True))
@@ -190,7 +190,7 @@ async def test_a_commit_past_sqlalchemy_leaves_the_gate(
 async def test_a_cascade_from_an_unfenced_parent_is_rejected(
     world: World, admin: psycopg.Connection[Any], name: str, table: str, diary: str
 ) -> None:
-    """Rows that a foreign key deletes are writes too: rejected without the gate, and none of the parent's is deleted."""
+    """Rows that a foreign key would delete are fenced too; without the gate, no row of the parent is deleted either."""
     admin.execute(f"ALTER TABLE {diary} ADD COLUMN id int PRIMARY KEY DEFAULT 1".encode())
     admin.execute(f"INSERT INTO {diary} VALUES ('parent', 1), ('parent', 2)".encode())
     admin.execute(
@@ -244,7 +244,7 @@ async def test_rejections_are_translated_on_every_copy_of_the_engine(world: Worl
 
 @pytest.mark.every_driver
 async def test_other_errors_stay_as_they_are(world: World, name: str, table: str) -> None:
-    """Behind a gate a broken constraint is SQLAlchemy's IntegrityError, as everywhere, and poisons nothing."""
+    """Inside a gate, a violated constraint is SQLAlchemy's IntegrityError, and does not block later commits."""
     async with session(world, world.engine()) as work:
         await world.call(fence, work, name, 1)
         nested = await world.call(work.begin_nested)
@@ -259,7 +259,7 @@ async def test_other_errors_stay_as_they_are(world: World, name: str, table: str
 
 @pytest.mark.every_driver
 async def test_a_role_without_rights_gets_the_grant_in_the_error(world: World, role: Any, name: str) -> None:
-    """No right to the gate: SchemaError with the GRANT that its owner has to run."""
+    """A role without privileges on gates gets a SchemaError with the GRANT that the owner must run."""
     async with session(world, world.engine(dsn=role())) as work:
         with pytest.raises(SchemaError, match="GRANT SELECT, INSERT, UPDATE ON"):
             await world.call(fence, work, name, 1)
@@ -288,7 +288,7 @@ async def test_each_tenant_has_its_own_gates(world: World, admin: psycopg.Connec
 async def test_a_task_cancelled_at_the_gate_leaves_nothing_there(
     world: World, admin: psycopg.Connection[Any], name: str, eventually: Any
 ) -> None:
-    """Cancelled while it waits behind an older holder, a newer one is not in the gate, and the next token gets in."""
+    """A newer holder that is cancelled while it waits at the gate does not enter it, and the next token does."""
     engine, other = world.engine(), world.other()
     overtake(admin, name, 1)
     async with session(world, engine) as old, session(world, engine, other) as new:
@@ -322,7 +322,7 @@ def test_a_forged_setting_opens_no_table(
 
 
 def test_claiming_the_newest_token_locks_its_gate(admin: psycopg.Connection[Any], dsn: str, name: str) -> None:
-    """A write that was let pass by the statement trigger keeps newer holders out until its transaction ends."""
+    """A write that passed the statement trigger keeps newer holders out until its transaction ends."""
     with guarded(admin, dsn, name) as table, psycopg.connect(dsn, autocommit=True) as newer:
         overtake(admin, name, 2)
         with admin.transaction():

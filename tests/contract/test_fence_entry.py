@@ -57,7 +57,7 @@ async def test_leases_leave_no_mark_on_the_engine(world: World, name: str) -> No
 async def test_an_entry_that_fails_says_what_sqlalchemy_says(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The error is SQLAlchemy's, with statement and SQLSTATE, and the connection is good again after a rollback."""
+    """The error is SQLAlchemy's, with statement and SQLSTATE, and the connection is usable after a rollback."""
     engine, other = world.engine(), world.other()
     async with connection(world, engine) as work, connection(world, engine, other) as older:
         await other.call(fence, older, name, 1)
@@ -114,7 +114,7 @@ async def test_an_entry_that_is_cancelled_leaves_no_connection_behind(
 
 
 async def test_a_wait_at_the_gate_puts_the_settings_back(world: World, name: str) -> None:
-    """What was set before a newer token entered is set afterwards."""
+    """The settings after a wait at the gate are those from before the wait."""
     engine = world.engine()
     for token, own in ((1, "0"), (2, "7s")):
         async with connection(world, engine) as work:
@@ -127,7 +127,7 @@ async def test_a_wait_at_the_gate_puts_the_settings_back(world: World, name: str
 
 @pytest.mark.twins
 async def test_all_writers_in_the_gate_are_named_as_holders(world: World, name: str) -> None:
-    """C056: of several writers with one token each may be the one in the way."""
+    """C056: if several writers with one token are inside, all of them are named."""
     engine, other = world.engine(), world.other()
     inside = set()
     async with connection(world, engine) as one, connection(world, engine, other) as two:

@@ -40,7 +40,7 @@ def tenants(admin: psycopg.Connection[Any], name: str) -> Iterator[tuple[str, st
 
 @pytest.fixture
 def engines(tenants: tuple[str, str], dsn: str) -> Iterator[tuple[Engine, Engine]]:
-    """An engine for each, with an installation and with `entry` fenced by "close", `line` by "close:{book}"."""
+    """An engine for each schema, with an installation, and tables fenced by "close" and "close:{book}"."""
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     mapped = tuple(engine.execution_options(schema_translate_map={None: each}) for each in tenants)
     for each, name in zip(mapped, tenants, strict=True):
@@ -58,7 +58,7 @@ def engines(tenants: tuple[str, str], dsn: str) -> Iterator[tuple[Engine, Engine
 def test_a_token_of_one_installation_opens_no_fence_of_another(
     engines: tuple[Engine, Engine], tenants: tuple[str, str], theirs_is_held: bool
 ) -> None:
-    """A write to the other one's table raises FenceRequiredError, with a table for all and with one for each row."""
+    """A write to the other installation's table raises FenceRequiredError, with a fence per table and per row."""
     (a, b), (home, other) = engines, tenants
     names = "close", "close:x"
     writes = 'INSERT INTO "{}".entry VALUES (1)', "INSERT INTO \"{}\".line VALUES ('x')"
@@ -89,7 +89,7 @@ def test_a_transaction_may_bring_a_token_for_each_installation(
 def test_a_savepoint_takes_back_the_claim_in_one_installation_alone(
     engines: tuple[Engine, Engine], tenants: tuple[str, str]
 ) -> None:
-    """After a rollback to a savepoint the other installation's gate is entered still."""
+    """After a rollback to a savepoint, the gate of the other installation is still entered."""
     with engines[0].begin() as connection:
         fence(connection, "close", 1)
         nested = connection.begin_nested()

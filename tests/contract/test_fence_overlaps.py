@@ -30,7 +30,7 @@ STALE, NEW = 1, 2
 
 @dataclass(frozen=True)
 class Overlap:
-    """What the new holder does, and what the stale writer does to the same table after or during it."""
+    """A combination of what the new holder does and what the stale writer does, after it or at the same time."""
 
     new: str
     stale: str
@@ -60,7 +60,7 @@ OVERLAPS = {
 
 @pytest.fixture
 def table(admin: psycopg.Connection[Any]) -> Iterator[str]:
-    """Three rows, and who wrote each."""
+    """A table of three rows, each with the token that wrote it."""
     made = f"overlap_{secrets.token_hex(6)}"
     admin.execute(f"CREATE TABLE {made} (id int PRIMARY KEY, by text NOT NULL)".encode())
     admin.execute(f"INSERT INTO {made} SELECT i, 'before' FROM generate_series(1, 3) AS i".encode())
@@ -81,7 +81,7 @@ def overlap(request: pytest.FixtureRequest, admin: psycopg.Connection[Any], name
 async def stale_write(
     request: pytest.FixtureRequest, world: World, name: str, table: str
 ) -> Callable[[Contender, Any, Overlap], Awaitable[None]]:
-    """What a stale writer sends: behind the gate, or past it on a guarded table with a forged setting."""
+    """Return a function that sends a stale write, either inside the gate or past it with a forged setting."""
     past_the_gate = request.param != "enters the gate"
     if past_the_gate:
         await world.call(schema.add_fence, world.engine(), table, resource=name)
@@ -142,7 +142,7 @@ async def test_a_stale_write_waits_for_the_new_holder_and_is_rejected(
     stale_write: Any,
     eventually: Any,
 ) -> None:
-    """C100: before the new holder's commit its writes cannot be seen; its gate can be felt."""
+    """C100: before the new holder commits, a stale write waits at its gate, and is then rejected."""
     engine, second = world.engine(), world.other()
     async with session(world, engine) as new, connection(world, engine, second) as stale:
         await new_write(world, new, overlap, name, table)
@@ -202,7 +202,7 @@ async def test_a_new_holder_that_rolls_back_leaves_the_old_token_valid(
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at the same time; the first error ends the others before it propagates."""
+    """Run all functions at the same time. The first error ends the other functions before it propagates."""
     async with asyncio.TaskGroup() as group:
         for work in works:
             group.create_task(work)
@@ -218,7 +218,7 @@ async def log_of(admin: psycopg.Connection[Any], world: World, resource: str) ->
 
 @pytest.mark.every_driver
 async def test_in_a_crowd_tokens_never_go_back(world: World, admin: psycopg.Connection[Any], name: str) -> None:
-    """Six writers with tokens up and down, each at random moments: in the order of writing no token follows a newer one."""
+    """Six writers use older and newer tokens at random times; no row follows a row with a newer token."""
     engine = world.engine(pool_size=6)
     log = await log_of(admin, world, name)
     refused = 0
@@ -248,7 +248,7 @@ async def test_in_a_crowd_tokens_never_go_back(world: World, admin: psycopg.Conn
 
 
 async def test_new_holders_at_one_gate_do_not_deadlock(world: World, name: str) -> None:
-    """Three raise the same gate at once, again and again: one after the other, never a circle."""
+    """Three new holders that raise the same gate at once, repeatedly, wait for each other without a deadlock."""
     engine = world.engine(pool_size=3)
 
     async def holder(first: int) -> None:

@@ -60,7 +60,7 @@ def book() -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["gate", "row"])
 async def test_a_flush_writes_the_token_into_every_row(world: World, kind: str, mode: str) -> None:
-    """Rows added and changed behind the gate carry its token; a row that was not touched keeps the one it had."""
+    """Rows that are added or changed inside the gate get its token, and other rows keep theirs."""
     engine = world.engine()
     cls = await entry(world, engine, kind, mode=mode)
     await under(world, engine, own(cls, 3), adding(cls, 1, 2))
@@ -218,7 +218,7 @@ async def test_moving_a_row_needs_the_tokens_of_both_resources(world: World, loa
 
 
 async def test_a_deleted_row_counts_by_what_stands_in_the_table(world: World, book: str) -> None:
-    """To change the book of a row before deleting it opens no way around its gate."""
+    """Changing a row's book in memory before deleting the row does not bypass the gate."""
     engine = world.engine()
     cls = await entry(world, engine, resource=by_book)
     await under(world, engine, {book: 3}, adding(cls, 1, book=book))
@@ -413,7 +413,7 @@ REFUSED: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 async def test_a_statement_whose_rows_are_unknown_is_rejected(
     world: World, statement: str, mode: str, book: str
 ) -> None:
-    """Rather than to write rows unseen, it is an error that names the ways out."""
+    """A statement whose rows are not known raises an error that says what to do instead."""
     engine = world.engine()
     cls = await entry(world, engine, mode=mode, resource=by_book)
     await under(world, engine, {book: 3}, adding(cls, 1, book=book))
@@ -471,7 +471,7 @@ async def test_a_statement_that_sets_the_token_itself_is_rejected(world: World, 
 @pytest.mark.matrix
 @pytest.mark.parametrize("resource", [None, by_book], ids=["constant", "by row"])
 async def test_legacy_bulk_methods_need_a_token_too(world: World, resource: Any, book: str) -> None:
-    """`bulk_save_objects` and `bulk_insert_mappings`, which call no hook, are asked by the column itself."""
+    """`bulk_save_objects` and `bulk_insert_mappings` call no hook, so the column's default checks the token."""
     engine = world.engine()
     cls = await entry(world, engine, resource=resource)
     tokens = {book: 3} if resource else own(cls, 3)
@@ -523,7 +523,7 @@ STALE: dict[str, Callable[[Session, Any], Any]] = {
 
 
 async def _set_back(world: World, engine: Any, cls: Any) -> None:
-    """Take the gate away, so that the column alone is left to refuse."""
+    """Delete the gate, so that only the column can reject a write."""
     gone = text("DELETE FROM pgfence_gate WHERE resource = :r")
     await on_session(
         world, engine, lambda session: (session.execute(gone, {"r": cls.__fence_resource__}), session.commit())
@@ -636,7 +636,7 @@ LET_THROUGH: dict[str, tuple[Callable[[Session, Any], Any], Callable[[Session, A
 @pytest.mark.parametrize("case", LET_THROUGH)
 @pytest.mark.parametrize("mode", ["row", "gate"])
 async def test_mode_row_lets_through_what_no_column_can_tell(world: World, mode: str, case: str) -> None:
-    """The documented limits of mode "row": the gate rejects each of these writes, the column none."""
+    """Mode "row" accepts writes that the column cannot detect, as documented; mode "gate" rejects each of them."""
     engine = world.engine()
     cls = await entry(world, engine, mode=mode)
     await under(world, engine, own(cls, 3), adding(cls, 1, 2))
@@ -670,7 +670,7 @@ async def test_mode_row_takes_the_token_of_a_lease_that_is_held_here(world: Worl
 
 @pytest.mark.every_driver
 async def test_mode_row_is_rejected_in_autocommit(world: World, name: str) -> None:
-    """There the lock of a row ends when it was compared, and a newer holder's write in between would be overwritten."""
+    """Mode "row" is rejected in autocommit, because the row's lock would end before the write."""
     engine = world.engine()
     cls = await entry(world, engine, mode="row", resource=lambda row: row.book)
     lease = world.pick(Lease, AsyncLease)(engine, name, ttl=30)
@@ -725,7 +725,7 @@ async def test_the_column_may_have_another_name(world: World) -> None:
 def test_a_class_that_cannot_work_is_rejected_when_it_is_mapped(
     options: dict[str, Any], kind: type[Exception], said: str, made: str
 ) -> None:
-    """A wrong mode, a resource that is missing or no text, an empty column name: each says what to write."""
+    """A wrong mode, a missing or non-str resource and an empty column name raise errors that say what to write."""
     from support import fenced_models
 
     with pytest.raises(kind, match=said):

@@ -1,6 +1,6 @@
 """Every kind of write of a fenced class, in each mode, by the right holder, by a stale one and without a token.
 
-The table of what comes of it is on the page about fences, and is read from there.
+The table of the outcomes is on the page about fences, and is read from there.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def classes(engine: Engine, mode: str, by_row: bool, versioned: bool) -> Shop:
 
 
 def attempt(engine: Engine, made: Shop, write: str, who: str, opened: Session) -> str:
-    """Have one of three try a write on rows of a token, and return the outcome."""
+    """Try a write as one of three writers, on rows with a token, and return the outcome."""
     token = next(_TOKENS)
     with engine.begin() as connection:
         for table in reversed(made.metadata.sorted_tables):
@@ -138,7 +138,7 @@ def test_a_fenced_class_may_be_versioned_too(engine: Engine, write: str, mode: s
 
 
 def test_the_page_has_no_other_kinds_of_write() -> None:
-    """The table on the page and the kinds that are tried here are the same, in one order."""
+    """The kinds of write in the page's table are those that are tried here, in the same order."""
     assert list(told()) == list(WRITES)
 
 

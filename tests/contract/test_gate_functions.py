@@ -81,14 +81,14 @@ def test_a_token_that_is_not_the_leases_is_rejected(one: Caller) -> None:
 
 @pytest.mark.parametrize("token", [0, -1, None])
 def test_a_token_below_one_is_an_error(one: Caller, token: Any) -> None:
-    """Zero, less, or nothing: 22023, and no gate is created."""
+    """A token that is zero, negative or NULL raises 22023, and no gate is created."""
     assert refusal(one, token)[0] == "22023"
     assert one.gate is None
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 1, 1]])
 def test_lists_of_different_length_are_an_error(one: Caller, tokens: list[int]) -> None:
-    """A resource without a token, and a token without a resource."""
+    """A resource without a token, or a token without a resource, is an error."""
     with pytest.raises(psycopg.Error) as refused:
         one.one("SELECT pgfence_enter_gates_v1(%s::text[], %s::bigint[])", [one.name, f"{one.name} 2"], tokens)
     assert refused.value.sqlstate in {"22023", "23502"}
@@ -181,7 +181,7 @@ def test_a_fenced_table_rejects_a_write_without_a_token(one: Caller) -> None:
 
 @pytest.mark.parametrize(("token", "state"), [("1", "PF001"), ("2", ""), ("3", "PF001"), ("x", "22P02"), ("", "PF002")])
 def test_a_forged_setting_proves_nothing(one: Caller, token: str, state: str) -> None:
-    """A token that is set past the gate is checked like one that entered."""
+    """A forged setting is checked like the token of a gate that was entered."""
     for _ in range(2):
         one.acquire()
         one.release()
@@ -205,7 +205,7 @@ def test_the_settings_of_a_session_do_not_grow_with_its_gates(one: Caller) -> No
 
 
 def test_claims_that_share_a_setting_are_distinguished(one: Caller, other: Caller) -> None:
-    """Each of three gates with one setting is checked by its own token, also after a savepoint has undone the last one."""
+    """Each of three gates that share a setting is checked by its own token, also after a rollback to a savepoint."""
     gate = one.one("SELECT 'pgfence_gate'::regclass::oid AS oid").oid
     alike = [one.name, *(f"{one.name}:{n}" for n in range(2_000))]
     numbers = [hashlib.md5(f"{gate} {name}".encode(), usedforsecurity=False).hexdigest()[:2] for name in alike]
@@ -248,7 +248,7 @@ def test_a_checkpoint_needs_the_newest_token_and_is_the_next_holders(one: Caller
 
 @pytest.mark.parametrize("wait", [0, 2000])
 def test_a_lock_is_held_exactly_if_a_token_is_returned(one: Caller, other: Caller, wait: int) -> None:
-    """Busy: no token is used up and no lock is kept; the session lock outlives the statement."""
+    """If the lock is held elsewhere, no token is used and no lock is kept; otherwise the session holds it."""
     assert one.lock(KEY, wait) == 1
     assert other.lock(KEY, min(wait, 50)) is None
     assert other.one("SELECT count(*) FROM pg_locks WHERE pid = %s AND locktype = 'advisory'", other.pid)[0] == 0
@@ -300,14 +300,14 @@ def test_a_lock_ends_an_expired_lease_for_good(
 
 
 def test_another_server_process_than_the_one_named_takes_no_lock(one: Caller) -> None:
-    """C021: a pooler handed the statement to another session: -1, no lock, no row."""
+    """C021: if a pooler passes the statement to another session, the result is -1, without a lock or a row."""
     assert one.lock(KEY, backend=one.pid + 1) == -1
     assert one.row is None
 
 
 @pytest.mark.parametrize("place", [TableNames('o\'x "y"', "it's_"), TableNames("100 %s $1", "a\\b_")])
 def test_any_name_of_schema_and_prefix_is_quoted(one: Caller, place: TableNames) -> None:
-    """Quotes, signs of parameters and backslashes in both: the functions work, and the hint can be copied."""
+    """With quotes, parameter markers and backslashes in the names, the functions work, and the hint can be copied."""
     for statement in build_creation(place):
         one.connection.execute(statement.encode())
     try:

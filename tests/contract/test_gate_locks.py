@@ -57,7 +57,7 @@ HELPERS = (
 
 
 class Session:
-    """A session that gets at one gate in many ways."""
+    """A session that enters one gate in different ways."""
 
     def __init__(self, dsn: str, place: str, name: str) -> None:
         self.connection = psycopg.connect(dsn, autocommit=True, options=f"-c search_path={place}")
@@ -70,7 +70,7 @@ class Session:
         return self.send(way, token)
 
     def send(self, way: tuple[str, str], token: int) -> str:
-        """Send the statements in the open transaction; as `begin`."""
+        """Send the statements in the open transaction. Return the SQLSTATE that rejects them, or ""."""
         try:
             for statement in way[1].split("; "):
                 self.run(statement.format(name=self.name, token=token))
@@ -180,7 +180,7 @@ def test_a_snapshot_older_than_the_newer_holders_commit_opens_no_gate(
 def test_an_older_writer_gets_in_after_a_newer_holder_rolled_back(
     sessions: Callable[[], Session], admin: psycopg.Connection[Any], inside: str, newer: str
 ) -> None:
-    """A token counts from the commit on; and then the next newer holder waits for that writer."""
+    """After a newer holder rolls back, the older writer enters, and the next newer holder waits for it."""
     old, new = sessions(), sessions()
     assert new.begin(NEWER[newer], 2) == ""
     with ThreadPoolExecutor(1) as pool:
@@ -201,7 +201,7 @@ def test_an_older_writer_gets_in_after_a_newer_holder_rolled_back(
 def test_writers_with_one_token_are_inside_side_by_side(
     sessions: Callable[[], Session], first: str, second: str
 ) -> None:
-    """However each of them gets in: neither waits for the other."""
+    """Writers with the same token do not wait for each other, whichever way they enter."""
     one, other = sessions(), sessions()
     for session, way in ((one, first), (other, second)):
         session.run("SET lock_timeout = '5s'")
@@ -210,7 +210,7 @@ def test_writers_with_one_token_are_inside_side_by_side(
 
 
 def test_writers_in_read_committed_leave_no_lock_on_the_row(sessions: Callable[[], Session]) -> None:
-    """No row lock means no multixact, however many are inside at once; in REPEATABLE READ they lock the row."""
+    """In READ COMMITTED writers do not lock the gate's row, so no multixact is written; in REPEATABLE READ they do."""
     locker = "SELECT xmax <> 0 FROM pgfence_gate WHERE resource = '{}'"
     writers = [sessions() for _ in range(4)]
     for writer in writers:
@@ -264,7 +264,7 @@ def test_a_savepoint_that_is_rolled_back_leaves_the_gate(sessions: Callable[[], 
 
 
 def test_the_one_writer_that_is_in_the_way_is_named(sessions: Callable[[], Session]) -> None:
-    """Not a writer in another gate, nor a session that has only read the table of gates."""
+    """The error does not name a writer in another gate, or a session that has only read the table of gates."""
     old, new, elsewhere, reader = sessions(), sessions(), sessions(), sessions()
     elsewhere.begin((LEVELS[0], "SELECT pgfence_enter_gate_v1('{name} elsewhere', {token})"), 1)
     reader.run("BEGIN")
@@ -280,7 +280,7 @@ def test_the_one_writer_that_is_in_the_way_is_named(sessions: Callable[[], Sessi
 
 
 def test_a_transaction_that_takes_no_writes_does_not_get_in(sessions: Callable[[], Session]) -> None:
-    """The gate is there and the token is right, so nothing would have to be written."""
+    """A read-only transaction cannot enter, even if the gate exists with the right token."""
     old = sessions()
     old.run("BEGIN READ ONLY")
     with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
@@ -329,7 +329,7 @@ def test_in_a_crowd_of_every_kind_tokens_never_go_back(sessions: Callable[[], Se
 
 
 def test_thousands_of_gates_take_few_places_in_the_lock_table(sessions: Callable[[], Session]) -> None:
-    """Same token: at most 256 advisory locks, and a newer holder waits at each gate."""
+    """A transaction in thousands of gates holds at most 256 advisory locks, and newer holders wait at each gate."""
     old, new = sessions(), sessions()
     gates = f"SELECT array_agg('{old.name} ' || i) AS n, array_agg(1::bigint) AS t FROM generate_series(1, 2000) AS i"
     enter = f"SELECT pgfence_enter_gates_v1(n, t) FROM ({gates}) AS g"

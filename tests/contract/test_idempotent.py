@@ -109,7 +109,7 @@ async def test_of_twenty_callers_one_does_the_work(desk: Desk, fails: bool) -> N
 
 
 async def test_another_scope_and_another_namespace_are_other_keys(desk: Desk) -> None:
-    """C102: the same key of another tenant or operation is not this one, and sees nothing of it."""
+    """C102: the same key of another tenant or operation is a different key, and its caller gets no stored result."""
     await desk.pay("k", payload={"a": 1})
     await desk.pay("k", payload={"a": 2}, scope=desk.scope + ":refund")
     other = Desk(desk.world, desk.admin)
@@ -157,7 +157,7 @@ async def test_what_is_pending_in_the_session_is_neither_flushed_nor_lost(desk: 
 
 
 async def test_a_key_is_new_again_when_its_time_is_over(desk: Desk) -> None:
-    """Expired but still there counts as absent, also with another payload, and the new result counts."""
+    """An expired row counts as absent, also for another payload, and the new result replaces the old one."""
     await desk.pay("k", payload=1)
     desk.admin.execute("UPDATE pgfence_idempotency_key SET expires_at = now() WHERE scope = %s", [desk.scope])
     await desk.pay("k", payload=2, work=lambda _: Receipt("second"))
@@ -187,7 +187,7 @@ async def test_a_key_is_kept_from_the_end_of_the_work_on(desk: Desk) -> None:
 
 @pytest.mark.every_driver
 async def test_a_prepared_transaction_has_the_key_until_it_is_decided(world: World, lend_server: Any) -> None:
-    """C104: it has no backend to look for, and another payload is rejected at once all the same."""
+    """C104: a prepared transaction has no backend, and another payload is still rejected at once."""
     server = lend_server(max_prepared_transactions="2")
     with psycopg.connect(server.dsn, autocommit=True) as admin:
         there = Desk(World(world.name, server.dsn), admin)
@@ -260,7 +260,7 @@ async def test_a_waiter_continues_when_the_first_caller_dies(desk: Desk, eventua
 @pytest.mark.matrix
 @pytest.mark.parametrize("timeout", [0, 0.3])
 async def test_a_wait_has_an_end_and_leaves_the_transaction_usable(desk: Desk, timeout: float) -> None:
-    """With 0 at once, else in time: IdempotencyInProgressError, and the caller commits what else it did."""
+    """At its timeout a wait raises IdempotencyInProgressError, and the caller can commit its other changes."""
     other = desk.world.other()
     async with desk.at_work("k"), other.enter(desk.session()) as session:
         await desk.on(session, desk.charge("mine"), other)
@@ -417,7 +417,7 @@ async def test_work_that_failed_cannot_be_committed(desk: Desk) -> None:
 
 @pytest.mark.every_driver
 async def test_set_constraints_immediate_before_the_result_is_rejected(desk: Desk) -> None:
-    """SET CONSTRAINTS ALL IMMEDIATE finds the key without a result: the message says which part of it is meant."""
+    """SET CONSTRAINTS ALL IMMEDIATE finds the key without a result, and the error says how to name constraints."""
     async with desk.world.enter(desk.session()) as session:
         early = desk.body(session, lambda one: one.execute(text("SET CONSTRAINTS ALL IMMEDIATE")))
         with pytest.raises(IdempotencyMisuseError, match="name the constraints in SET CONSTRAINTS"):
@@ -444,7 +444,7 @@ async def test_a_savepoint_around_the_call_takes_failed_work_back(desk: Desk) ->
 
 @pytest.mark.every_driver
 async def test_a_recorded_error_is_replayed(desk: Desk) -> None:
-    """C101: its effect is rolled back, it is raised again with its data without running anything; others are not recorded."""
+    """C101: a recorded error rolls back its effect and is raised again with its data; other errors are not recorded."""
 
     def decline(session: Any) -> Receipt:
         desk.charge("k")(session)
@@ -504,7 +504,7 @@ async def test_recorded_classes_of_one_name_are_distinguished(desk: Desk) -> Non
 
 
 async def test_with_record_the_work_is_kept_when_it_does_not_fail(desk: Desk) -> None:
-    """The savepoint is released, and another class of error frees the key as ever."""
+    """With `record=` the savepoint of successful work is released, and an error of another class frees the key."""
 
     def lost(_: Any) -> Receipt:
         raise ConnectionError
@@ -519,7 +519,7 @@ async def test_with_record_the_work_is_kept_when_it_does_not_fail(desk: Desk) ->
 @pytest.mark.matrix
 @pytest.mark.parametrize("forgets", ["to complete", "to look"])
 async def test_a_block_without_its_complete_or_result_is_rejected(desk: Desk, forgets: str) -> None:
-    """Fresh without `complete()`, or replayed without a look at it: the error comes at the block's end, nothing stays."""
+    """A fresh block without `complete()`, or a replayed one without `result`, raises at its end, and nothing stays."""
     if forgets == "to look":
         await desk.pay("k", work=lambda _: Receipt("k"))
     with pytest.raises(IdempotencyMisuseError, match="complete" if forgets == "to complete" else "second time"):
@@ -573,7 +573,7 @@ async def test_a_result_that_cannot_be_stored_takes_the_effect_with_it(desk: Des
 
 @pytest.mark.every_driver
 async def test_autocommit_and_missing_tables_are_rejected(desk: Desk, admin: psycopg.Connection[Any]) -> None:
-    """No transaction, no tables, tables of version 1: each error comes before the work and says how to fix it."""
+    """Autocommit, missing tables and tables of version 1 raise an error before the work, with how to fix it."""
     from support import installations as tables
     from support.installations import TableNames
 
@@ -595,7 +595,7 @@ async def test_autocommit_and_missing_tables_are_rejected(desk: Desk, admin: psy
 
 
 async def test_a_session_with_an_engine_per_class_says_what_it_needs(desk: Desk) -> None:
-    """The key's row has no mapped class: the note names the argument."""
+    """The key's row has no mapped class, so the error has a note that names the argument."""
     async with desk.world.enter(desk.world.pick(Session, AsyncSession)(binds={object: desk.engine})) as session:
         with pytest.raises(UnboundExecutionError) as caught:
             await desk.world.call(desk.key(session, "k").run, desk.body(session, desk.charge("k")))
@@ -622,7 +622,7 @@ async def test_a_key_of_a_running_effect_is_reported_as_one(desk: Desk) -> None:
 
 
 def test_wrong_arguments_are_rejected_before_anything_is_sent() -> None:
-    """A coroutine function for a sync session, an engine, a class that cannot be stored, a payload without a form."""
+    """Unusable functions, sessions, classes and payloads raise an error before anything is sent."""
 
     async def work() -> int:
         return 1
@@ -646,7 +646,7 @@ def test_wrong_arguments_are_rejected_before_anything_is_sent() -> None:
 
 @pytest.mark.every_driver
 async def test_every_key_that_is_allowed_works(desk: Desk) -> None:
-    """C108: the longest, one character, an emoji: stored and replayed; the index takes them all."""
+    """C108: the longest key, a key of one character and an emoji are stored and replayed."""
     for key in ("k", "ä" * 255, "\U0001f600" * 255, "a b", "'\"%$1?:x"):
         scope = "\U0001f600" * 255 if len(key) == 255 else desk.scope
         assert await desk.pay(key, scope=scope) == await desk.pay(key, scope=scope) == Receipt(key)
@@ -654,7 +654,7 @@ async def test_every_key_that_is_allowed_works(desk: Desk) -> None:
 
 
 async def test_no_table_of_effects_is_needed_for_two_in_one_transaction(desk: Desk) -> None:
-    """Many keys in one transaction: each is claimed, all are committed together."""
+    """Many keys in one transaction are each claimed, and committed together."""
     async with desk.world.enter(desk.session()) as session:
         for number in range(5):
             await desk.world.call(

@@ -110,7 +110,7 @@ def test_the_session_is_found_by_its_annotation() -> None:
 
 
 def test_unusable_functions_are_rejected_at_decoration() -> None:
-    """A field or a payload that is not an argument, a generator, a result that cannot be stored."""
+    """Fields and payloads that are no arguments, generators, and results that cannot be stored are rejected."""
 
     def plain(session: Session, a: int) -> int: ...  # type: ignore[empty-body]
 

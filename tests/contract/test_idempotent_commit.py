@@ -83,7 +83,7 @@ async def stored(desk: Desk, name: str) -> bool:
 async def test_a_key_around_one_insert_costs_three_round_trips(
     world: World, desk: Desk, counting: CountingProxy
 ) -> None:
-    """BEGIN with the claim, the INSERT, the result with COMMIT; other drivers send all five separately."""
+    """The claim is sent with BEGIN and the result with COMMIT; other drivers send all five statements separately."""
     for number in range(WARM):
         before = counting.trips
         await desk.pay(f"k{number}")
@@ -163,7 +163,7 @@ async def test_a_savepoint_rolled_back_after_the_block_keeps_the_result(desk: De
 
 @pipelined
 async def test_several_keys_of_one_transaction_keep_their_results(desk: Desk) -> None:
-    """One after the other, one inside the other, and the same one again, which is replayed in the same transaction."""
+    """Keys one after the other, nested keys, and the same key again, which is replayed, keep their results."""
 
     def work(session: Session) -> None:
         for name in ("one", "one", "two", "one"):
@@ -216,7 +216,7 @@ async def test_a_session_dropped_without_an_end_leaves_nothing_behind(world: Wor
 
 @pipelined
 async def test_a_claim_rolled_back_inside_the_block_fails_the_commit(desk: Desk) -> None:
-    """The key is no longer claimed: the COMMIT raises, nothing is committed, and the connection stays usable."""
+    """If the claim was rolled back, the COMMIT raises, nothing is committed, and the connection stays usable."""
 
     def work(session: Session) -> None:
         with session.begin_nested() as savepoint:
@@ -260,7 +260,7 @@ async def test_a_connection_is_usable_after_a_rejected_commit(desk: Desk) -> Non
 
 @pipelined
 async def test_an_aborted_transaction_is_not_committed(desk: Desk) -> None:
-    """An error after the block that the caller swallows: COMMIT rolls back, as PostgreSQL does, and the key is free."""
+    """After an error that the caller swallows, COMMIT rolls back as in PostgreSQL, and the key is free."""
 
     def work(session: Session) -> None:
         pay(desk, session, "k")
@@ -292,7 +292,7 @@ async def test_an_aborted_transaction_can_be_rolled_back_in_plain_text(desk: Des
 
 @pytest.mark.parametrize("world", ["psycopg"], indirect=True)
 async def test_a_detached_connection_takes_locks_and_keys(world: World, desk: Desk, name: str) -> None:
-    """It belongs to no pool any more, and its transaction begins and ends with our statements as any other."""
+    """On a detached connection, transactions begin and end with pgfence's statements as on any other."""
 
     def work(_session: Session) -> None:
         connection = world.engine().connect()

@@ -159,7 +159,7 @@ def unusable() -> list[tuple[str, str]]:
 
 @pytest.mark.every_driver
 async def test_an_impossible_key_or_scope_leaves_the_transaction_usable(desk: Desk) -> None:
-    """C108: nothing is sent, no driver's error; what else the transaction did is committed. Neither reaches the message whole."""
+    """C108: nothing is sent, the other changes can be committed, and the message shortens the key or scope."""
     async with desk.world.enter(desk.session()) as session:
         await desk.on(session, desk.charge("mine"))
         desk.sent.clear()
@@ -174,7 +174,7 @@ async def test_an_impossible_key_or_scope_leaves_the_transaction_usable(desk: De
 
 
 async def test_a_scope_that_is_too_long_with_its_namespace_is_rejected(desk: Desk, admin: Any) -> None:
-    """C108: together they have 255 characters at most; the transaction stays usable."""
+    """C108: scope and namespace together have at most 255 characters, and the transaction stays usable."""
     other = Desk(desk.world, admin)
     configure(other.engine, namespace="n" * 100)
     try:
@@ -195,7 +195,7 @@ async def test_a_scope_that_is_too_long_with_its_namespace_is_rejected(desk: Des
 
 
 async def test_a_result_outlives_what_it_refers_to(desk: Desk) -> None:
-    """C110: by value it is complete; by reference the replay returns the reference, even if its row was deleted."""
+    """C110: a replay returns the stored value, or the stored reference even if its row was deleted."""
     for key, result in (("value", Receipt("value")), ("reference", "reference")):
         for _ in range(2):
             answer = await desk.pay(
@@ -245,7 +245,7 @@ async def test_a_long_wait_is_a_warning(
     caplog: pytest.LogCaptureFixture,
     eventually: Callable[..., Any],
 ) -> None:
-    """One line when it is over, with the key; none for a short one."""
+    """A long wait logs one WARNING with the key when it ends, and a short wait logs none."""
     set_limit(monkeypatch, "WARN_AFTER", 20 if end == "soon" else 0.1)
     caplog.set_level(logging.WARNING, "pgfence")
     other = desk.world.other()

@@ -117,7 +117,7 @@ def by_name(*, session: Session) -> None:
     ),
 )
 def test_unusable_arguments_are_rejected_at_once(source: Any, fn: Any, match: str) -> None:
-    """No factory, no function, the other world, a generator, no place for the session: TypeError, before anything runs."""
+    """Unusable factories and functions raise TypeError at decoration, before anything runs."""
     with pytest.raises(TypeError, match=match):
         run_transaction(source, fn)
     with pytest.raises(TypeError, match=match if fn is not None else "function"):
@@ -142,7 +142,7 @@ def test_an_attempt_argument_is_rejected_with_the_right_form() -> None:
     ids=str,
 )
 def test_wrong_bounds_are_rejected_at_once(options: dict[str, Any], error: type[Exception]) -> None:
-    """Attempts are a whole number from 1, a timeout is seconds."""
+    """Attempts that are not an int of 1 or more, and invalid timeouts, are rejected at decoration."""
     with pytest.raises(error, match=next(iter(options))):
         run_transaction(UNUSED, works, **options)
     with pytest.raises(error, match=next(iter(options))):

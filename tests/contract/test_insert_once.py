@@ -126,7 +126,7 @@ async def count(desk: Desk) -> int:
 
 @pytest.mark.every_driver
 async def test_the_first_caller_inserts_and_the_others_get_its_row(desk: Desk) -> None:
-    """C095, C096: ten at once: one row, one winner, no IntegrityError, and every transaction commits."""
+    """C095, C096: of ten concurrent callers one inserts the row, none gets an IntegrityError, and all commit."""
 
     async def call(number: int) -> tuple[bool, int]:
         who = desk.world.contender()
@@ -143,7 +143,7 @@ async def test_the_first_caller_inserts_and_the_others_get_its_row(desk: Desk) -
 
 
 async def test_a_second_insert_waits_for_the_first(desk: Desk, eventually: Any) -> None:
-    """An insert that is not committed yet is waited for; rolled back, the next one wins."""
+    """A second insert waits for the first to commit, and inserts the row itself if the first rolls back."""
     other = desk.world.other()
 
     async def second() -> int:
@@ -166,7 +166,7 @@ async def test_a_second_insert_waits_for_the_first(desk: Desk, eventually: Any) 
 
 
 async def test_the_second_transaction_keeps_its_other_changes(desk: Desk) -> None:
-    """C096: what was pending is stored, the instance that lost is not, and it belongs to no session."""
+    """C096: pending rows are stored, and the instance that lost is not and belongs to no session."""
     async with desk.world.enter(desk.session()) as session:
         await desk.world.call(insert_once, session, row(), ["order_id"])
         await desk.world.call(session.commit)
@@ -299,7 +299,7 @@ async def test_a_row_hidden_by_row_level_security_is_not_invented(
 
 
 async def test_a_mapped_dataclass_with_a_natural_key(desk: Desk) -> None:
-    """The primary key is a key like any other."""
+    """The primary key can be the unique key, also of a mapped dataclass."""
     async with desk.world.enter(desk.session()) as session:
         first = await desk.world.call(insert_once, session, Setting("a", "1"), [Setting.name])
         again = await desk.world.call(insert_once, session, Setting("a", "2"), ["name"])
@@ -308,7 +308,7 @@ async def test_a_mapped_dataclass_with_a_natural_key(desk: Desk) -> None:
 
 
 def test_a_key_that_is_not_unique_is_rejected() -> None:
-    """No such key, a partial one, one over a function, a deferred one; a None, a name, an instance that is stored already."""
+    """Missing, partial, functional and deferred keys, None, unknown names and stored instances are rejected."""
     session = Session()
     for key in (["amount"], [], ["tenant"], ["note"], ["tenant", "number", "id"], ["nothing"]):
         with pytest.raises(ValueError, match="declares no|has no column"):

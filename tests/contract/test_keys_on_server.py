@@ -72,7 +72,7 @@ def session(dsn: str, **parts: str) -> Iterator[psycopg.Connection]:
 
 
 def value(connection: psycopg.Connection, statement: str, *parameters: object) -> Any:
-    """Return the one value that a statement gives."""
+    """Return the only value that a statement returns."""
     row = connection.execute(statement, parameters).fetchone()
     assert row is not None
     return row[0]
@@ -125,7 +125,7 @@ def test_the_sql_of_random_names_gives_their_keys(dsn: str, driver: str) -> None
 
 @every_driver
 def test_the_sql_of_a_ready_number_is_that_number(dsn: str, driver: str) -> None:
-    """C025: raw keys and pairs at the edges of their range come back from the server as they are, as bigint."""
+    """C025: raw keys and pairs at the edges of their range come back from the server unchanged, as bigint."""
     keys = [LockKey.raw(edge) for edge in EDGES] + [LockKey.pair(*pair) for pair in PAIRS]
 
     def ask(connection: Connection) -> list[Any]:
@@ -200,7 +200,7 @@ def test_a_bigint_decodes_to_itself(dsn: str, edge: int) -> None:
 
 @every_row("pair", PAIRS)
 def test_a_pair_decodes_to_itself(dsn: str, pair: tuple[int, int]) -> None:
-    """C117: both halves of a negative pair are where LockKey.pair says, with objsubid 2."""
+    """C117: pg_locks shows both halves of a negative pair as LockKey.pair computes them, with objsubid 2."""
     key = LockKey.pair(*pair)
     with session(dsn) as connection:
         assert value(connection, "SELECT pg_catalog.pg_try_advisory_lock(%s::int, %s::int)", *pair)
@@ -222,7 +222,7 @@ def test_a_key_with_one_equal_half_is_another_lock(dsn: str) -> None:
 
 
 def test_a_pair_and_the_bigint_of_its_bits_are_both_granted(dsn: str) -> None:
-    """C028: (1, 2) and 2**32 + 2 never meet; only objsubid tells them apart, and LockKey.space says it before."""
+    """C028: (1, 2) and 2**32 + 2 are different locks, which only objsubid and LockKey.space distinguish."""
     pair, number = LockKey.pair(1, 2), LockKey.raw(2**32 + 2)
     assert pair.value == number.value
     assert pair != number
@@ -248,7 +248,7 @@ def test_another_database_of_the_cluster_has_other_locks(dsn: str) -> None:
 
 
 def test_another_role_and_another_address_have_the_same_locks(dsn: str, role: Callable[[], str]) -> None:
-    """C029: how a database is addressed and by whom plays no part: the key excludes all the same."""
+    """C029: a key excludes sessions of other roles and through other addresses of the database."""
     key, take = LockKey.of(f"two roles {uuid4()}"), "SELECT pg_catalog.pg_try_advisory_lock(%s::bigint)"
     with session(dsn) as one:
         assert value(one, take, key.value)

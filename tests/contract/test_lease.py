@@ -125,7 +125,7 @@ async def test_a_released_handle_says_so_and_cannot_be_released_again(world: Wor
 
 
 async def test_hold_releases_however_the_block_ends(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """At its end, and by an exception, which is the caller's."""
+    """hold() releases at a normal end and after an exception, which propagates unchanged."""
     one = lease(world, world.engine(), name)
     async with world.enter(one.hold()) as held:
         assert held.state == "held"
@@ -161,7 +161,7 @@ async def test_acquire_and_release_are_one_statement_each(world: World, name: st
 
 
 async def test_a_namespace_keeps_names_apart(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """The configured one, and the argument in its place; messages show it with a colon."""
+    """The configured namespace, or the argument, is part of the name, and messages show it with a colon."""
     engine = world.engine()
     configure(engine, namespace="shop")
     held = await world.call(lease(world, engine, name).acquire)
@@ -193,7 +193,7 @@ async def test_wrap_runs_one_call_at_a_time_and_knows_its_lease(
 
 
 async def test_an_engine_may_be_found_when_it_is_needed(world: World, name: str) -> None:
-    """A function that returns it, as application factories have it."""
+    """A function that returns the engine can be passed instead of the engine, for application factories."""
     made: list[Any] = []
 
     def engine() -> Any:
@@ -209,7 +209,7 @@ async def test_an_engine_may_be_found_when_it_is_needed(world: World, name: str)
 async def test_a_dropped_handle_warns_and_frees_the_lease(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Forgotten without release: a ResourceWarning, and the lease is free long before its TTL."""
+    """A handle that is dropped raises a ResourceWarning, and the lease is free long before its TTL."""
     one = lease(world, world.engine(), name, ttl=60)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -276,7 +276,7 @@ async def test_max_hold_ends_it_however_alive_the_holder_is(
 async def test_abandon_stops_the_heartbeat_and_gives_nothing_back(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """It is held until its TTL is over, and free then."""
+    """An abandoned lease is held until its TTL ends, and is then free."""
     held = await world.call(lease(world, world.engine(), name, ttl=0.6).acquire)
     held.abandon()
     assert held.state == "released"
@@ -377,7 +377,7 @@ GOOD = {"name": "a", "lease_id": "00000000-0000-0000-0000-000000000001", "token"
     ],
 )
 async def test_an_invalid_reference_is_rejected_at_once(world: World, wrong: Any) -> None:
-    """A damaged one never reaches the server."""
+    """A damaged reference raises an error before a statement is sent."""
     engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/none")
     with pytest.raises((TypeError, ValueError), match=r"hand_over|damaged|name"):
         await world.call(world.pick(Lease, AsyncLease).adopt, engine, wrong)
@@ -402,7 +402,7 @@ async def test_an_open_checkpoint_transaction_does_not_block_the_heartbeat(
 
 @pytest.mark.every_driver
 async def test_a_checkpoint_is_read_by_the_next_holder(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Committed with the work, the next holder has it; rolled back with it, the previous one is kept."""
+    """The next holder reads a checkpoint that was committed, and the previous one if it was rolled back."""
     engine = world.engine()
     held = await world.call(lease(world, engine, name).acquire)
     assert held.last_checkpoint is None
@@ -464,13 +464,13 @@ async def test_a_checkpoint_is_read_by_the_next_holder(world: World, name: str, 
 def test_contradicting_options_are_rejected_in_the_constructor(
     kind: Any, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    """Before any query, and the message says what would work."""
+    """Contradicting options raise an error in the constructor, which says what would work."""
     with pytest.raises(error, match=message):
         kind(lambda: None, **{"name": "a", "ttl": 30, **arguments})
 
 
 async def test_the_ends_of_the_ranges_are_good(world: World, name: str) -> None:
-    """The shortest TTL, a longer one as a timedelta, the longest name."""
+    """The shortest TTL, a TTL of days as a timedelta, and the longest name are accepted."""
     engine = world.engine()
     for number, arguments in enumerate(
         ({"ttl": 0.3}, {"ttl": 86_400}, {"ttl": timedelta(days=40)}, {"min_hold": 30}, {"max_hold": math.inf})
@@ -494,7 +494,7 @@ async def test_only_engines_carry_a_lease(world: World, name: str) -> None:
 
 
 def test_a_lease_shows_its_name(name: str) -> None:
-    """For logs."""
+    """The repr of a lease, which appears in logs, contains its name."""
     assert repr(Lease(lambda: None, name, ttl=30)) == f"<Lease {name!r}, ttl=30>"  # type: ignore[arg-type, return-value]
 
 

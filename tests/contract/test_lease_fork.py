@@ -95,7 +95,7 @@ say("end")
 def test_a_forked_child_leaves_the_parents_heartbeat_alone(
     script: Callable[..., Script], dsn: str, name: str, driver: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The parent is renewed before, beside and after the child; the child's own lease is renewed by its own heartbeat."""
+    """The parent's lease is renewed before, during and after the child's life, and the child has its own heartbeat."""
     running = script(FORKS, driver, dsn, name)
     assert [running.read_line() for _ in range(3)] == ["forked 0", "parent held", "end"]
     assert running.go_on() == 0
@@ -144,7 +144,7 @@ print("ends")
 
 @pytest.mark.parametrize("driver", NAMES)
 def test_a_program_that_ends_during_a_renewal_prints_nothing(dsn: str, name: str, driver: str) -> None:
-    """With threads, a private loop and a connection, the interpreter exits soon, silently and with 0."""
+    """The interpreter exits soon, without output and with code 0, although heartbeat threads are running."""
     done = subprocess.run(
         [sys.executable, "-c", ENDS, driver, dsn, name], capture_output=True, text=True, timeout=30, check=False
     )

@@ -54,7 +54,7 @@ def row_locked(admin: psycopg.Connection[Any], name: str) -> Iterator[psycopg.Co
 
 
 def blocks(admin: psycopg.Connection[Any], waiter: Caller) -> Callable[[], bool]:
-    """Return a question: does this session keep the other waiting?"""
+    """Return a function that tells whether one session keeps another waiting."""
     return lambda: admin.info.backend_pid in value(admin, "SELECT pg_blocking_pids(%s)", waiter.pid)
 
 
@@ -146,7 +146,7 @@ def test_a_row_that_stays_locked_is_an_error_after_two_seconds(
 def test_an_expired_lease_goes_to_the_next_with_a_larger_token(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
 ) -> None:
-    """C077, C078: the one before can neither renew nor release it, nor take it back by its id, and the row stays as it is."""
+    """C077, C078: the former holder can neither renew, release nor reacquire it by its id, and the row is unchanged."""
     one.acquire()
     lapse(admin, name)
     assert other.acquire(owner="me").token == 2
@@ -210,7 +210,7 @@ def test_released_early_it_stays_closed_for_min_hold(
 def test_a_shorter_renewal_does_not_end_before_min_hold(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
 ) -> None:
-    """C088: expired after a renewal for less than what is left of min_hold, it is still not free."""
+    """C088: a lease that expires after a renewal shorter than the rest of min_hold is not free before min_hold."""
     one.acquire(60, min_hold=50)
     assert one.renew(5)[0] == "ok"
     lapse(admin, name, 20)
@@ -248,7 +248,7 @@ def test_max_hold_ends_every_renewal(one: Caller, admin: psycopg.Connection[Any]
 def test_a_clock_set_back_does_not_keep_a_free_lease_closed(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
 ) -> None:
-    """C073: released, forgotten or evicted at a time that is now in the future, it is free all the same."""
+    """C073: a lease that was released, forgotten or evicted at a time now in the future is free."""
     for end in (one.release, one.forget, one.evict):
         assert one.acquire(lock_delay=10).granted
         assert end()
@@ -277,7 +277,7 @@ def test_a_batch_of_renewals_returns_one_result_for_each(
 
 
 def test_a_grant_whose_response_is_lost_is_ended_by_its_id(one: Caller, other: Caller) -> None:
-    """C084: forgotten it is free at once, min_hold or not; forgotten again, nothing; another's id is left alone."""
+    """C084: forgetting frees the lease at once, despite min_hold; a second call or another id changes nothing."""
     one.acquire(min_hold=50)
     assert not other.forget()
     assert one.forget()
@@ -355,7 +355,7 @@ def test_every_end_is_reported_to_end_callbacks(one: Caller, other: Caller) -> N
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_many_at_once_are_one_holder_with_a_new_token(dsn: str, name: str, level: str) -> None:
-    """C073: 6 sessions, 20 rounds, the first of them without a row: one grant a round, or none on 40001; no token twice."""
+    """C073: in 20 rounds of 6 sessions, each round has at most one grant, and no token is issued twice."""
     callers = [Caller(dsn, name) for _ in range(6)]
     tokens: list[int] = []
     for caller in callers:

@@ -101,7 +101,7 @@ async def test_callbacks_and_waiters_are_notified_of_a_loss(
 
 
 async def test_an_evicted_holder_is_notified(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """At its next heartbeat, or by its release, whichever comes first; the row is not touched by either."""
+    """An evicted holder is notified at its next heartbeat or release, neither of which changes the row."""
     one = lease(world, world.engine(), name, ttl=2)
     held = await world.call(one.acquire)
     assert admin.execute(EVICT, [name]).fetchone() == (1, 2)
@@ -184,7 +184,7 @@ async def test_a_former_holders_writes_are_rejected(world: World, name: str, adm
 async def test_many_leases_of_one_process_end_each_for_itself(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """One is lost: its neighbours, renewed by the same statement, are kept."""
+    """If one lease is lost, the other leases that the same statement renews are kept."""
     engine = world.engine()
     crowd = [await world.call(lease(world, engine, f"{name}:{n}", ttl=2).acquire) for n in range(20)]
     lapse(admin, f"{name}:7")

@@ -52,7 +52,7 @@ async def refused(world: World, engine: Any, name: str) -> list[SchemaError]:
 
 @pytest.mark.every_driver
 async def test_without_tables_every_verb_names_the_command(world: World, name: str, own_schema: str) -> None:
-    """And after it was run, the same engine works."""
+    """Without tables the error of every method names the command; after it was run, the same engine works."""
     engine = world.engine()
     configure(engine, schema=own_schema)
     for error in await refused(world, engine, name):
@@ -66,7 +66,7 @@ async def test_without_tables_every_verb_names_the_command(world: World, name: s
 
 @pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
 async def test_without_a_schema_the_error_names_the_search_path(world: World, name: str) -> None:
-    """Tables in another schema than those of the search path are the usual reason, and another database."""
+    """The error names the search path, because the tables are often in another schema or database."""
     engine = world.engine()
     configure(engine, prefix="absent_")
     there = f"in database {world.dsn.rpartition('/')[2]!r}, search path '\"$user\", public': run `pgfence install"
@@ -99,7 +99,7 @@ async def test_altered_tables_are_not_used(
 async def test_functions_that_are_missing_are_named_too(
     world: World, name: str, own_schema: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Tables alone, as a plain `metadata.create_all()` leaves them."""
+    """The error names missing functions too, as after a plain `metadata.create_all()`."""
     engine = world.engine()
     configure(engine, schema=own_schema)
     await given(schema.create_all(engine))

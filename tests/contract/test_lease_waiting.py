@@ -52,7 +52,7 @@ def waits_for_row(admin: psycopg.Connection[Any]) -> bool:
 
 
 async def passed(seconds: float) -> None:
-    """Let time pass that the test itself is about."""
+    """Wait for the time that the test is about."""
     end = time.monotonic() + seconds
     await eventually(lambda: time.monotonic() > end, deadline=seconds + 5)
 
@@ -61,7 +61,7 @@ async def passed(seconds: float) -> None:
 async def test_a_release_wakes_a_waiter(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By NOTIFY: the next poll would come later than the end of the wait, and so would the end of the TTL."""
+    """NOTIFY wakes the waiter: the next poll and the end of the TTL would come after the timeout."""
     set_limit(monkeypatch, "LONGEST_SLEEP", 3600)
     one = lease(world, world.engine(), name, ttl=120)
     for _ in range(2):
@@ -79,7 +79,7 @@ def listening(admin: psycopg.Connection[Any]) -> bool:
 
 
 def sleeps(admin: psycopg.Connection[Any]) -> bool:
-    """Say whether the last look of a waiter at the row is so long ago that it sleeps: beginning to listen is a reason to look."""
+    """Return whether a waiter's last query of the row is so long ago that the waiter must be sleeping."""
     query = (
         "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%acquire_lease%' AND state = 'idle'"
         " AND state_change < clock_timestamp() - interval '0.3 s' AND datname = current_database() AND pid <> pg_backend_pid()"
@@ -125,7 +125,7 @@ async def test_a_hundred_waiters_poll_once_a_second_like_one(
 @pytest.mark.matrix
 @pytest.mark.parametrize("given", [True, False])
 async def test_a_wait_ends_at_its_timeout(world: World, name: str, admin: psycopg.Connection[Any], given: bool) -> None:
-    """That of the call, or the configured one; the error names the holder, and nothing is left in line."""
+    """A wait ends at the call's or the configured timeout; the error names the holder, and the queue is empty."""
     engine = world.engine()
     configure(engine, default_timeout=30 if given else 0.4)
     one = lease(world, engine, name)
@@ -140,7 +140,7 @@ async def test_a_wait_ends_at_its_timeout(world: World, name: str, admin: psycop
 
 
 async def test_never_two_at_a_time_and_never_a_token_twice(world: World, name: str) -> None:
-    """Contenders of two engines, which know nothing of each other, as two processes do."""
+    """Contenders of two engines, which share no queue, like two processes, never hold the lease at the same time."""
     inside = most = 0
     tokens: list[int] = []
 
@@ -246,7 +246,7 @@ async def test_a_grant_that_comes_too_late_is_not_held(
 async def test_a_row_that_stays_locked_is_neither_free_nor_held(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The server's wait ends after two seconds, the caller's at its timeout, and nothing is left."""
+    """The server's wait for the row ends after two seconds and the caller's at its timeout, and nothing is left."""
     one = lease(world, world.engine(), name)
     rival(admin, name)
     lapse(admin, name)
@@ -277,7 +277,7 @@ async def test_a_grant_whose_response_is_lost_blocks_no_other(
 
 @pytest.mark.every_driver
 async def test_no_server_is_never_a_grant(world: World, name: str) -> None:
-    """Each method raises UnreachableError."""
+    """Without a server, each method raises UnreachableError."""
     one = lease(world, world.engine(dsn="postgresql://somebody:hunter2@127.0.0.1:1/d"), name)
     for call in (one.try_acquire, one.acquire, one.holders, one.is_held):
         with pytest.raises(UnreachableError) as caught:
@@ -290,7 +290,7 @@ async def test_no_server_is_never_a_grant(world: World, name: str) -> None:
 async def test_a_cancelled_wait_leaves_nothing_behind(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], proxy: Proxy
 ) -> None:
-    """In the queue, and in a statement that no cancel request reaches, whose grant is lost."""
+    """A wait that is cancelled in the queue, or in a statement whose grant is then lost, leaves nothing behind."""
     one = lease(world, world.engine(dsn=proxy.dsn), name, ttl=60)
     rival(admin, name)
     await cancelled(one, lambda: listening(admin))
@@ -335,7 +335,7 @@ async def test_a_timeout_in_the_local_queue_names_the_holder(
 async def test_an_adoption_waits_for_a_locked_row(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Longer than the server itself waits for it: asked again, and no driver's error comes out."""
+    """An adoption is retried if the row stays locked for longer than the server waits, without a driver's error."""
     kind = type(lease(world, lambda: None, name))
     engine = world.engine()
     ref = await world.call((await world.call(lease(world, engine, name).acquire)).hand_over)

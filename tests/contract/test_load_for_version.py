@@ -271,7 +271,7 @@ async def test_a_version_of_the_wrong_type_is_rejected_without_a_query(desk: Des
 
 @pytest.mark.parametrize("expected", [None, 1, str(A_UUID)], ids=repr)
 def test_a_uuid_version_takes_a_uuid(expected: Any) -> None:
-    """The message names the type that the class has."""
+    """A version that is not a UUID is rejected, and the message names the type of the class's version."""
     with pytest.raises(TypeError, match=r"is of type UUID.* UUID\(\.\.\.\)"):
         load_for_version(Session(), page(VersionedUUID), 1, expected)
 
@@ -463,7 +463,7 @@ async def test_after_a_wait_for_a_lock_every_table_is_read_again(
 
 @pytest.mark.twins
 async def test_scoped_sessions_are_taken(desk: Desk) -> None:
-    """scoped_session and async_scoped_session mean the session of this thread or task."""
+    """A scoped_session or async_scoped_session stands for the session of the current thread or task."""
     cls = page()
     await desk.make(cls, cls(id=1, title="old"))
     if desk.world.is_async:
@@ -503,7 +503,7 @@ async def test_a_session_on_a_connection_is_taken(desk: Desk) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("lock", [False, True])
 async def test_a_session_that_reads_from_replicas_compares_on_the_primary(desk: Desk, lock: bool) -> None:
-    """What a replica says may be late: the row is read where the flush will write it."""
+    """A replica may be behind, so the row is read on the engine to which the flush will write it."""
     asked: list[bool] = []
     primary = desk.engine.sync_engine if desk.world.is_async else desk.engine
 

@@ -67,7 +67,7 @@ def count_statements(engine: Any) -> list[str]:
 async def test_the_first_use_stores_the_name_and_later_ones_do_not(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """One statement more at the first use of a name in this process, and none after that."""
+    """The first use of a name in a process sends one more statement, and later uses send none."""
     engine = world.engine()
     seen = count_statements(engine)
     async with world.enter(lock(world, engine, name, f"{name}:2").hold()):
@@ -81,7 +81,7 @@ async def test_the_first_use_stores_the_name_and_later_ones_do_not(
 
 @pytest.mark.one_driver
 def test_without_the_table_nothing_is_sent(name: str, engine: Engine) -> None:
-    """A lock costs the statements of its try and its release, as before."""
+    """Without the table, a lock sends only the statements of its try and its release."""
     configure(engine, prefix="no_such_")
     AdvisoryLock(engine, f"{name}:warm").acquire().release()
     seen = count_statements(engine)
@@ -159,7 +159,7 @@ async def test_a_lock_on_a_connection_of_the_caller_and_one_that_was_waited_for_
 def test_a_forked_child_stores_names_and_every_process_ends_at_once(
     name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Parent and child end with 0 and in silence, while their threads wait for a lock that is old enough."""
+    """Parent and child exit with 0 and without output, although their recorder threads are still waiting."""
     done = subprocess.run([sys.executable, "-c", FORKING, dsn, name], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert stored(admin, name, f"{name}:child", f"{name}:late") == [name, f"{name}:child"]
@@ -205,7 +205,7 @@ def test_the_next_use_of_a_transaction_lock_with_the_key_of_another_name_raises(
 
 @pytest.mark.usefixtures("tables")
 async def test_a_key_of_another_name_is_a_collision(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """It is raised at the first use, it names both, and nothing is held afterwards."""
+    """KeyCollisionError is raised at the first use with both names, and nothing is held afterwards."""
     admin.execute("INSERT INTO pgfence_lock_name VALUES (%s, 'other', now())", [LockKey.of(name).value])
     with pytest.raises(KeyCollisionError, match="other") as caught:
         await world.call(lock(world, world.engine(), name).acquire)

@@ -75,6 +75,6 @@ def test_a_patched_process_gets_an_error_that_says_what_works(
 
 @pytest.mark.parametrize("module", ["select", "queue"])
 def test_each_replaced_module_is_found(script: Callable[..., Script], dsn: str, name: str, module: str) -> None:
-    """One module that our threads need is enough, with `threading` left alone."""
+    """One replaced module that pgfence's threads need is enough, even if `threading` is unchanged."""
     code = PROGRAM.format(patch=f"from gevent import monkey\nmonkey.patch_{module}()")
     assert f"gevent has replaced `{module}`" in script(code, dsn, name).read_line()

@@ -87,7 +87,7 @@ async def test_an_error_of_the_callers_own_network_is_left_alone(world: World, d
 async def test_a_mistake_in_the_configuration_is_not_retried(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], change: dict[str, str], said: str
 ) -> None:
-    """At once, also where the call has a timeout; not retryable, 500, and the message says what to check, without the password."""
+    """A rejected login raises at once, is not retryable, and the message says what to check."""
     engine = world.engine(dsn=changed(dsn, change))
     for call in (
         lambda: world.call(lock(world, engine, name).acquire, timeout=60),
@@ -101,7 +101,7 @@ async def test_a_mistake_in_the_configuration_is_not_retried(
 
 
 async def test_a_mistake_in_the_configuration_runs_nothing_unprotected(world: World, name: str, dsn: str) -> None:
-    """`unreachable=` is for outages: a database that does not exist would switch the lock off for good."""
+    """`unreachable=` applies to outages only, because a wrong database name would disable the lock permanently."""
     engine = world.engine(dsn=changed(dsn, {"dbname": "no_such_database"}))
     ran: list[bool] = []
 
@@ -192,7 +192,7 @@ async def test_a_creator_is_not_reported_as_the_default_host(world: World, name:
 async def test_a_connection_that_is_dead_already_is_unreachable(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A session lock on the caller's own connection, whose server process has ended: no error of the driver's own."""
+    """A session lock on a caller's connection whose server process has ended raises UnreachableError."""
     async with connection(world, world.engine()) as borrowed:
         pid = await run(world, borrowed, "SELECT pg_backend_pid()")
         await world.call(borrowed.rollback)
@@ -220,7 +220,7 @@ async def test_a_list_of_hosts_with_a_limit_is_not_warned_of(
 
 
 async def entered(world: World, name: str, entrance: str, engine: Any) -> None:
-    """Begin a transaction on the engine by one of pgfence's entrances."""
+    """Begin a transaction on the engine through one of pgfence's functions."""
     sessions = factory(world, engine)
     kind = world.pick(TransactionLock, AsyncTransactionLock)
     if entrance == "lease.begin":

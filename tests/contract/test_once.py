@@ -204,7 +204,7 @@ async def test_a_run_that_ended_too_late_is_not_done(world: World, name: str, ad
 
 
 async def test_max_hold_ends_a_run_that_hangs(world: World, name: str) -> None:
-    """C083: at max_hold it is over: overdue."""
+    """C083: a run that hangs is lost at max_hold, with the reason "overdue"."""
     slot = await world.call(once(world, name, ttl=1, max_hold=1).acquire)
     assert await world.call(slot.wait_lost, 10)
     assert slot.loss_reason == "overdue"
@@ -215,7 +215,7 @@ async def test_max_hold_ends_a_run_that_hangs(world: World, name: str) -> None:
 
 @pytest.mark.every_driver
 async def test_the_server_s_clock_names_the_slot(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C088: a client whose clock is hours off names the same slot, since it is never asked."""
+    """C088: a client whose clock is hours off gets the same slot, because only the server's clock is used."""
     monkeypatch.setattr("time.time", lambda: 0.0)
     slot = await world.call(once(world, name, every=timedelta(minutes=1)).try_acquire)
     assert abs(datetime.now(UTC) - slot.slot) < timedelta(minutes=2)
@@ -223,7 +223,7 @@ async def test_the_server_s_clock_names_the_slot(world: World, name: str, monkey
 
 
 async def test_each_slot_comes_once(world: World, name: str) -> None:
-    """C087: short slots, asked for again and again by several: each that is seen is run by one."""
+    """C087: of several processes that keep requesting short slots, one runs each slot."""
     engine, slots, end = world.engine(), [], datetime.now(UTC) + timedelta(seconds=2)
 
     async def work(who: Any) -> None:
@@ -241,7 +241,7 @@ async def test_each_slot_comes_once(world: World, name: str) -> None:
 
 @pytest.mark.every_driver
 async def test_missed_slots_are_caught_up_if_asked_for(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """catch_up: "all" runs each in its order, "last" only the newest, "none" none that is over its first minute."""
+    """catch_up="all" runs missed slots in order, "last" only the newest, and "none" no slot after its first minute."""
     engine, calls = world.engine(), []
     await world.call(once(world, name, engine).wrap()(counted(world, calls)))
     admin.execute("UPDATE pgfence_slot SET done = done - interval '3 years' WHERE name = %s", [name])
@@ -264,7 +264,7 @@ AHEAD = "UPDATE pgfence_slot SET done = done + interval '3 years', tried = tried
 async def test_a_slot_done_by_a_wrong_clock_is_reported_and_repairable(
     world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server's clock was once years ahead: nothing runs, every call reports it, and the statement in the message repairs it."""
+    """After the server's clock was years ahead, every call raises an error with the statement that repairs the slot."""
     engine, calls = world.engine(), []
     await world.call((await world.call(once(world, name, engine).acquire)).release)
     admin.execute(AHEAD, [name])
@@ -295,7 +295,7 @@ async def test_a_slot_done_by_a_wrong_clock_is_reported_and_repairable(
 async def test_a_host_with_other_zone_rules_than_the_server_runs_nothing(
     world: World, name: str, tmp_path: Path, admin: psycopg.Connection[Any]
 ) -> None:
-    """Rules that differ now, or at the slot alone: an error, even where busy is skipped."""
+    """Zone rules that differ now or at the slot raise an error, even with busy="skip"."""
     engine, calls = world.engine(), []
     hour, year = timedelta(hours=1), this_year()
     write_zone(tmp_path, "Asia/Tokyo", 8 * hour, year, 8 * hour)
@@ -371,7 +371,7 @@ def test_the_statement_of_repair_names_any_job_wherever_its_table_is(
 
 @pytest.mark.every_driver
 async def test_a_slot_that_the_caller_names_runs_once(world: World, name: str) -> None:
-    """With `at` any slot may run, in any order and beside others; each once."""
+    """With `at`, each slot runs once, in any order and at the same time as others."""
     engine = world.engine()
     march = await world.call(once(world, name, engine, at="2026-03-01").acquire)
     january = await world.call(once(world, name, engine, at=datetime(2026, 1, 1, tzinfo=UTC)).try_acquire)
@@ -388,7 +388,7 @@ async def test_a_slot_that_the_caller_names_runs_once(world: World, name: str) -
 
 
 async def test_wrap_skips_what_is_done(world: World, name: str) -> None:
-    """Its usual form: the function runs once in a slot, later calls give None."""
+    """By default the wrapped function runs once in a slot, and later calls return None."""
     calls: list[Any] = []
     guarded = once(world, name).wrap()(counted(world, calls))
     assert await world.call(guarded) == 1
@@ -417,7 +417,7 @@ async def test_wrap_leaves_a_failed_slot_free(world: World, name: str) -> None:
 
 
 async def test_wrap_takes_names_from_the_arguments(world: World, name: str) -> None:
-    """One slot for each tenant."""
+    """A template of the arguments gives each tenant a separate slot."""
     calls: list[int] = []
 
     def note(tenant: int) -> None:
@@ -433,7 +433,7 @@ async def test_wrap_takes_names_from_the_arguments(world: World, name: str) -> N
 
 
 async def test_without_a_server_wrap_follows_on_unreachable(world: World, name: str) -> None:
-    """No server is neither done nor free: an error, unless skipping or running unprotected was asked for."""
+    """Without a server wrap() raises, unless `unreachable=` says to skip the call or run it without protection."""
     engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/none")
     calls: list[int] = []
 
@@ -459,7 +459,7 @@ async def test_without_a_server_wrap_follows_on_unreachable(world: World, name: 
 
 @pytest.mark.every_driver
 async def test_missing_tables_are_named_with_the_command(world: World, name: str) -> None:
-    """SchemaError says what makes them."""
+    """SchemaError names the command that creates the missing tables."""
     engine = world.engine()
     pgfence.configure(engine, prefix="absent_")
     with pytest.raises(SchemaError, match="pgfence install --prefix absent_"):
@@ -492,7 +492,7 @@ async def test_unusable_arguments_are_rejected_in_the_constructor(
 
 
 async def test_each_namespace_has_its_own_slots(world: World, name: str) -> None:
-    """The same name in another namespace is another job."""
+    """The same name in another namespace has separate slots."""
     engine = world.engine()
     for namespace in ("", "shop", "mill"):
         slot = await world.call(once(world, name, engine, namespace=namespace).try_acquire)
@@ -533,7 +533,7 @@ print(json.dumps(seen))
 
 @pytest.mark.timeout(100 + 300 * SCALE)
 def test_hosts_with_skewed_clocks_run_each_slot_once(dsn: str, name: str, tmp_path: Path) -> None:
-    """C088: 8 processes, 20 of them in a long run, clocks up to 10 minutes off, a job of a millisecond: each slot once."""
+    """C088: 8 processes (20 in a long run) with clocks up to 10 minutes off run a short job once per slot."""
     path, url = tmp_path / "host.py", f"postgresql+psycopg://{dsn.split('://', 1)[1]}"
     path.write_text(CROWD)
     hosts = 8 if SCALE == 1 else 20

@@ -311,7 +311,7 @@ async def test_joining_survives_missing_tables(world: World, name: str, caplog: 
 
 
 async def test_leaving_inside_the_function_does_not_wait_for_it(world: World, name: str) -> None:
-    """leave() returns immediately there, and the worker leaves when the function has returned."""
+    """Inside the function leave() returns immediately, and the worker leaves when the function has returned."""
     left = threading.Event()
     worker: Any = None
 
@@ -436,7 +436,7 @@ async def test_one_name_excludes_whatever_takes_it(world: World, name: str, admi
     ],
 )
 def test_wrong_arguments_say_what_to_do(what: str, arguments: Any, error: Any, message: str) -> None:
-    """An argument that cannot be used is rejected before anything is asked."""
+    """An unusable argument is rejected before a statement is sent."""
     with pytest.raises(error, match=message):
         Partitions(lambda: None, **{"name": "x", "count": 2, **arguments})  # type: ignore[arg-type, return-value]
 
@@ -455,7 +455,7 @@ def test_wrong_arguments_say_what_to_do(what: str, arguments: Any, error: Any, m
     ],
 )
 def test_wrong_calls_say_what_to_do(what: str, call: Callable[[Any], Any], error: Any, message: str) -> None:
-    """A call that cannot work is rejected before anything is asked."""
+    """A call that cannot work is rejected before a statement is sent."""
     with pytest.raises(error, match=message):
         call(Partitions(lambda: None, "x", 2))  # type: ignore[arg-type, return-value]
 

@@ -61,7 +61,7 @@ def find(rows: Any, name: str | LockKey) -> Row:
 async def test_every_kind_is_in_the_list(
     world: World, name: str, engine: Engine, admin: psycopg.Connection[Any]
 ) -> None:
-    """Each with its kind, its state, and the fields that its kind has; another program's migration by its name."""
+    """Every kind is listed with its state and fields, and another program's migration with its name."""
     a, b, c, d, e, f, g = (f"{name}:{letter}" for letter in "abcdefg")
     Attempts(admin, name).claim("k")
     with (
@@ -100,7 +100,7 @@ async def test_every_kind_is_in_the_list(
 
 
 async def test_the_migration_lock_has_a_name(world: World, engine: Engine) -> None:
-    """It is listed as the migration that it is, also while the migration is in a transaction."""
+    """The migration lock is listed by name and kind, even while the migration is in a transaction."""
     key = LockKey.of("alembic_version", namespace="pgfence migrations")
     with engine.connect() as connection, migration_lock(connection, key=key), connection.begin():
         connection.exec_driver_sql("SELECT 1")
@@ -272,7 +272,7 @@ def test_filters_and_limit(name: str, dsn: str, engine: Engine) -> None:
 
 @pytest.mark.one_driver
 def test_a_name_that_is_not_free_yet_is_listed(name: str, engine: Engine) -> None:
-    """Released before its min_hold, and expired within its lock_delay: with the time at which it is free."""
+    """A name that is blocked by min_hold or lock_delay is listed with the time at which it becomes free."""
     Lease(engine, f"{name}:a", ttl=60, min_hold=30).acquire().release()
     (row,) = monitoring.ps(engine, name)
     assert row.state == "min_hold" and row.holder.expires_at > datetime.now(UTC)
@@ -310,7 +310,7 @@ def test_a_role_sees_what_it_may_and_is_told_what_is_missing(
 
 @pytest.mark.one_driver
 def test_looking_takes_no_lock_and_waits_for_none(name: str, dsn: str, engine: Engine) -> None:
-    """Locked rows and a read-only session do not matter, and afterwards its session holds nothing."""
+    """A list is returned with locked rows and in a read-only session, and its session holds no lock afterwards."""
     with Lease(engine, name, ttl=30).hold(), psycopg.connect(dsn) as other:
         other.execute("SELECT FROM pgfence_lease WHERE name = %s FOR UPDATE", [name])
         reading = engine.execution_options(postgresql_readonly=True)

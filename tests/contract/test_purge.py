@@ -176,7 +176,7 @@ def test_four_at_once_beside_claims(keys: Keys, dsn: str, admin: psycopg.Connect
 
 @pytest.mark.every_driver
 async def test_a_role_with_the_documented_rights_purges(world: World, keys: Keys, role: Callable[..., str]) -> None:
-    """SELECT, UPDATE and DELETE on the one table; without them the error has the GRANT, and nothing is deleted."""
+    """SELECT, UPDATE and DELETE on the table are enough; without them the error has the GRANT."""
     login = role()
     user = login.split("//")[1].split(":")[0]
     keys.fill("old", 3, life=-10)
@@ -222,7 +222,7 @@ async def test_a_server_that_takes_no_writes_and_one_that_is_not_there(world: Wo
     ("batch", "error"), [(0, ValueError), (100_001, ValueError), (True, TypeError), ("9", TypeError)]
 )
 def test_a_batch_that_is_not_a_number_of_keys_is_rejected(batch: Any, error: type[Exception]) -> None:
-    """Before anything is sent, in both halves."""
+    """A batch that is not a number of keys is rejected before anything is sent, sync and async."""
     with pytest.raises(error, match="batch"):
         monitoring.purge(create_engine("postgresql+psycopg://"), batch=batch)
     with pytest.raises(TypeError, match="Engine"):

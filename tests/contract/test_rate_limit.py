@@ -27,7 +27,7 @@ def rate(world: World, engine: Any, name: str, *, limit: int = 3, per: Any = 60)
 
 
 def age(admin: psycopg.Connection[Any], name: str, seconds: float) -> None:
-    """Let so many seconds pass for the takes that are stored."""
+    """Move the stored takes into the past by a number of seconds."""
     back = "taken_at - make_interval(secs => %s)"
     admin.execute(f"UPDATE pgfence_rate_take SET taken_at = {back} WHERE name = %s".encode(), [seconds, name])
     admin.execute(
@@ -121,7 +121,7 @@ async def test_processes_agree_on_the_limit(world: World, name: str) -> None:
 async def test_a_clock_that_is_set_back_blocks_for_one_period(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Moments ahead of the clock move back with it: the window is not open, and not closed for an hour either."""
+    """Stored takes that are ahead of the clock move back with it, so they block for one period at most."""
     one = rate(world, world.engine(), name, limit=2, per=60)
     assert await world.call(one.try_take, 2)
     age(admin, name, -3600)
@@ -187,6 +187,6 @@ async def test_older_tables_are_named(world: World, name: str, admin: psycopg.Co
     ],
 )
 def test_wrong_arguments_say_what_to_do(what: str, arguments: Any, n: Any, error: Any, message: str) -> None:
-    """An argument that cannot be used is rejected before anything is asked."""
+    """An unusable argument is rejected before a statement is sent."""
     with pytest.raises(error, match=message):
         RateLimit(lambda: None, "x", **{"limit": 3, "per": 60, **arguments}).try_take(n)  # type: ignore[arg-type, return-value]

@@ -35,7 +35,7 @@ def lock(world: World, engine: Any, name: Any) -> Any:
 
 @pytest.mark.every_driver
 async def test_readers_share_and_a_writer_excludes(world: World, name: str) -> None:
-    """Readers of one process and of another hold at once; a writer gets None until all have released."""
+    """Readers of several processes hold the lock at the same time; a writer's try returns None until all release."""
     here, there = lock(world, world.engine(), name), lock(world, world.engine(), name)
     other, third = world.other(), world.other()
     one = await world.call(here.read.try_acquire)
@@ -53,7 +53,7 @@ async def test_readers_share_and_a_writer_excludes(world: World, name: str) -> N
 
 
 async def test_an_advisory_lock_of_the_name_is_excluded_too(world: World, name: str) -> None:
-    """It is the exclusive lock on the same key."""
+    """A writer and an AdvisoryLock of the same name exclude each other, because both lock the same key."""
     engine = world.engine()
     exclusive = world.pick(AdvisoryLock, AsyncAdvisoryLock)(world.engine(), name)
     async with world.enter(lock(world, engine, name).read.hold()):
@@ -64,7 +64,7 @@ async def test_an_advisory_lock_of_the_name_is_excluded_too(world: World, name: 
 
 @pytest.mark.every_driver
 async def test_overlapping_readers_do_not_starve_a_writer(world: World, name: str) -> None:
-    """While it waits, readers that come later wait behind it, whichever process they belong to."""
+    """While a writer waits, readers of any process that come later wait behind it."""
     stop = asyncio.Event()
     reads = 0
 
@@ -156,7 +156,7 @@ async def test_a_downgrade_after_the_loss_says_so(world: World, name: str, admin
 
 @pytest.mark.every_driver
 async def test_a_downgrade_waits_for_a_probe(world: World, name: str) -> None:
-    """A question about the connection that runs in the background, as after a pause of the process, does not disturb it."""
+    """A background probe of the connection, as after a pause of the process, does not disturb a downgrade."""
     one = lock(world, world.engine(), name)
     writer = await world.call(one.write.acquire)
 
@@ -226,7 +226,7 @@ async def test_a_timeout_leaves_nothing_behind(world: World, name: str, admin: p
 
 
 def test_what_cannot_hold_it_is_rejected(dsn: str) -> None:
-    """A Connection of the caller's is no engine."""
+    """A Connection is rejected, because a ReadWriteLock needs an engine."""
     from sqlalchemy import create_engine
 
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")

@@ -84,7 +84,7 @@ async def test_a_skipping_function_that_meets_itself_is_skipped(world: World, na
 @both
 @pytest.mark.parametrize("shared", [False, True])
 async def test_a_transaction_does_not_wait_for_its_own_tasks_lock(world: World, name: str, *, shared: bool) -> None:
-    """It would wait for its own session: SelfDeadlockError at once, and the transaction stays usable."""
+    """A transaction that would wait for its task's own lock raises SelfDeadlockError, and stays usable."""
     engine, elsewhere = world.engine(), world.engine()
     async with world.enter(advisory(world, engine, name).hold()), transactions.session(world, elsewhere) as work:
         mine = transactions.lock(work, "before", name, "other", shared=shared)

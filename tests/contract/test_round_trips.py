@@ -93,7 +93,7 @@ async def test_a_fenced_update_costs_three_round_trips(
 async def test_a_lock_first_in_a_session_shares_the_trip_of_begin(
     world: World, name: str, counting: CountingProxy
 ) -> None:
-    """The same for a Session, with a timeout, for a try, and in the next transaction of the same Session."""
+    """In a Session too, a lock shares the round trip of BEGIN, also with a timeout, and in the next transaction."""
     engine = world.engine(dsn=counting.dsn)
     expected = 2 if world.name in PIPELINED else 3
     async with session(world, engine) as work:
@@ -214,7 +214,7 @@ async def test_instrumented_cursors_see_each_statement(
 async def test_notices_and_notifications_arrive_as_usual(
     world: World, name: str, admin: psycopg.Connection[Any], eventually: Any
 ) -> None:
-    """The driver's own handlers are called for what the server sends beside the responses."""
+    """The driver's handlers are called for notices and notifications that arrive with the responses."""
     engine, heard = world.engine(pool_size=1, max_overflow=0), []
     async with connection(world, engine) as work:
         raw = await world.call(work.get_raw_connection) if world.is_async else work.connection
@@ -234,7 +234,7 @@ async def test_notices_and_notifications_arrive_as_usual(
 
 @pytest.mark.parametrize("world", PIPELINED, indirect=True)
 async def test_begin_carries_the_settings_of_the_transaction(world: World, name: str, counting: CountingProxy) -> None:
-    """Isolation level, read-only and deferrable are those of the Connection, and of the next one again its own."""
+    """BEGIN has the Connection's isolation level, read-only and deferrable modes, and the next user's are its own."""
     engine = world.engine(dsn=counting.dsn, pool_size=1, max_overflow=0)
     shown = " || ".join(f"current_setting('transaction_{one}')" for one in ("isolation", "read_only", "deferrable"))
     everything = {"isolation_level": "SERIALIZABLE", "postgresql_readonly": True, "postgresql_deferrable": True}
@@ -384,7 +384,7 @@ async def test_a_cancelled_task_closes_the_connection(
 @pytest.mark.parametrize("world", ["psycopg"], indirect=True)
 @pytest.mark.parametrize("kind", [Stop, SoftLimit])
 async def test_an_interrupt_at_any_moment_is_what_comes_out(world: World, name: str, kind: type[BaseException]) -> None:
-    """A signal handler that raises, at whichever call: it is raised, the lock is free, and the pool is usable."""
+    """If a signal handler raises at any call, its exception propagates, the lock is free, and the pool is usable."""
     engine = world.engine(pool_size=1, max_overflow=0)
 
     def work() -> None:

@@ -305,7 +305,7 @@ async def test_attempts_are_bounded_and_the_last_error_is_raised(world: World, r
 @pytest.mark.matrix
 @pytest.mark.parametrize("timeout", [0, timedelta(seconds=0.3), None, math.inf])
 async def test_no_attempt_begins_after_the_timeout(world: World, timeout: Any) -> None:
-    """0 means one attempt; else attempts go on until the time is over, by default the configured one."""
+    """With timeout=0 there is one attempt; otherwise no attempt begins after the given or configured timeout."""
     engine = world.engine()
     configure(engine, default_timeout=0.3)
     began: list[float] = []
@@ -363,7 +363,7 @@ async def test_each_attempt_is_an_event_with_its_pause(world: World, row: Row) -
 
 @pytest.mark.every_driver
 async def test_the_event_of_an_attempt_has_the_sqlstate(world: World) -> None:
-    """An attempt that PostgreSQL ended tells its SQLSTATE."""
+    """The event of an attempt that PostgreSQL ended has the SQLSTATE."""
     engine = world.engine()
     told: list[Any] = []
     configure(engine, on_event=told.append)

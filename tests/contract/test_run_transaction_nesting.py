@@ -58,7 +58,7 @@ async def test_inside_another_one_it_is_rejected(world: World, row: Row) -> None
 
 
 async def test_beside_another_one_it_runs(world: World, row: Row) -> None:
-    """Another database is another matter, and so is another thread or task that was started inside."""
+    """It runs inside a transaction on another database, and in another thread or task that was started inside."""
     outer = factory(world, world.engine())
     apart = factory(world, world.engine())
     add = on_session(world, row.add_one)
@@ -207,7 +207,7 @@ async def test_the_open_transaction_of_a_connection_is_never_ended(
 
 
 async def test_a_connection_without_a_transaction_is_as_good_as_an_engine(world: World, row: Row) -> None:
-    """No transaction is open there: each attempt begins and commits on it."""
+    """On a Connection without a transaction, each attempt begins and commits a transaction."""
     calls: list[int] = []
 
     def work(session: Session) -> None:

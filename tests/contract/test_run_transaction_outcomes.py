@@ -151,7 +151,7 @@ async def test_a_stale_token_that_was_swallowed_is_raised(world: World, name: st
 
 
 async def test_an_error_undone_by_a_savepoint_does_not_stop_the_commit(world: World, row: Row) -> None:
-    """What a savepoint has undone keeps nothing from being committed."""
+    """An error that was undone by a rollback to a savepoint does not prevent the commit."""
 
     def work(session: Session) -> None:
         row.add_one(session)

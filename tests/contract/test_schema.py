@@ -76,7 +76,7 @@ async def given(answer: Any) -> Any:
 async def test_create_all_creates_everything_and_may_be_repeated(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """Schema, tables and functions are there, work, and keep their rows when it is asked for again."""
+    """create_all() creates schema, tables and functions, and a second call keeps their rows."""
     engine = engine_at(world, place)
     await given(schema.create_all(engine))
     assert made(admin, place) == (TABLES, len(tables.list_functions(place)))
@@ -99,7 +99,7 @@ async def test_drop_all_leaves_nothing_and_may_be_repeated(
 async def test_on_a_connection_it_is_part_of_the_callers_transaction(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """Rolled back by the caller, nothing is created."""
+    """After the caller's rollback, nothing was created."""
     async with connection(world, engine_at(world, place)) as open_connection:
         await given(schema.create_all(open_connection))
         await given(open_connection.rollback())
@@ -165,7 +165,7 @@ async def test_without_a_schema_the_search_path_decides_once(
 
 
 async def test_a_search_path_that_leads_nowhere_says_what_to_do(world: World, place: TableNames) -> None:
-    """No schema to make anything in: the error names `configure`."""
+    """If the search path contains no existing schema, the error names `configure`."""
     async with connection(world, world.engine()) as open_connection:
         await given(open_connection.execute(text("SET LOCAL search_path = nowhere")))
         with pytest.raises(
@@ -336,7 +336,7 @@ async def test_no_server_is_an_unreachable_error(world: World) -> None:
 
 @pytest.mark.every_driver
 async def test_a_server_that_takes_no_writes_is_a_standby_error(world: World, role: Callable[..., str]) -> None:
-    """A standby, or a role that only reads."""
+    """A standby, or a role in read-only mode, raises StandbyError."""
     engine = world.engine(dsn=role({"default_transaction_read_only": "on"}))
     configure(engine, schema="nowhere")
     with pytest.raises(StandbyError, match="standby"):
@@ -344,7 +344,7 @@ async def test_a_server_that_takes_no_writes_is_a_standby_error(world: World, ro
 
 
 def test_other_servers_and_drivers_are_rejected_by_name(dsn: str) -> None:
-    """Another database, an old PostgreSQL, and an argument that is not an engine."""
+    """Another database, an old PostgreSQL and an argument that is not an engine are named in the error."""
     with pytest.raises(UnsupportedServerError, match="sqlite"):
         schema.create_all(create_engine("sqlite://"))
     old = world_engine(dsn, TableNames("nowhere"))
@@ -442,7 +442,7 @@ def test_the_tables_live_in_the_users_metadata_once() -> None:
 
 @pytest.mark.parametrize(("schema_name", "prefix"), [("", "p_"), (None, "p" * 41), (None, "é" * 21), ("a\0", "p_")])
 def test_a_place_that_has_no_usable_names_is_rejected(schema_name: str | None, prefix: str) -> None:
-    """By `configure`, and by what is given them directly."""
+    """An unusable schema or prefix is rejected by `configure` and by the functions of `schema`."""
     for call in (
         lambda: configure(create_engine("postgresql+psycopg://"), schema=schema_name, prefix=prefix),
         lambda: schema.sql(schema=schema_name, prefix=prefix),
@@ -502,7 +502,7 @@ def test_rows_that_change_often_have_room_on_their_page(
 def test_no_row_can_have_a_token_below_one(
     dsn: str, place: TableNames, admin: psycopg.Connection[Any], table: str, token: int
 ) -> None:
-    """A CHECK rejects it from every writer."""
+    """A CHECK constraint rejects a token below 1 from every writer."""
     engine = world_engine(dsn, place)
     schema.create_all(engine)
     engine.dispose()

@@ -61,7 +61,7 @@ def resource(name: str) -> str:
 
 @pytest.fixture
 def engine(dsn: str) -> Iterator[Any]:
-    """A sync engine, for what has no twin."""
+    """A sync engine, for functions without an async form."""
     from sqlalchemy import create_engine
 
     made = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
@@ -149,7 +149,7 @@ async def test_a_fence_by_row_asks_for_the_gate_of_each_row(
 async def test_by_row_each_kind_of_statement_is_rejected_without_its_gate(
     engine: Any, books: str, resource: str, write: Callable[..., str | None], statement: str
 ) -> None:
-    """The gate of another row does not help."""
+    """The gate of another row's resource does not permit the write."""
     assert write(f'INSERT INTO "{books}" VALUES (1, NULL, 1)') is None
     schema.add_fence(engine, books, resource=resource + ":{book}")
     assert write(EVERY[statement].format(books), gates={f"{resource}:2": 1}) == NO_TOKEN
@@ -211,7 +211,7 @@ def test_the_row_after_triggers_and_generated_columns_counts(
 
 
 def test_copy_is_rejected_like_the_rest(engine: Any, dsn: str, books: str, resource: str) -> None:
-    """COPY fires both kinds of fence."""
+    """COPY is rejected by both kinds of fence."""
     for one in (resource, resource + ":{book}"):
         schema.add_fence(engine, books, resource=one)
         with pytest.raises(psycopg.DatabaseError) as caught, psycopg.connect(dsn) as raw:
@@ -326,7 +326,7 @@ def test_another_resource_keeps_no_reader_out(
 async def test_dropping_a_fence_removes_its_triggers_and_may_be_repeated(
     world: World, books: str, partitioned: str, resource: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """No trigger is left, on partitions neither."""
+    """After drop_fence() no trigger is left, also on partitions, and a second call does nothing."""
     engine = world.engine()
     for table in (books, partitioned):
         await given(schema.add_fence(engine, table, resource=resource + ":{book}"))
@@ -358,7 +358,7 @@ async def test_the_tables_cannot_be_dropped_under_a_fence(
 async def test_a_table_may_be_a_name_a_table_or_a_mapped_class(
     world: World, books: str, resource: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """All three mean the same triggers."""
+    """A name, a Table or a mapped class adds the same triggers."""
 
     class Base(DeclarativeBase):
         pass
@@ -400,13 +400,13 @@ async def test_a_namespace_is_part_of_the_resource(
 
 @pytest.mark.parametrize("wrong", [None, 5, object(), int, Column("a", Integer)])
 def test_an_argument_that_is_not_a_table_is_rejected(engine: Any, wrong: Any) -> None:
-    """The message says what a table is."""
+    """The error for an argument that is not a table says what a table can be."""
     with pytest.raises(TypeError, match="a Table or a mapped class"):
         schema.add_fence(engine, wrong, resource="r")
 
 
 async def test_a_table_that_is_not_there_is_named(world: World, books: str, admin: psycopg.Connection[Any]) -> None:
-    """Missing, a view, a sequence: each is rejected by name."""
+    """A missing table, a view or a sequence is rejected with its name."""
     engine = world.engine()
     admin.execute(f'CREATE VIEW "{books} view" AS SELECT * FROM "{books}"')
     for call, message in (
@@ -481,7 +481,7 @@ def test_quotes_and_backslashes_in_a_resource_are_text(
 
 
 async def test_without_pgfences_functions_the_command_is_named(world: World, books: str, name: str) -> None:
-    """A fence needs what `pgfence install` makes."""
+    """Without pgfence's functions, add_fence() raises an error that names `pgfence install`."""
     engine = world.engine()
     configure(engine, schema="public", prefix="nothing_")
     with pytest.raises(SchemaError, match="pgfence install --schema public --prefix nothing_"):
@@ -490,7 +490,7 @@ async def test_without_pgfences_functions_the_command_is_named(world: World, boo
 
 @pytest.mark.every_driver
 async def test_only_its_owner_can_fence_a_table(world: World, books: str, name: str, role: Callable[..., str]) -> None:
-    """The error is typed and carries the server's reason."""
+    """A role that does not own the table gets an error with the server's reason."""
     engine = world.engine(dsn=role())
     with pytest.raises(SchemaError, match=f"{books}. Run it as the owner") as caught:
         await given(schema.add_fence(engine, books, resource=name))
@@ -501,7 +501,7 @@ async def test_only_its_owner_can_fence_a_table(world: World, books: str, name: 
 async def test_a_fence_is_part_of_the_callers_transaction(
     world: World, books: str, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Rolled back, it does not exist; in autocommit it is rejected."""
+    """After the caller's rollback the fence does not exist, and in autocommit it is rejected."""
     async with connection(world, world.engine()) as open_connection:
         await given(schema.add_fence(open_connection, books, resource=name))
         await given(open_connection.rollback())
