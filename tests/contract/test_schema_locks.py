@@ -44,7 +44,7 @@ def parent(admin: psycopg.Connection[Any]) -> Iterator[str]:
 
 
 def held(connection: Connection, table: str) -> str | None:
-    """Return which sessions this transaction blocks from a table: writers, all, or none."""
+    """Return which statements of other sessions this transaction blocks on a table: writes, all, or none."""
     rows = connection.exec_driver_sql(
         f"SELECT mode FROM pg_locks WHERE pid = pg_backend_pid() AND relation = '{table}'::regclass"
     ).scalars()
@@ -53,7 +53,7 @@ def held(connection: Connection, table: str) -> str | None:
 
 
 def test_adding_triggers_takes_the_documented_locks(engine: Engine, parent: str) -> None:
-    """On the table and its partition alike; asked for again, none; none that keeps readers out but where that is said."""
+    """Table and partition get the documented locks, a repeated call takes none, and readers wait only where documented."""
 
     def fence(resource: str) -> Callable[[Any], None]:
         return lambda connection: schema.add_fence(connection, parent, resource=resource)

@@ -149,7 +149,7 @@ def rights(feature: str) -> list[tuple[str, str]]:
 
 
 def use(dsn: str, place: TableNames, feature: str) -> None:
-    """Do what the feature does, in one transaction that is rolled back."""
+    """Use the feature in one transaction that is rolled back."""
     with psycopg.connect(dsn) as user:
         # Otherwise a condition that is known while planning may hide a table that is read only then.
         user.execute("SET plan_cache_mode = force_generic_plan")
@@ -164,7 +164,7 @@ def use(dsn: str, place: TableNames, feature: str) -> None:
 def test_the_listed_rights_are_enough_and_each_is_needed(
     feature: str, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
-    """A role with them and nothing else can use the feature; without any one of them the error is a SchemaError."""
+    """A role with only the listed rights can use the feature, and without any one of them SchemaError is raised."""
     least = role()
     who = least.split("//")[1].split(":")[0]
     grants = [f"{right} ON {place.name(table)}" for table, right in rights(feature)]

@@ -210,7 +210,7 @@ def waiting_for(session: psycopg.Connection[Any], place: TableNames, mode: str) 
 def test_an_upgrade_waits_for_a_transaction_that_has_raised_a_gate(
     dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """It has locked the gate's row alone, which writers by the new functions would not notice."""
+    """The transaction has locked only the gate's row, which writers with the new functions would not notice."""
     make(admin, tables.build_creation(place, 3))
     with Caller(dsn, name, f"{place.schema}.pgfence_") as holder, psycopg.connect(dsn) as upgrading:
         holder.enter(1)
@@ -230,7 +230,7 @@ def test_an_upgrade_waits_for_a_transaction_that_has_raised_a_gate(
 def test_a_writer_inside_a_gate_can_write_after_an_upgrade(
     dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """The upgrade does not wait for it, a newer holder does."""
+    """The upgrade does not wait for a writer inside a gate, but a newer holder does."""
     make(admin, tables.build_creation(place, 3))
     prefix = f"{place.schema}.pgfence_"
     with Caller(dsn, name, prefix) as writer, Caller(dsn, name, prefix) as newer, ThreadPoolExecutor(1) as pool:
@@ -249,7 +249,7 @@ def test_a_writer_inside_a_gate_can_write_after_an_upgrade(
 def test_a_downgrade_waits_for_a_transaction_inside_a_gate(
     dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """A newer holder that enters by the older functions would not notice its lock."""
+    """A newer holder that enters through the older functions would not notice the transaction's lock."""
     make(admin, tables.build_creation(place))
     with Caller(dsn, name, f"{place.schema}.pgfence_") as writer, psycopg.connect(dsn) as lowering:
         writer.enter(1)
@@ -268,7 +268,7 @@ def test_a_downgrade_waits_for_a_transaction_inside_a_gate(
 def test_an_older_version_is_not_taken_for_the_newest(
     dsn: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """What fences need is there; what leases and this release need is not, and the error names the version."""
+    """The tables are sufficient for fences but not for leases, and the error names the version."""
     make(admin, tables.build_creation(place, 1))
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     with engine.connect() as connection:

@@ -1,4 +1,4 @@
-"""Semaphore: at most so many holders, weights, fairness, resizing, loss; its handle; invalid arguments."""
+"""Semaphore: the limit on holders, weights, fairness, resizing, loss, the handle, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def semaphore(world: World, engine: Any, name: str, *, permits: int = 2, ttl: An
 
 
 async def free(world: World, *held: Any) -> None:
-    """Release what is held."""
+    """Release a handle."""
     for each in held:
         if each is not None:
             await world.call(each.release)
 
 
 def waiters(admin: psycopg.Connection[Any], name: str) -> int:
-    """Return how many wait in the server's queue of a fair semaphore."""
+    """Return the number of waiters in the server's queue of a fair semaphore."""
     found = admin.execute("SELECT count(*) FROM pgfence_permit_waiter WHERE name = %s", [name]).fetchone()
     assert found is not None
     return int(found[0])
@@ -72,7 +72,7 @@ async def test_as_many_holders_as_permits(world: World, name: str, admin: psycop
 
 
 async def test_one_task_may_hold_several_permits(world: World, name: str) -> None:
-    """The queue of this process is left with the grant, so that a holder can acquire again; only too many are rejected."""
+    """A holder leaves the local queue at the grant and can acquire again; only more permits than exist are rejected."""
     one = semaphore(world, world.engine(), name)
     held = [await world.call(one.acquire, timeout=5) for _ in range(2)]
     with pytest.raises(SelfDeadlockError, match="holds 2 of 2 permits and requests 1 more"):
@@ -202,7 +202,7 @@ async def test_a_permit_fences_no_other_resource(world: World, name: str) -> Non
 
 
 async def test_contenders_agree_on_the_number(world: World, name: str) -> None:
-    """The first number counts; another one raises and holds nothing, or follows it with on_mismatch="stored"."""
+    """The first number is stored; another number raises, or is ignored with on_mismatch="stored"."""
     engine = world.engine()
     await world.call((await world.call(semaphore(world, engine, name).acquire)).release)
     with pytest.raises(ValueError, match="has 2 permits, not 3"):
@@ -301,7 +301,7 @@ async def test_waiters_of_one_process_keep_their_places(
 async def test_a_fair_acquire_that_does_not_wait_is_in_no_queue(
     world: World, name: str, admin: psycopg.Connection[Any], none: Any
 ) -> None:
-    """However the timeout of zero is written, nobody waits behind a contender that has gone."""
+    """With a timeout of zero in any form, an acquire does not enter the queue of a fair semaphore."""
     one = semaphore(world, world.engine(), name, permits=1, fair=True)
     held = await world.call(one.acquire)
     with pytest.raises(LockTimeoutError):
@@ -311,7 +311,7 @@ async def test_a_fair_acquire_that_does_not_wait_is_in_no_queue(
 
 
 async def test_a_waiter_that_gives_up_leaves_the_queue(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """After its timeout a fair waiter holds nobody back."""
+    """After its timeout a fair waiter does not delay other waiters."""
     held = await world.call(semaphore(world, world.engine(), name, permits=1, fair=True).acquire)
     other = world.other()
     with pytest.raises(LockTimeoutError):
@@ -333,7 +333,7 @@ async def test_one_name_excludes_whatever_takes_it(world: World, name: str, admi
 
 
 async def test_the_holder_of_an_evicted_permit_is_told(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Evicting any row of a permit ends it, its holder learns of that with the next renewal, and returns the other rows."""
+    """Evicting any row of a grant ends it; the next renewal notifies the holder and releases the other rows."""
     engine = world.engine()
     pair = await world.call(semaphore(world, engine, name, weight=2).acquire)
     admin.execute("SELECT pgfence_evict_lease_v2(%s, 'operator', 'test', NULL)", [f"{name}#2"])
@@ -358,7 +358,7 @@ async def test_the_holder_of_an_evicted_permit_is_told(world: World, name: str, 
     ],
 )
 def test_wrong_arguments_say_what_to_do(what: str, arguments: Any, error: Any, message: str) -> None:
-    """An argument that cannot be used is rejected before anything is asked."""
+    """An unusable argument is rejected before a statement is sent."""
     with pytest.raises(error, match=message):
         Semaphore(lambda: None, "x", **{"permits": 2, "ttl": 30, **arguments})  # type: ignore[arg-type, return-value]
 

@@ -31,13 +31,13 @@ class Clock:
         self._table = sql.Identifier(schema, "ahead")
 
     def set(self, ahead: float) -> None:
-        """Set it so many seconds ahead of the real time."""
+        """Set the clock a number of seconds ahead of the real time."""
         self._admin.execute(sql.SQL("UPDATE {} SET seconds = {}").format(self._table, ahead))
 
 
 @pytest.fixture
 def schema(admin: psycopg.Connection[Any], name: str) -> Iterator[str]:
-    """Tables and functions in a separate schema, which read their own clock."""
+    """Tables and functions in a separate schema that read the clock of the test."""
     schema = f"clock_{name[-12:]}"
     admin.execute(f"CREATE SCHEMA {schema}".encode())
     admin.execute(f"CREATE TABLE {schema}.ahead AS SELECT 0::float8 AS seconds".encode())
@@ -106,7 +106,7 @@ def test_a_lease_released_between_two_steps_back_is_free(engine: Engine, clock: 
 def test_a_holder_keeps_its_lease_when_the_clock_is_set_back(
     engine: Engine, clock: Clock, rival: Caller, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is renewed, no other holder gets it, and the log mentions the clock; max_hold and min_hold end when expected."""
+    """The lease is renewed and kept, the log mentions the clock, and max_hold and min_hold end when expected."""
     clock.set(HOUR)
     lease = Lease(engine, name, ttl=TTL, max_hold=100, min_hold=20)
     held = lease.acquire()
@@ -144,7 +144,7 @@ def test_a_released_lease_is_free_when_the_clock_is_set_back(
 def test_a_holder_is_notified_when_the_clock_is_set_forward(
     engine: Engine, clock: Clock, name: str, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server has let the lease expire; the holder, by whose clock it has not, loses it and logs why."""
+    """The server's clock has ended the lease; the holder, whose own clock has not, loses it and logs the reason."""
     held = Lease(engine, name, ttl=TTL).acquire()
     clock.set(HOUR)
     with pytest.raises(LockLostError) as caught:

@@ -31,7 +31,7 @@ GRANT = "SELECT outcome, token, attempt, remaining, kind FROM {}acquire_slot_v2(
 
 
 class Caller:
-    """A caller that asks for one slot name, on a separate connection."""
+    """A caller that requests slots of one name, on a separate connection."""
 
     def __init__(self, dsn: str, name: str, place: str = "pgfence_") -> None:
         self.connection = psycopg.connect(dsn, autocommit=True)
@@ -71,7 +71,7 @@ class Caller:
 
 @pytest.fixture
 def one(dsn: str, name: str) -> Iterator[Caller]:
-    """A caller that asks for the slots of this test."""
+    """A caller that requests the slots of this test."""
     caller = Caller(dsn, name)
     yield caller
     caller.connection.close()
@@ -79,7 +79,7 @@ def one(dsn: str, name: str) -> Iterator[Caller]:
 
 @pytest.fixture
 def other(dsn: str, name: str) -> Iterator[Caller]:
-    """A second caller that does."""
+    """A second caller that requests the slots of this test."""
     caller = Caller(dsn, name)
     yield caller
     caller.connection.close()
@@ -94,7 +94,7 @@ def row_of(admin: psycopg.Connection[Any], name: str) -> Any:
 
 
 def test_a_slot_is_granted_once_and_then_done(one: Caller, other: Caller, admin: psycopg.Connection[Any]) -> None:
-    """C087: while it runs other callers get busy, and afterwards done."""
+    """C087: other callers get "busy" while the slot's job runs, and "done" afterwards."""
     assert one.acquire() == ("granted", 1)
     assert other.acquire()[0] == "busy"
     assert one.finish() == "released"
@@ -104,7 +104,7 @@ def test_a_slot_is_granted_once_and_then_done(one: Caller, other: Caller, admin:
 
 
 def test_an_earlier_slot_than_the_one_done_is_over(one: Caller) -> None:
-    """Slots go forward: a host with an old schedule cannot run what lies before the newest one done."""
+    """A slot earlier than the newest one done is not granted, for example to a host with an old schedule."""
     one.acquire()
     one.finish()
     assert one.acquire(SLOT - timedelta(days=1), None)[0] == "done"
@@ -112,7 +112,7 @@ def test_an_earlier_slot_than_the_one_done_is_over(one: Caller) -> None:
 
 
 def test_a_failed_attempt_leaves_the_slot_to_the_next(one: Caller, other: Caller) -> None:
-    """Released undone it is free at once, with a larger token, and the next attempt knows that it is not the first."""
+    """A slot that is released undone is free at once, and the next attempt has a larger token and number 2."""
     assert one.acquire() == ("granted", 1)
     assert one.finish(done=False) == "released"
     assert other.acquire() == ("granted", 2)
@@ -130,7 +130,7 @@ def test_an_attempt_that_died_is_seen(one: Caller, other: Caller) -> None:
 
 
 def test_the_next_slot_is_a_first_attempt_again(one: Caller) -> None:
-    """Attempts are counted for each slot."""
+    """Attempts are counted for each slot separately."""
     one.acquire()
     one.finish(done=False)
     assert one.acquire(NEXT, None) == ("granted", 1)
@@ -159,7 +159,7 @@ def test_work_finished_in_time_counts_if_the_confirmation_is_late(one: Caller, o
     ("slot", "until"), [(timedelta(hours=1), timedelta(hours=2)), (-timedelta(hours=1), timedelta())]
 )
 def test_the_server_s_clock_has_the_last_word(one: Caller, slot: timedelta, until: timedelta) -> None:
-    """C086: worked out too early or too late, the slot is not granted: another one counts."""
+    """C086: a slot that was computed too early or too late is not granted, because another slot is current."""
     assert one.acquire(NOW + slot, NOW + until)[0] == "moved"
 
 
@@ -172,7 +172,7 @@ def test_a_slot_by_other_zone_rules_is_not_granted(one: Caller, admin: psycopg.C
 
 
 def test_the_server_s_zone_database_is_asked(dsn: str) -> None:
-    """Zones whose names are abbreviations too have their summer time; an unknown one is NULL; the session keeps its zone."""
+    """Zones with the name of an abbreviation have daylight saving time, an unknown zone is NULL, and the session's zone stays."""
     with psycopg.connect(dsn, autocommit=True, options="-c TimeZone=Asia/Kolkata") as connection:
         july, january = datetime(2026, 7, 1, tzinfo=UTC), datetime(2026, 1, 1, tzinfo=UTC)
         asked = [(july, "MET"), (january, "MET"), (july, "America/St_Johns"), (july, "Mars/Base"), (july, "UTC")]
@@ -182,11 +182,11 @@ def test_the_server_s_zone_database_is_asked(dsn: str) -> None:
 
 
 class Clocked:
-    """Two callers at a server whose clock is set by the test.
+    """Two callers of a server whose clock the test sets.
 
     Attributes:
-        one: asks for the slots of this test.
-        other: asks for them too.
+        one: the first caller, which requests the slots of this test.
+        other: the second caller, which requests the same slots.
     """
 
     def __init__(self, one: Caller, other: Caller) -> None:
@@ -223,7 +223,7 @@ def test_a_slot_held_by_a_clock_that_was_ahead_is_free_one_ttl_later(clocked: Cl
 
 
 def test_a_slot_that_was_running_when_the_clock_was_set_back_is_done(clocked: Clocked) -> None:
-    """Its holder lives and finishes it: nothing else runs before it, and no slot is granted ahead of the clock."""
+    """The live holder finishes its slot; no other slot runs before, and none is granted ahead of the clock."""
     month, day = timedelta(days=30), timedelta(days=1)
     clocked.set(SLOT + month)
     assert clocked.one.acquire(SLOT + month, SLOT + month + day) == ("granted", 1)
@@ -244,7 +244,7 @@ def test_a_clock_that_jumps_ahead_does_not_take_a_finished_run_back(clocked: Clo
 
 
 def test_an_evicted_attempt_is_not_done(one: Caller, other: Caller, admin: psycopg.Connection[Any]) -> None:
-    """An evicted attempt cannot mark the slot as done; another one may try at once."""
+    """An evicted attempt cannot mark the slot as done, and another attempt may start at once."""
     one.acquire()
     admin.execute("SELECT pgfence_evict_lease_v2(%s, 'me', 'test', NULL)", [one.name])
     assert one.finish() == "evicted"

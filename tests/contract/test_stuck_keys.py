@@ -65,7 +65,7 @@ async def test_attempts_are_shown_without_their_stored_values(world: World, atte
 
 
 async def test_only_what_is_begun_and_not_finished_is_shown(world: World, attempts: Attempts) -> None:
-    """Not a key that is done, not one that was freed, not one in the transaction of a caller."""
+    """Keys that are done, were freed, or are claimed in a caller's transaction are not shown."""
     attempts.claim("done")
     attempts.finish("done")
     attempts.claim("failed and free")
@@ -102,7 +102,7 @@ async def test_age_scope_and_namespace_choose(world: World, attempts: Attempts, 
 
 
 def test_stuck_keys_waits_for_no_lock_and_writes_nothing(engine: Engine, attempts: Attempts, dsn: str) -> None:
-    """Row locks and an unfinished claim of others do not matter, nor that the session may only read."""
+    """stuck_keys() works with row locks and unfinished claims of other sessions, and in a read-only session."""
     attempts.claim("held")
     with psycopg.connect(dsn) as other:
         other.execute("SELECT FROM pgfence_idempotency_key WHERE scope = %s FOR UPDATE", [attempts.scope])
@@ -182,7 +182,7 @@ def said(value: str) -> Callable[[str], Awaitable[str]]:
 
 
 async def test_the_audit_says_what_was_found(world: World, attempts: Attempts, admin: psycopg.Connection[Any]) -> None:
-    """Attempt, owner, names of steps and times, and nothing that is stored under the key; without an actor, this user."""
+    """The audit row has the attempt, owner, steps and times, but no stored values; the default actor is this user."""
     attempts.claim("k")
     attempts.step("k", "charge")
     attempts.lapse("k")
@@ -254,7 +254,7 @@ def test_a_result_that_is_being_stored_is_not_overtaken(engine: Engine, attempts
 async def test_place_and_namespace_are_the_configured_ones(
     world: World, name: str, admin: psycopg.Connection[Any], attempts: Attempts
 ) -> None:
-    """Other tables, with a per cent sign in their names, and a scope in a namespace; the other scope keeps its key."""
+    """The key is freed in the configured tables and namespace, and the same key of another scope is kept."""
     engine = world.engine()
     configure(engine, namespace="shop", prefix="100%_")
     await world.call(schema.create_all, engine)
@@ -302,7 +302,7 @@ async def test_bad_input_is_rejected_before_any_statement(world: World) -> None:
 
 @pytest.mark.every_driver
 async def test_without_a_server_it_is_unreachable(world: World) -> None:
-    """Both raise that there was no response."""
+    """Without a server, both functions raise UnreachableError."""
     engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/nothing")
     with pytest.raises(UnreachableError):
         await world.call(monitoring.stuck_keys, engine)
@@ -311,7 +311,7 @@ async def test_without_a_server_it_is_unreachable(world: World) -> None:
 
 
 async def test_without_tables_it_says_what_makes_them(world: World) -> None:
-    """A SchemaError with the command, of the version that has keys."""
+    """Without tables, both functions raise SchemaError with the command."""
     engine = world.engine()
     configure(engine, prefix="no_such_")
     for call in ((monitoring.stuck_keys, engine), (monitoring.free_key, engine, "s", "k")):
@@ -325,7 +325,7 @@ async def test_without_tables_it_says_what_makes_them(world: World) -> None:
 async def test_what_a_role_may_not_do_is_named_and_nothing_is_done(
     world: World, attempts: Attempts, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
-    """To look takes SELECT, to free also UPDATE and INSERT on the audit; the message has the GRANT that is missing."""
+    """Listing needs SELECT, and freeing also UPDATE, and INSERT on the audit; the error has the missing GRANT."""
     attempts.claim("k")
     theirs = role()
     who = psycopg.conninfo.conninfo_to_dict(theirs)["user"]

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 class Backend:
-    """What an application would export to."""
+    """A test backend, to which an application would export."""
 
     def __init__(self, *engines: Any) -> None:
         self._reader = metrics_export.InMemoryMetricReader()
@@ -62,7 +62,7 @@ class Backend:
 
 
 async def test_attempts_and_holds_of_locks(world: World, name: str, dsn: str) -> None:
-    """Granted, refused and timed out, on every world, beside the application's own listener."""
+    """Granted, refused and timed-out calls are counted, also if the application has its own listener."""
     engine, heard = world.engine(), []
     backend = Backend(engine)
     configure(engine, on_event=lambda event: heard.append(event.event))
@@ -114,7 +114,7 @@ async def test_gauges_include_the_engine_for_locks(world: World, name: str, way:
 
 @pytest.mark.one_driver
 async def test_an_engine_for_locks_that_two_engines_share_counts_once(world: World, name: str) -> None:
-    """Its connections and locks are those of one process, whichever of its engines acquired them."""
+    """Connections and locks of a shared lock engine are counted once, whichever engine acquired them."""
     first, second, shared = world.engine(), world.engine(), world.engine()
     for engine in (first, second):
         configure(engine, lock_engine=shared)
@@ -125,7 +125,7 @@ async def test_an_engine_for_locks_that_two_engines_share_counts_once(world: Wor
 
 
 async def test_waiters_are_counted_in_the_queue(world: World, name: str) -> None:
-    """One holds it and two wait, of which one is at the head of the queue."""
+    """With one holder and two waiters, the gauge is 2."""
     engine = world.engine()
     backend, one = Backend(engine), lock(world, engine, name)
     async with world.enter(one.hold()):
@@ -137,7 +137,7 @@ async def test_waiters_are_counted_in_the_queue(world: World, name: str) -> None
 
 
 async def test_renewals_losses_and_reclaims_of_leases(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """The durations of renewals, a loss with its reason, and a lease that the last holder let expire."""
+    """Durations of renewals, a loss with its reason, and a reclaimed lease are recorded."""
     engine = world.engine()
     backend, one = Backend(engine), lease(world, engine, name)
     held = await world.call(one.acquire)

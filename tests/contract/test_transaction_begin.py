@@ -59,7 +59,7 @@ async def test_the_block_commits_and_then_the_lock_is_free(
 async def test_an_exception_rolls_back_and_goes_on(
     world: World, source: Any, name: str, journal: str, admin: psycopg.Connection[Any], advisory_rows: Any
 ) -> None:
-    """Left by an exception nothing is written, nothing is held, and the exception is the caller's."""
+    """After an exception in the block, nothing is written or held, and the exception propagates unchanged."""
     with pytest.raises(ZeroDivisionError):
         async with world.enter(begin(world, source, name)) as work:
             await run(world, work, f"INSERT INTO {journal} VALUES (1)")
@@ -71,7 +71,7 @@ async def test_an_exception_rolls_back_and_goes_on(
 @pytest.mark.every_driver
 @pytest.mark.matrix
 async def test_the_callers_exception_wins_over_a_failing_end(world: World, source: Any, name: str) -> None:
-    """When the end fails as well, that is a note on the caller's exception, never in its place."""
+    """If the rollback fails too, its error becomes a note on the caller's exception."""
     engine = source if not hasattr(source, "kw") else source.kw["bind"]
     failures = [RuntimeError("the end's")]
 
@@ -100,7 +100,7 @@ async def test_the_lock_is_the_first_statement(world: World, source: Any, name: 
 
 @pytest.mark.matrix
 async def test_a_busy_lock_raises_on_entering(world: World, source: Any, name: str) -> None:
-    """The body does not run, and the connection is returned to the pool."""
+    """If the lock is held elsewhere, the body does not run, and the connection is returned to the pool."""
     async with connection(world, world.engine()) as holder:
         await world.call(lock(holder, name).acquire)
         for _ in range(3):
@@ -122,7 +122,7 @@ async def test_statements_after_a_commit_inside_the_block_are_rejected(world: Wo
 
 @pytest.mark.every_driver
 async def test_modes_and_snapshots_are_passed_on(world: World, name: str) -> None:
-    """`shared`, `namespace` and `stale_snapshot_ok` mean in begin what they mean in the lock."""
+    """begin() passes `shared`, `namespace` and `stale_snapshot_ok` on to the lock."""
     engine = world.engine(isolation_level="SERIALIZABLE")
     with pytest.raises(TransactionStateError):
         async with world.enter(begin(world, engine, name)):

@@ -82,7 +82,7 @@ async def load(world: World, work: Any) -> Account:
 async def test_an_instance_loaded_before_the_lock_is_read_again(
     world: World, engine: Any, name: str, expire: bool
 ) -> None:
-    """100 + 50 elsewhere + 1 here is 151; with expire=False, by the caller's choice, it is the lost update 101."""
+    """100 + 50 in another session + 1 is 151; with expire=False the update is lost, and the result is 101."""
     async with session(world, engine) as work:
         account = await load(world, work)
         await deposit_elsewhere(world, engine)
@@ -95,7 +95,7 @@ async def test_an_instance_loaded_before_the_lock_is_read_again(
 
 
 async def test_an_expired_instance_loads_on_access_in_a_sync_session(world: World, engine: Any, name: str) -> None:
-    """No refresh() is needed there; in an async session the mistake raises instead of passing silently."""
+    """A sync session needs no refresh(). In an async session, access to an expired attribute raises an error."""
     async with session(world, engine, expire_on_commit=False) as work:
         account = await load(world, work)
         await world.call(work.commit)
@@ -113,7 +113,7 @@ async def test_an_expired_instance_loads_on_access_in_a_sync_session(world: Worl
 async def test_unflushed_changes_refuse_the_lock_before_the_server_is_asked(
     world: World, engine: Any, name: str, way: str
 ) -> None:
-    """A change that rests on what was read before the lock cannot be saved by it: nothing is sent, nothing is flushed."""
+    """Changes that are based on reads before the lock raise an error, before anything is sent or flushed."""
     async with session(world, engine) as work:
         account = await load(world, work)
         account.balance += 1
@@ -126,7 +126,7 @@ async def test_unflushed_changes_refuse_the_lock_before_the_server_is_asked(
 
 
 async def test_a_pending_delete_rejects_the_lock(world: World, engine: Any, name: str) -> None:
-    """To delete what was read before the lock rests on it as well."""
+    """A pending delete of a row that was read before the lock raises an error too."""
     async with session(world, engine) as work:
         account = await load(world, work)
         await world.call(work.delete, account)
@@ -135,7 +135,7 @@ async def test_a_pending_delete_rejects_the_lock(world: World, engine: Any, name
 
 
 async def test_an_assignment_that_changes_nothing_rejects_nothing(world: World, engine: Any, name: str) -> None:
-    """Only a change that would be written counts."""
+    """Only changes that a flush would write reject the lock."""
     async with session(world, engine) as work:
         account = await load(world, work)
         account.balance = 100
@@ -145,7 +145,7 @@ async def test_an_assignment_that_changes_nothing_rejects_nothing(world: World, 
 
 
 async def test_new_instances_are_left_alone_and_nothing_is_flushed(world: World, engine: Any, name: str) -> None:
-    """What is only added keeps its values and is written when the session writes it, after the lock."""
+    """New instances keep their values and are written by the next flush, after the lock."""
     async with session(world, engine) as work:
         fresh = Account(id=2, balance=7)
         work.add(fresh)
@@ -194,7 +194,7 @@ async def test_the_same_lock_again_neither_expires_nor_rejects(world: World, eng
 
 
 async def test_a_rejected_lock_expires_nothing(world: World, engine: Any, name: str) -> None:
-    """False and a timeout change nothing in the session."""
+    """A try that returns False and a timeout change nothing in the session."""
     async with session(world, engine) as work, connection(world, engine) as holder:
         await world.call(lock(holder, name).acquire)
         account = await load(world, work)
@@ -270,7 +270,7 @@ class ByForUpdate(Session):
 
 
 class ByArgument(Session):
-    """The caller says where to."""
+    """The caller names the engine with bind_arguments."""
 
     def get_bind(self, mapper: Any = None, clause: Any = None, where: str = "replica", **kwargs: Any) -> Any:
         return getattr(self, where)
@@ -285,7 +285,7 @@ class ByArgument(Session):
 async def test_a_routing_session_locks_on_the_primary(
     world: World, name: str, base: type[Session], bind_arguments: Any
 ) -> None:
-    """C046: a Session that sends reads to a replica takes and looks for the lock where it writes."""
+    """C046: a Session that sends reads to a replica acquires and queries the lock on the primary."""
     primary, replica = world.engine(), world.engine()
     work = routed(world, base, primary, replica)
     try:

@@ -76,7 +76,7 @@ async def test_every_number_is_decoded(world: World, dsn: str, number: int) -> N
 
 @pytest.mark.every_driver
 async def test_a_holder_is_described(world: World, dsn: str, name: str) -> None:
-    """Name, backend, host and start time are reported."""
+    """A holder has its application name, backend, host and start time."""
     key = LockKey.of(name)
     with holding(dsn, f"advisory_lock({key.value})", "described") as other:
         async with connection(world, world.engine()) as work:
@@ -90,7 +90,7 @@ async def test_a_holder_is_described(world: World, dsn: str, name: str) -> None:
 
 
 async def test_a_waiter_is_no_holder(world: World, name: str, advisory_rows: Any, eventually: Any) -> None:
-    """A waiter is in pg_locks as well, and is not reported."""
+    """A waiter also has a row in pg_locks, but is not reported as a holder."""
     engine, waiter = world.engine(), world.other()
     async with connection(world, engine) as holder, connection(world, engine, waiter) as waits:
         await world.call(lock(holder, name).acquire)
@@ -103,7 +103,7 @@ async def test_a_waiter_is_no_holder(world: World, name: str, advisory_rows: Any
 
 
 async def test_looking_takes_no_lock(world: World, name: str, advisory_rows: Any) -> None:
-    """holders() and is_held() leave no row."""
+    """holders() and is_held() leave no row in pg_locks."""
     async with session(world, world.engine()) as work:
         assert await world.call(lock(work, name).is_held) is False
         assert await world.call(lock(work, name).holders) == []

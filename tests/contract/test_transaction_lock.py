@@ -70,7 +70,7 @@ async def test_several_free_names_cost_one_statement_if_the_lock_is_first(
 
 
 async def test_the_same_lock_again_in_one_transaction_costs_nothing(world: World, name: str) -> None:
-    """Nested services take the same key again for free, also in the weaker mode, and one more name asks for that alone."""
+    """A held key is granted again without a statement, also in shared mode, and only new names are requested."""
     engine = world.engine()
     async with session(world, engine) as work:
         await world.call(lock(work, name).acquire)
@@ -87,7 +87,7 @@ async def test_the_same_lock_again_in_one_transaction_costs_nothing(world: World
 @pytest.mark.matrix
 @pytest.mark.parametrize("opener", [session, connection])
 async def test_a_new_transaction_asks_again(world: World, name: str, opener: Any) -> None:
-    """What one transaction held says nothing about the next one on the same session and connection."""
+    """The next transaction on the same session and connection requests the lock again."""
     engine = world.engine(pool_size=1, max_overflow=0)
     async with opener(world, engine) as work:
         for end in (work.commit, work.rollback, work.commit):
@@ -167,7 +167,7 @@ async def test_a_second_transaction_is_kept_out_until_the_first_ends(
 async def test_a_waiter_goes_on_when_the_holder_commits(
     world: World, name: str, advisory_rows: Any, eventually: Any
 ) -> None:
-    """The wait is in the server, as a waiter that its detector sees, and ends with the holder's commit."""
+    """The waiter waits in the server, whose deadlock detector sees it, and is granted at the holder's commit."""
     engine = world.engine()
     holder, waiter = world.other(), world.other()
     async with connection(world, engine, holder) as first, connection(world, engine, waiter) as second:
@@ -256,7 +256,7 @@ async def test_leaving_hold_raises_if_its_transaction_ended(world: World, name: 
 @pytest.mark.matrix
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 async def test_leaving_hold_raises_if_its_session_ended(world: World, name: str, end: str) -> None:
-    """C013: the same on a Session, also if it has begun another transaction and acquired the lock again."""
+    """C013: leaving hold() raises on a Session too, even if its next transaction has acquired the lock again."""
     async with session(world, world.engine()) as work:
         with pytest.raises(TransactionStateError, match="ended inside the block"):
             async with world.enter(lock(work, name).hold()):
@@ -284,7 +284,7 @@ async def test_leaving_hold_while_the_lock_is_held_is_quiet(world: World, name: 
 
 
 async def test_what_the_block_raises_wins_over_its_ended_transaction(world: World, name: str) -> None:
-    """The caller's exception leaves the block as it is."""
+    """The block's exception propagates unchanged even if its transaction has ended."""
     async with session(world, world.engine()) as work:
         with pytest.raises(ZeroDivisionError):
             async with world.enter(lock(work, name).hold()):
@@ -398,7 +398,7 @@ async def test_grants_and_refusals_are_reported_to_on_event(world: World, name: 
 
 
 async def test_shared_holders_stand_beside_each_other_and_keep_writers_out(world: World, name: str) -> None:
-    """Many may hold it shared; none may take it alone while they do."""
+    """Many transactions may hold the lock in shared mode, and none gets it exclusively in the meantime."""
     engine = world.engine()
     async with connection(world, engine) as one, connection(world, engine) as two, connection(world, engine) as three:
         await world.call(lock(one, name, name + ":2", shared=True).acquire)
@@ -503,7 +503,7 @@ async def test_a_failed_request_for_several_names_holds_none(
 async def test_a_name_held_before_stays_held_after_a_failed_request(
     world: World, name: str, advisory_rows: Any
 ) -> None:
-    """Only what the failed request itself acquired is released."""
+    """A failed request releases only the keys that it acquired itself."""
     engine = world.engine()
     names = [f"{name}:{n}" for n in range(3)]
     async with connection(world, engine) as holder, connection(world, engine) as work:

@@ -56,13 +56,13 @@ async def test_the_wrong_twin_is_named(world: World, name: str) -> None:
 @pytest.mark.parametrize("wrong", [None, "session", object(), 5])
 @pytest.mark.parametrize("kind", [TransactionLock, AsyncTransactionLock])
 def test_other_objects_are_rejected_with_what_to_pass(kind: Any, wrong: Any) -> None:
-    """The message says what is needed, and where the other arguments belong."""
+    """The error says what to pass, and where the other arguments belong."""
     with pytest.raises(TypeError, match=r"begin\(\)"):
         kind(wrong, "a")
 
 
 async def test_a_lock_shows_its_names(world: World, name: str) -> None:
-    """Its repr is for logs and debuggers."""
+    """The repr of a lock, for logs and debuggers, contains its names."""
     async with connection(world, world.engine()) as work:
         kind = world.pick("TransactionLock", "AsyncTransactionLock")
         assert repr(lock(work, name, LockKey.raw(5))) == f"<{kind} {name!r}, 'key 5'>"
@@ -125,7 +125,7 @@ def pooled(pgbouncer: Callable[..., str]) -> str:
 
 @pytest.mark.every_driver
 async def test_it_works_behind_a_pooler_in_transaction_mode(world: World, name: str, pooled: str) -> None:
-    """What ends with its transaction needs no session: the lock holds, waits and ends behind PgBouncer as anywhere."""
+    """A transaction lock needs no session, so it works behind PgBouncer in transaction mode."""
     ways: dict[str, Any] = {
         "psycopg": {"prepare_threshold": None},
         "psycopg_async": {"prepare_threshold": None},
@@ -171,7 +171,7 @@ def test_a_pipeline_is_rejected_and_holds_nothing(dsn: str, name: str, names: in
     "options", [{"stream_results": True}, {"yield_per": 5}], ids=lambda options: next(iter(options))
 )
 async def test_options_of_the_connection_change_nothing(world: World, name: str, options: dict[str, Any]) -> None:
-    """Server-side cursors and batches that the caller asks for are for the caller's own rows."""
+    """Options for server-side cursors and batches do not affect the lock's statements."""
     engine = world.engine()
     async with connection(world, engine) as holder, connection(world, engine) as work:
         await world.call(lock(holder, name + ":busy").acquire)
@@ -255,7 +255,7 @@ async def test_a_nearly_full_lock_table_warns_once(
 async def test_a_full_lock_table_is_a_capacity_error(
     world: World, lend_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C035: should the table be full all the same, 53200 has a name, and nothing is left behind."""
+    """C035: if the lock table is full, SQLSTATE 53200 becomes a CapacityError, and nothing is left behind."""
     set_limit(monkeypatch, "MANY_KEYS", 1_000_000)
     server = lend_server(max_connections="20", max_locks_per_transaction="10")
     engine = world.engine(dsn=server.dsn)

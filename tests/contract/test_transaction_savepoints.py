@@ -27,7 +27,7 @@ async def begin_nested(world: World, work: Any) -> Any:
 
 
 async def cost(world: World, engine: Any, work: Any, *names: str) -> int:
-    """Acquire and return how many statements went out."""
+    """Acquire the lock and return the number of statements that were sent."""
     with statements(engine) as sent:
         await world.call(lock(work, *names).acquire, timeout=0)
     return len(sent)
@@ -59,7 +59,7 @@ async def test_a_rolled_back_savepoint_that_took_the_lock_is_noticed(
 async def test_a_lock_that_the_savepoint_did_not_take_stays_free_of_cost(
     world: World, engine: Any, name: str, kind: str
 ) -> None:
-    """C017: what is older than the savepoint survives its rollback, what a released one took survives too."""
+    """C017: locks older than the savepoint, and those of a released savepoint, are still held after its rollback."""
     opener = connection if kind == "connection" else session
     async with opener(world, engine) as work, connection(world, engine) as other:
         await world.call(lock(work, name).acquire)
@@ -124,7 +124,7 @@ async def test_savepoints_in_plain_text_are_noticed(
 
 @pytest.mark.twins
 async def test_a_savepoint_in_a_statement_without_parameters_is_noticed(world: World, engine: Any, name: str) -> None:
-    """C017: the option `no_parameters` takes another way through SQLAlchemy's events."""
+    """C017: with the option `no_parameters`, SQLAlchemy calls another event, and the savepoint is still noticed."""
     async with connection(world, engine) as work, connection(world, engine) as other:
         await run(world, work, "SAVEPOINT a")
         await world.call(lock(work, name).acquire)
@@ -197,7 +197,7 @@ async def test_sessions_isolated_by_rollback_keep_their_locks(world: World, engi
 
 @pytest.mark.twins
 async def test_a_failed_block_does_not_leave_a_forbidden_upgrade(world: World, engine: Any, name: str) -> None:
-    """A shared lock that a savepoint took away no longer forbids the exclusive one."""
+    """After a rollback has released a shared lock, the exclusive lock can be acquired."""
     async with connection(world, engine) as work:
         await run(world, work, "SELECT 1")
         nested = await begin_nested(world, work)

@@ -103,7 +103,7 @@ async def test_the_timeout_holds_for_all_names_together(world: World, advisory_r
 
 @pytest.mark.twins
 async def test_the_configured_default_holds_where_no_timeout_is_given(world: World, name: str) -> None:
-    """`timeout=None` is the engine's default_timeout."""
+    """`timeout=None` means the engine's default_timeout."""
     engine = world.engine()
     configure(engine, default_timeout=0.1)
     async with connection(world, engine) as holder, connection(world, engine) as work:
@@ -116,7 +116,7 @@ async def test_the_configured_default_holds_where_no_timeout_is_given(world: Wor
 @pytest.mark.twins
 @every_row("wrong", [-1, float("nan"), True, "2"])
 async def test_an_invalid_timeout_is_rejected_before_anything_is_sent(world: World, name: str, wrong: Any) -> None:
-    """Seconds are a number from 0 upward or a timedelta."""
+    """A timeout that is neither a number of 0 or more nor a timedelta is rejected."""
     engine = world.engine()
     async with session(world, engine) as work:
         with statements(engine) as sent, pytest.raises((TypeError, ValueError)):
@@ -210,7 +210,7 @@ async def test_a_timeout_longer_than_the_sites_own_is_kept(world: World, name: s
 async def test_a_wait_for_ever_has_no_limit_of_anybody(
     world: World, name: str, advisory_rows: Any, eventually: Any
 ) -> None:
-    """C039: `math.inf` outlasts the site's limits."""
+    """C039: `math.inf` waits despite the limits that are set for the role."""
     engine, waiter = limited(world, HOSTILE), world.other()
     async with connection(world, world.engine()) as holder, connection(world, engine, waiter) as work:
         await world.call(lock(holder, name).acquire)
@@ -260,7 +260,7 @@ async def test_settings_of_the_transaction_survive_every_outcome(
 async def test_a_deadlock_with_a_row_lock_raises_deadlock_error(
     world: World, name: str, journal: str, admin: psycopg.Connection[Any], advisory_rows: Any, eventually: Any
 ) -> None:
-    """A lock on one side, a row on the other: the server aborts one transaction, and the other continues."""
+    """In a deadlock of a lock and a row, the server aborts one transaction, and the other continues."""
     engine, mine, theirs = world.engine(), world.other(), world.other()
     admin.execute(f"INSERT INTO {journal} VALUES (0)")
     async with connection(world, engine, mine) as work, connection(world, engine, theirs) as other:

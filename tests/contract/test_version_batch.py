@@ -115,7 +115,7 @@ async def test_rows_with_other_changed_columns_have_their_own_statement(world: W
 
 @pytest.mark.twins
 async def test_hooks_see_the_new_version(world: World) -> None:
-    """after_update finds each instance at its own new version."""
+    """In after_update, each instance has its new version."""
     engine = world.engine()
     cls = await page(world, engine)
     seen: dict[int, int] = {}
@@ -210,7 +210,7 @@ async def test_a_conflict_in_a_savepoint_leaves_the_transaction(world: World) ->
 
 
 async def test_an_instance_whose_version_was_never_read_passes(world: World) -> None:
-    """An expired instance rests on nothing that was read: the version it finds is the one it is raised from."""
+    """An expired instance is based on no read, so any version in the table is accepted and incremented."""
     engine = world.engine()
     cls = await page(world, engine)
 
@@ -270,7 +270,7 @@ async def test_a_row_that_a_hook_changes_is_compared(world: World) -> None:
 
 
 async def test_a_row_deleted_and_added_in_one_flush_goes_on_from_its_version(world: World) -> None:
-    """SQLAlchemy makes one UPDATE of the two, so its version is raised, and compared."""
+    """SQLAlchemy sends one UPDATE for the delete and the add, which compares and increments the version."""
     engine = world.engine()
     cls = await page(world, engine)
 
@@ -534,7 +534,7 @@ async def test_a_flush_that_fails_leaves_nothing_behind(world: World) -> None:
 
 @pytest.mark.twins
 async def test_rows_are_locked_in_one_order(world: World) -> None:
-    """Two who change the same rows in opposite order meet in a conflict, never in a deadlock."""
+    """Two sessions that change the same rows in opposite order get a conflict, never a deadlock."""
     engine = world.engine(pool_size=8)
     cls = await page(world, engine)
     outcomes: list[str] = []

@@ -104,7 +104,7 @@ def version_of(cls: Any) -> Any:
 
 
 def versions(executor: Any, m: Any, start: int) -> dict[tuple[str, int], Any]:
-    """The versions in the tables, of the rows of one test."""
+    """Return the versions that the rows of one test have in the tables."""
     found = {}
     for cls in m.versioned:
         if cls.__mapper__.inherits is None:
@@ -115,7 +115,7 @@ def versions(executor: Any, m: Any, start: int) -> dict[tuple[str, int], Any]:
 
 
 def beat(engine: Any, m: Any, mode: str, row: tuple[str, int], start: int, how: str) -> None:
-    """Write a row as another process does."""
+    """Write a row before the session does, as another process would."""
     cls = getattr(m, row[0])
     table = cls.__table__
     values: dict[str, Any] = {"label": "theirs"} if "label" in table.c else {"id": table.c.id}

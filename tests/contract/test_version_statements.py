@@ -233,7 +233,7 @@ async def test_a_reader_notices_a_delete(world: World, kind: str) -> None:
 
 
 async def test_a_version_in_a_column_of_another_name_is_raised(world: World) -> None:
-    """The name of the column does not matter, for statements of the class and of its Table."""
+    """Statements on the class and on its Table raise the version in a column of any name."""
     engine = world.engine()
     cls = await page(world, engine, column="row_version")
     for number, form in enumerate(FORMS, start=2):
@@ -753,7 +753,7 @@ async def test_a_statement_that_comes_as_a_lambda_raises_the_version(world: Worl
 
 
 async def test_what_has_no_parts_can_be_executed_under_every_policy(world: World) -> None:
-    """A sequence is asked for its next value, with bulk="refuse" too."""
+    """The next value of a sequence can be queried under every policy, including bulk="refuse"."""
     engine = world.engine()
     sequence = Sequence("numbers_of_pages")
 
@@ -812,7 +812,7 @@ async def test_a_version_that_is_assigned_is_rejected(world: World) -> None:
 
 
 async def test_values_in_an_order_of_their_own_are_rejected(world: World) -> None:
-    """ordered_values() leaves no place for the version."""
+    """ordered_values() is rejected, because the version cannot be added to it."""
     engine = world.engine()
     cls = await page(world, engine)
     with pytest.raises(VersionRequiredError, match="ordered_values"):
@@ -820,7 +820,7 @@ async def test_values_in_an_order_of_their_own_are_rejected(world: World) -> Non
 
 
 async def test_statements_of_other_classes_stay_as_they_are(world: World) -> None:
-    """What is not versioned is sent as it would be without the guard, under every policy."""
+    """Statements on classes without versions are sent unchanged under every policy."""
 
     class Base(DeclarativeBase):
         pass

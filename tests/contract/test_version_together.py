@@ -41,7 +41,7 @@ def changing(cls: Any, number: int) -> Any:
 @pytest.mark.every_driver
 @pytest.mark.parametrize("kind", KINDS)
 async def test_several_rows_need_few_statements(world: World, kind: str) -> None:
-    """The number of statements does not grow with the rows, and a row alone costs one."""
+    """The number of statements does not grow with the number of rows, and a single row takes one statement."""
     engine = world.engine()
     counts = world.driver != "asyncpg"
     for number in range(1, 6):

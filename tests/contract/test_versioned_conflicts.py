@@ -222,7 +222,7 @@ async def test_a_row_deleted_and_created_again_is_a_conflict_by_uuid(
 
 
 async def test_an_expired_instance_of_a_deleted_row_is_a_conflict(world: World, admin: psycopg.Connection[Any]) -> None:
-    """The version it was read at is not known any more; found is None."""
+    """The version at which an expired instance was read is unknown, and `found` is None."""
     engine = world.engine()
     cls = await pages(world, engine)
 
@@ -344,7 +344,7 @@ async def test_the_look_at_the_rows_holds_nothing(world: World, admin: psycopg.C
 async def test_a_conflict_in_repeatable_read_is_a_serialization_failure(
     world: World, admin: psycopg.Connection[Any]
 ) -> None:
-    """There a conflict is SQLSTATE 40001, which `run_transaction` knows as well."""
+    """In REPEATABLE READ a conflict is SQLSTATE 40001, which `run_transaction` retries too."""
     engine = world.engine(isolation_level="REPEATABLE READ")
     cls = await pages(world, engine)
 
@@ -487,7 +487,7 @@ async def test_merge_of_what_was_read_before_compares_the_version(world: World, 
 
 
 async def test_merge_looks_at_what_it_takes_along(world: World) -> None:
-    """A related instance without a version is rejected as well."""
+    """merge() also rejects a related instance that has no version."""
     engine = world.engine()
 
     class Family(DeclarativeBase):

@@ -192,7 +192,7 @@ SENT = {"id": 1, "title": "x", "version": 3}
 
 
 class Form(SQLModel):
-    """What a client sends, its version too."""
+    """A form as a client sends it, with its version."""
 
     id: int = 1
     title: str = "x"
@@ -257,13 +257,13 @@ def dataclass_without_init() -> Any:
 
 @pytest.mark.parametrize("build", [page_class, own_constructor, dataclass_without_init])
 def test_the_constructor_takes_no_version(build: Callable[[], Any]) -> None:
-    """A keyword is an assignment like any other, also for a constructor that would ignore it."""
+    """`version` as a keyword of a constructor is rejected like an assignment."""
     with pytest.raises(AttributeError, match="incremented automatically"):
         build()(**SENT)
 
 
 def test_a_replaced_dataclass_takes_no_version() -> None:
-    """dataclasses.replace() passes what it is given to the constructor."""
+    """dataclasses.replace() with a version is rejected, because it passes the version to the constructor."""
     with pytest.raises(TypeError, match="version"):
         dataclasses.replace(page_class("dataclass")(id=1), version=3)
     with pytest.raises(AttributeError, match="incremented automatically"):
@@ -271,7 +271,7 @@ def test_a_replaced_dataclass_takes_no_version() -> None:
 
 
 async def test_instances_can_be_pickled_and_their_version_comes_along(world: World) -> None:
-    """A detached copy has the version of the original."""
+    """An unpickled instance has the version of the original."""
     engine = world.engine()
     cls = await pages(world, engine)
     page = await on_session(world, engine, lambda session: session.get_one(cls, 1))
@@ -523,13 +523,13 @@ async def test_a_rewrite_of_the_table_changes_xmin_and_no_real_version(
 
 
 def test_xmin_is_rejected_for_joined_inheritance() -> None:
-    """A change of the child's table alone leaves the xmin of the parent's as it was."""
+    """The mode is rejected, because a change of only the child's table does not change the parent's xmin."""
     with pytest.raises(ValueError, match="with joined inheritance use the mode"):
         family("xmin")
 
 
 def test_xmin_is_rejected_for_a_partitioned_table() -> None:
-    """PostgreSQL does not return the xmin of a row that it inserts there."""
+    """The mode is rejected, because PostgreSQL does not return the xmin of a row inserted into a partitioned table."""
     with pytest.raises(ValueError, match="partitioned table"):
         page_class(mode="xmin", __table_args__={"postgresql_partition_by": "LIST (id)"})
 
@@ -568,7 +568,7 @@ def test_two_version_columns_are_rejected() -> None:
 
 
 def test_the_mixin_belongs_on_the_class_at_the_base() -> None:
-    """On a subclass alone it would not see changes of the columns that are inherited."""
+    """The mixin is rejected on a subclass, where it would miss changes of inherited columns."""
 
     class Base(DeclarativeBase):
         pass

@@ -47,11 +47,11 @@ async def shop(
     """Make orders with lines and tags: order 1 with lines 1 and 2 and tag 1, order 2 with nothing, tag 2.
 
     Args:
-        world: where.
-        engine: likewise.
+        world: the sync or async world.
+        engine: the engine on which the tables are created.
         mode: client or server.
-        counted: relationships of an order that count.
-        bare: an order has no column beside key and version.
+        counted: the relationships of an order whose changes count.
+        bare: whether an order has no columns besides its key and version.
     """
 
     class Base(DeclarativeBase):
@@ -241,7 +241,7 @@ async def test_changes_of_different_lines_conflict_over_their_owner(world: World
 
 
 async def test_a_line_that_moves_counts_for_both_orders(world: World) -> None:
-    """By the relationship and by the key, the one it leaves and the one it comes to."""
+    """A line that moves, through the relationship or by its key, counts for its old and its new order."""
     engine = world.engine()
     one = await shop(world, engine)
 
@@ -286,7 +286,7 @@ async def test_columns_that_change_by_themselves_still_do(world: World) -> None:
 
 
 async def test_a_row_of_key_and_version_alone_can_count(world: World) -> None:
-    """In the mode "client" no other column is needed."""
+    """In mode "client", a row needs no column besides its key and version to be counted."""
     engine = world.engine()
     one = await shop(world, engine, bare=True)
 

@@ -46,7 +46,7 @@ HOUR = timedelta(hours=1)
 
 
 class BusyError(Exception):
-    """Another session holds the number that SQL asked for."""
+    """Raised if another session holds the number that SQL requested."""
 
 
 def transaction(*, shared: bool = False) -> Hold:
@@ -123,13 +123,13 @@ NEW_CODE: dict[str, Callable[[Engine, str, LockKey], AbstractContextManager[obje
 
 
 def table(first: str) -> list[list[str]]:
-    """Return the rows of the table on the page whose head starts with these words."""
+    """Return the rows of the page's table whose header starts with these words."""
     lines = PAGE.read_text(encoding="utf-8").partition(f"\n| {first}")[2].partition("\n\n")[0].splitlines()
     return [[cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
 def matrix() -> dict[tuple[str, str], bool]:
-    """Return what the page says of each pair: whether the second kind waits for the first."""
+    """Return, for each pair of kinds on the page, whether the second kind waits for the first."""
     members = {group: [kind.strip("` ") for kind in kinds.split(", ")] for group, kinds in table("Group")}
     rows = table("| exclusive locks")
     groups = [group for group, *_answers in rows]
@@ -209,7 +209,7 @@ def test_what_a_held_lock_excludes(engine: Engine, name: str, excluded: Callable
 
 @pytest.mark.parametrize("held", COMMANDS)
 def test_what_a_command_excludes(name: str, dsn: str, excluded: Callable[[str, str], bool], held: str) -> None:
-    """The same for what `pgfence run` holds while its command runs."""
+    """The lock that `pgfence run` holds while its command runs excludes what the matrix says."""
     words = [sys.executable, "-m", "pgfence", "run", *COMMANDS[held], name, "--", "sh", "-c", "echo held; read x"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(words, text=True, env=os.environ | {"DATABASE_URL": dsn}, **pipes) as process:
