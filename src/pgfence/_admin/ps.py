@@ -270,7 +270,7 @@ class _Waiters:
         self._owners = {wait.ticket: wait.pid for wait in waits if wait.ticket is not None}
         self._queues: dict[int, tuple[int, int]] = {}
         self._read_queues(holds, waits)
-        # Also sorted by ticket, for waiters that took their tickets in the same second.
+        # The waiters are also sorted by ticket, because several may have taken their tickets in the same second.
         for wait in sorted(waits, key=lambda each: each.ticket or 0):
             if (place := self._find_place(wait)) is not None:
                 self._found[place].append(self._build_waiter(wait, place))
@@ -281,7 +281,7 @@ class _Waiters:
         return tuple(sorted(found, key=lambda each: each.waiting, reverse=True))
 
     def _read_queues(self, holds: Sequence[HoldRow], waits: Sequence[WaitRow]) -> None:
-        """Find out which key each queue of tickets is for."""
+        """Find out to which key each queue of tickets belongs."""
         for row in holds:
             for place in _list_places(row):
                 self._holders[place].append(row.backend_pid or 0)

@@ -1,4 +1,4 @@
-"""Connections of background threads. Each has one thread that opens, uses and closes it, and waits on it for notifications."""
+"""Connections of background threads. One thread opens, uses and closes each of them, and waits for notifications on it."""
 
 from __future__ import annotations
 

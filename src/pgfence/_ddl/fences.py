@@ -21,7 +21,7 @@ COMMENT = "pgfence:fence:v1"
 _log = logging.getLogger("pgfence.migrations")
 
 _KINDS = "'text', 'character varying', 'smallint', 'integer', 'bigint', 'uuid', 'date'"
-"""Types whose values have the same text form in Python and in the server. Enums are added to them."""
+"""The types whose values have the same text form in Python and in the server. Enums can identify a resource too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Target:
 
 
 def parts_of(resource: str, namespace: str) -> tuple[str, ...]:
-    """Split a resource into text, column, text, column, ..., text. A resource that is the same for all rows is a single text.
+    """Split a resource into text, column, text, column, ..., text. A resource that does not depend on the row is a single text.
 
     Raises:
         TypeError: the resource is not a str.

@@ -64,7 +64,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Several processes that do the same work; a context manager that ends them."""
+    """Several processes that do the same work. As a context manager, the pool ends them."""
 
     def __init__(self, url: URL, size: int) -> None:
         self._url = url.render_as_string(hide_password=False)

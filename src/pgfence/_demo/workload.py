@@ -111,7 +111,7 @@ def loses_money(figures: Figures) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One way of transferring money, run by all processes at the same time.
+    """A way of transferring money, which all processes run at the same time.
 
     Attributes:
         name: the name for programs.

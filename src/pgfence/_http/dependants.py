@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
     """Return the dependant of a request, and check that all of its parts get the same session.
 
-    FastAPI creates a session for each scope in which a dependency requests it, and another one for each use without its cache. It
-    also creates one for each set of scopes of `Security`, usually if the session depends on the user.
+    FastAPI creates a session for each scope in which a dependency requests a session, and a further session for each use without
+    its cache. It also creates one for each set of scopes of `Security`, usually if the session depends on the user.
 
     Raises:
         TypeError: a part would get another session, or the endpoint is a generator, which FastAPI runs after the session has ended.

@@ -310,5 +310,5 @@ class LeaseManager(LeaseStatements):
 
 
 def get_manager(engine: Engine, kind: type[ManagerT]) -> ManagerT:
-    """Return an engine's lease manager of a kind in this process; for an async engine, that of the running event loop."""
+    """Return an engine's lease manager of a kind in this process. For an async engine, it belongs to the running event loop."""
     return ManagerRegistry.for_carrier(engine, kind, lambda carrier: kind(engine, config_of(engine, pin=True), carrier))

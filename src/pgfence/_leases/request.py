@@ -48,7 +48,7 @@ class Granted:
     rows: tuple[tuple[str, int], ...] = ()
     """The granted rows with their tokens, if there can be several. `token` is the token of the first row."""
     reclaimed: bool = False
-    """Whether the grant before this one had expired and was never released."""
+    """Whether the previous grant had expired and was never released."""
 
 
 @dataclass(frozen=True, slots=True)

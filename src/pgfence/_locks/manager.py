@@ -395,5 +395,5 @@ class LockManager:
 
 
 def get_manager(engine: Engine, config: Config) -> LockManager:
-    """Return an engine's lock manager in this process; for an async engine, that of the running event loop."""
+    """Return an engine's lock manager in this process. For an async engine, it belongs to the running event loop."""
     return ManagerRegistry.for_carrier(engine, LockManager, lambda carrier: LockManager(engine, config, carrier))

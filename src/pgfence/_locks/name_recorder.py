@@ -56,7 +56,7 @@ PAUSE = 300.0
 LIMIT = 5.0
 """Seconds that one statement may take."""
 MOST_PENDING = 1_000
-"""The number of granted locks that are kept until the next look. Older ones are dropped."""
+"""The number of granted locks that are kept until the next look. Older locks are dropped."""
 
 
 class WatchedConnection:

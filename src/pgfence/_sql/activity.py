@@ -53,7 +53,7 @@ _TABLE_USE = (
 
 
 class HolderTexts(NamedTuple):
-    """The texts for one parameter style. All of them take the parameters from `build_arguments(keys)`."""
+    """The texts of the queries, for one parameter style. All of them take the parameters from `build_arguments(keys)`."""
 
     holders: str
     held: str

@@ -65,7 +65,7 @@ _UNLOCK_MANY = (
 
 
 class LockTexts(NamedTuple):
-    """The texts for one parameter style."""
+    """The texts of the lock's statements, for one parameter style."""
 
     try_one: str
     wait_one: str

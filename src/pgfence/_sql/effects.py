@@ -32,7 +32,7 @@ _ENDED = "text, uuid, bigint, jsonb"
 
 @dataclass(frozen=True, slots=True)
 class EffectSql:
-    """The texts for one set of tables and one parameter style.
+    """The statement texts of effects, for one set of tables and one parameter style.
 
     A name is scope, U+001F and key. The statements of the heartbeat use the same names as those of leases.
 
@@ -69,7 +69,7 @@ class EffectSql:
 
 @cache
 def effect_sql(place: TableNames, style: ParamStyle) -> EffectSql:
-    """Return the texts for one set of tables."""
+    """Return the statement texts of effects for one set of tables."""
 
     def ask(function: str, kinds: str, columns: str = "r") -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"

@@ -38,7 +38,7 @@ _ADOPT = "text, text, bigint, text, text, text, integer"
 
 
 class LeaseSql(NamedTuple):
-    """The texts for one set of tables and one parameter style.
+    """The statement texts of leases, for one set of tables and one parameter style.
 
     Attributes:
         acquire: name, name, lease id, ttl, min_hold, lock_delay, max_hold or None, owner, host, pid, purpose, metadata as JSON or
@@ -79,7 +79,7 @@ class LeaseSql(NamedTuple):
 
 @cache
 def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
-    """Return the texts for one set of tables."""
+    """Return the statement texts of leases for one set of tables."""
 
     def ask(function: str, kinds: str, columns: str) -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"
@@ -200,7 +200,7 @@ _ACQUIRE_SLOT = (
 
 
 class SlotSql(NamedTuple):
-    """The texts for one set of tables and one parameter style.
+    """The statement texts of slots, for one set of tables and one parameter style.
 
     Attributes:
         read: name. One row: the server's clock, the newest slot done, the newest slot tried; None if it does not exist.
@@ -250,7 +250,7 @@ def _quote_pasteable(value: str) -> str:
 
 @cache
 def slot_sql(place: TableNames, style: ParamStyle) -> SlotSql:
-    """Return the texts for one set of tables."""
+    """Return the statement texts of slots for one set of tables."""
     return SlotSql(
         read=(
             "SELECT pg_catalog.clock_timestamp(), s.done, s.tried FROM (SELECT) AS one"

@@ -90,7 +90,7 @@ def _remembered_of(dialect: Dialect, place: TableNames) -> set[int]:
 def find_name(connection: Connection, place: TableNames, key: LockKey) -> tuple[str, str | None]:
     """Return the name of the database, and the stored name of a key.
 
-    The stored name is None if the key has none, or if this role may not read the names.
+    The stored name is None if no name is stored for the key, or if this role may not read the names.
     """
     can_read = has_names_sql(place, None).replace("'INSERT'", "'SELECT'").replace("'UPDATE'", "'SELECT'")
     options = {"no_parameters": True}

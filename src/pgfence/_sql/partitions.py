@@ -22,7 +22,7 @@ _ACQUIRE = (
 
 @dataclass(frozen=True, slots=True)
 class PartitionSql:
-    """The texts for one set of tables and one parameter style.
+    """The statement texts of partitions, for one set of tables and one parameter style.
 
     Attributes:
         join: name, number of partitions, hash, member id, ttl. One row: outcome ("joined", "mismatch"), the number of partitions
@@ -47,7 +47,7 @@ class PartitionSql:
 
 @cache
 def partition_sql(place: TableNames, style: ParamStyle) -> PartitionSql:
-    """Return the texts for one set of tables."""
+    """Return the statement texts of partitions for one set of tables."""
 
     def ask(function: str, kinds: str, columns: str = "r.*") -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RateSql:
-    """The texts for one set of tables and one parameter style.
+    """The statement texts of rate limits, for one set of tables and one parameter style.
 
     Attributes:
         take: name, limit, per in seconds, units. One row: outcome ("taken", "busy", "mismatch"), seconds until the units may be
@@ -29,7 +29,7 @@ class RateSql:
 
 @cache
 def rate_sql(place: TableNames, style: ParamStyle) -> RateSql:
-    """Return the texts for one set of tables."""
+    """Return the statement texts of rate limits for one set of tables."""
     return RateSql(
         take=f"SELECT r.* FROM {call(place, style, 'take_v1', 'text, integer, double precision, integer')} AS r",
         change=f"SELECT 1 FROM {call(place, style, 'change_rate_v1', 'text, integer, double precision')} AS r",

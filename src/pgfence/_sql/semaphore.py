@@ -20,7 +20,7 @@ _BY_ID = "text, text"
 
 
 class PermitSql(NamedTuple):
-    """The texts for one set of tables and one parameter style.
+    """The statement texts of semaphores, for one set of tables and one parameter style.
 
     Attributes:
         acquire: name, permits, weight, whether the stored number of permits counts, lease id, ttl, max_hold or None, owner, host,
@@ -28,8 +28,8 @@ class PermitSql(NamedTuple):
             expires_at, remaining, hold_remaining, checkpoint as JSON, set_back, then the holder of the permit that is free
             first: kind, owner, host, pid, backend_pid, application_name, purpose, token, since, expires_at.
         release: row names, lease id, tokens. One value: "released", or why the permits were not held any more.
-        release_late: row names, how many, and then as release; for the heartbeat, which must not wait for a row while other
-            leases need renewal. NULL if another session has locked one of the rows.
+        release_late: row names, their number, and then as for `release`; for the heartbeat, which must not wait for a row while
+            other leases need renewal. NULL if another session has locked one of the rows.
         forget_late: name, name, name, lease id. One value: whether it ended a grant; NULL as above.
         leave_late: name, name, name, waiter id. One value: whether the waiter was in the queue; NULL as above.
         resize: name, permits. One value: the number stored before, or NULL.
@@ -47,7 +47,7 @@ class PermitSql(NamedTuple):
 
 @cache
 def permit_sql(place: TableNames, style: ParamStyle) -> PermitSql:
-    """Return the texts for one set of tables."""
+    """Return the statement texts of semaphores for one set of tables."""
     lease, semaphore = name_of(place, "lease", style), name_of(place, "semaphore", style)
     first = mark(style, 1)
 

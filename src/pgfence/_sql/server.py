@@ -74,8 +74,8 @@ SETTINGS = (
 _VALUES = ", ".join(f"('{name}', '{value}')" for name, value in OURS.items())
 _READ_FACTS = _FACTS.format(settings=SETTINGS.format(values=_VALUES, action="true"), names="{names}")
 READ_FACTS = _READ_FACTS.format(names="false")
-# Nothing is set if the server process is not the one that the driver connected to, because that session belongs to a pooler,
-# which may give it to another client next.
+# Nothing is set if the driver connected to a different server process, because the session then belongs to a pooler, which may
+# give it to another client next.
 _SET_UP = _FACTS.format(
     settings=SETTINGS.format(
         values=_VALUES,
@@ -197,7 +197,7 @@ def judge_session(
         facts: the facts of the session.
         driver_pid: the id of the server process, as the driver received it when it connected.
         pooler: the configured pooler setting.
-        other_pid: the server process that served a second client while this one was idle, if that was tested.
+        other_pid: the id of the server process that served a second client while this session was idle, if that was tested.
     """
     if refused := judge_version(facts):
         return refused

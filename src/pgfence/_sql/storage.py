@@ -75,7 +75,7 @@ class TableNames(NamedTuple):
     def contradicts(self, other: TableNames) -> bool:
         """Return whether two installations certainly have different tables.
 
-        If one has no schema, the search path may find the tables of the other.
+        If one installation has no schema, the search path may find the tables of the other installation.
         """
         schemas = {self.schema, other.schema} - {None}
         return self.prefix != other.prefix or len(schemas) > 1
@@ -96,7 +96,10 @@ class TableNames(NamedTuple):
 
     @property
     def evictions(self) -> str:
-        """The channel that announces evictions. The payload is the name; schemas with the same prefix share the channel."""
+        """The channel that announces evictions. The payload of a notification is the name.
+
+        Schemas with the same prefix share the channel.
+        """
         return self.prefix + "evicted"
 
     @property

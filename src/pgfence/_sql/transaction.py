@@ -137,7 +137,7 @@ def send(connection: Connection, text: str, values: tuple[object, ...] = ()) -> 
 
 
 def send_quick(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
-    """Send a statement of pgfence that returns one value, in the caller's transaction, at half the cost on the client.
+    """Send a statement of pgfence that returns one value in the caller's transaction, with half the work on the client.
 
     If no listener would miss the statement, it bypasses SQLAlchemy and is sent together with BEGIN. Errors are raised as
     SQLAlchemy's errors.

@@ -12,7 +12,7 @@ _END = re.compile("[:/#,]")
 
 
 class Prefixes:
-    """The prefixes seen so far. If several threads add prefixes at the same time, their number may slightly exceed the limit."""
+    """The prefixes seen so far. If several threads add prefixes at the same time, there may be slightly more than `LIMIT`."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()

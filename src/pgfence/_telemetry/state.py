@@ -45,7 +45,7 @@ def read_state(dialect: Dialect, prefixes: Prefixes, seen: set[object]) -> Itera
     Args:
         dialect: the dialect of the engine.
         prefixes: the prefixes of names.
-        seen: the managers that were read before, which are skipped; those that are read now are added.
+        seen: the managers that were read before, which are skipped. The managers that are read now are added to it.
     """
     managers = list(_list_managers(dialect))
     other = config_of(DialectOnly(dialect)).lock_engine

@@ -1,4 +1,4 @@
-"""Find the classes that a result may contain: those that its annotation refers to."""
+"""Find the classes that a result may contain, which are the classes to which its annotation refers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the settings that matter for a failover: those of the standbys, and of the hosts that the engine tries."""
+"""Checks of what matters for a failover: the standbys and their settings, and the list of hosts that the engine tries."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ _OWNERS = text(f"""
     GROUP BY worker
 """)
 _NOW = text("SELECT clock_timestamp()")
-# Milliseconds until the last of the other partitions was written to again.
+# Computes the milliseconds until the last of the stopped worker's partitions was written to again.
 _TAKEN = text(f"""
     SELECT count(*), coalesce(round(extract(epoch FROM max(at) - :stopped) * 1000), 0)
     FROM (
