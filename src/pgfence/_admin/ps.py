@@ -62,7 +62,7 @@ class Waiter:
 
     Attributes:
         who: the session; its `backend_pid` identifies it.
-        waiting: how long it has been waiting.
+        waiting: how long the session has been waiting.
         blocked_by: the process ids of the server processes that it waits for: the holders, or the waiter before it.
     """
 

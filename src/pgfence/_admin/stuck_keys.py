@@ -31,7 +31,7 @@ class StuckKey:
 
     Attributes:
         scope: the scope, without the configured namespace.
-        key: the key that the client sends.
+        key: the key, as the client sent it.
         state: "running" while the attempt has the claim; "lost" after that, when the outcome of the attempt is unknown.
         attempt: the number of the attempt, starting at 1.
         steps: the names of the steps that are done, in alphabetical order.

@@ -283,7 +283,7 @@ def _is_among_others(connection: Connection, target: Target) -> bool:
     if row is None:
         raise ValueError(f"table {target} does not exist")
     if row.kind not in {"r", "p"}:
-        raise ValueError(f"{target} is not a table and cannot be fenced: fence the tables below it")
+        raise ValueError(f"{target} is not a table and cannot be fenced: fence the tables on which it is based")
     among: bool = row.among
     return among
 

@@ -66,7 +66,7 @@ _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
 class UnusableKeyError(ValueError):
-    """The request has no usable key.
+    """Raised if a request has no usable key.
 
     Attributes:
         problem: what is wrong; the message is for the client.

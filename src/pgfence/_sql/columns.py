@@ -257,7 +257,7 @@ def _define_partition_member() -> tuple[SchemaItem, ...]:
     return (
         Column("name", Text, primary_key=True),
         Column("member", Uuid, primary_key=True),
-        # The order in which members joined. It is not a time, because the clock may be set back.
+        # The column stores the order in which members joined. It is not a time, because the clock may be set back.
         Column("number", BigInteger, Identity(always=True), nullable=False),
         Column("ttl", Double, nullable=False),
         _define_time("seen_at", nullable=False),

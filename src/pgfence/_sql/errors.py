@@ -318,7 +318,7 @@ def is_connection_lost(error: BaseException) -> bool:
     if state is not None:
         return state.startswith(CONNECTION_LOST)
     cause = getattr(error, "orig", None) or error
-    # Without an SQLSTATE, a driver's error proves nothing about the server: asyncpg alone has four messages for "closed".
+    # A driver's error without an SQLSTATE proves nothing about the server: asyncpg alone has four messages for "closed".
     return isinstance(cause, OSError) or (is_driver_error(cause) and type(cause).__name__ != "ProgrammingError")
 
 
