@@ -508,7 +508,7 @@ async def test_an_undeclared_field_is_rejected(shop: Shop) -> None:
 @pytest.mark.parametrize("names", [(), ("account:{}",), ("account:{user.id}",)])
 def test_names_that_cannot_work_are_rejected_in_the_decorator(names: tuple[str, ...]) -> None:
     """A lock without a name, or with a field that is not a parameter, is a ValueError in the decorator."""
-    with pytest.raises(ValueError, match="needs a name"):
+    with pytest.raises(ValueError, match="needs at least one name"):
         Locked(*names, session=user)
 
 
