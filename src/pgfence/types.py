@@ -26,12 +26,12 @@ class Holder:
         key: the key of the lock.
         kind: "advisory", "session lock" (an advisory lock with a token), "transaction", "lease", "slot", ...
         mode: "exclusive" or "shared".
-        owner: the name that the holder gave itself, if its kind has one.
+        owner: the `owner=` that the holder passed, or by default its host name and process id, if its kind has an owner.
         host: the address of the client, or None on a unix socket.
         pid: the process id of the client, if the kind of the lock records it.
         backend_pid: the process id of the server process, or None for a prepared transaction.
         application_name: the `application_name` of the client.
-        purpose: the purpose that the holder gave.
+        purpose: the `purpose=` that the holder passed.
         token: the fencing token, if its kind has one.
         since: when the state of the holder's session last changed or, for a transaction, when the transaction began.
         expires_at: when the hold expires by the server's clock, if its kind expires.
@@ -75,7 +75,7 @@ class Event:
     Attributes:
         event: what happened.
         name: the name of the lock or key, without the namespace; several names are separated by commas.
-        owner: the owner that the holder gave, for leases, slots, permits and terms.
+        owner: the `owner=` that the holder passed, for leases, slots, permits and terms.
         lease_id: identifies one grant of a lease.
         token: the fencing token of the grant.
         at: the time of the event, on the clock of this process, in UTC.

@@ -148,5 +148,5 @@ async def test_a_standby_whose_clock_is_ahead_is_found(world: World, pair: Pair)
         following = "SELECT FROM pg_stat_replication WHERE state = 'streaming' AND reply_time IS NOT NULL"
         blocking(lambda: admin.execute(following).fetchone() is not None)
         finding = (await find(world, engine))["standby-clock"]
-    assert "walreceiver by at least " in finding.found
+    assert "'walreceiver' by at least " in finding.found
     assert 50 < float(finding.found.rsplit(" ", 2)[1]) <= 100

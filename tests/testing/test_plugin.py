@@ -123,7 +123,7 @@ def test_a_test_that_leaves_a_lock_behind_fails(
     done.stdout.fnmatch_lines(
         [
             "the test left behind:",
-            "- advisory lock 'report' (key *), held by *(backend *), since *; the session is idle, its last statement was: *",
+            "- advisory lock 'report' (key *), held by *(backend *), since *; the session is idle, and its last statement was: *",
             "- lease 'close', held by me*, since *, process *",
             "the test left behind:",
             "- advisory lock 'of another process' (key 4711), held by *",

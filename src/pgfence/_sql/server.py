@@ -263,9 +263,9 @@ def judge_capacity(used: int, wanted: int, limit: int) -> Literal["fine", "warn"
     share = (used + wanted) / limit
     if share >= REFUSE:
         return CapacityError(
-            f"{used} of at least {limit} entries in the server's lock table are used, and {wanted} more would exceed"
-            f" {REFUSE:.0%}: a full table prevents all logins. Hold fewer locks at a time, use leases for thousands of names, "
-            f"or increase max_locks_per_transaction",
+            f"lock request rejected: {used} of at least {limit} entries in the server's lock table are used, and {wanted} more"
+            f" would reach the limit of {REFUSE:.0%}. When the table is full, no client can log in. Hold fewer locks at a time,"
+            " use leases for thousands of names, or increase max_locks_per_transaction",
             used=used,
             limit=limit,
         )

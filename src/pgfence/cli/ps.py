@@ -54,7 +54,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     type=click.Choice(KINDS),
     multiple=True,
     metavar="KIND",
-    help=f"List only this kind; may be repeated: {', '.join(KINDS)}.",
+    help=f"List only this kind: {', '.join(KINDS)}. May be repeated.",
 )
 @click.option(
     "--state",
@@ -64,7 +64,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     type=click.Choice(list(_STATES)),
     multiple=True,
     metavar="STATE",
-    help=f"List only holders in this state; may be repeated: {', '.join(_STATES)}.",
+    help=f"List only holders in this state: {', '.join(_STATES)}. May be repeated.",
 )
 @click.option(
     "--limit",

@@ -162,7 +162,8 @@ class Attempt(_Attempt):
         valid as far as this process knows.
 
         Limitations: a step that is not saved may nevertheless have been done, because an attempt may die after doing the step
-        and before saving it. Pass the derived key to the provider, which then executes the step once.
+        and before saving it. Pass the derived key to the provider as its idempotency key. A provider that supports idempotency
+        keys then executes the request only once.
 
         Args:
             name: the name of the step, unique in the effect. It follows the rules for keys and contains no colon. The same name

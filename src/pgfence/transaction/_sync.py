@@ -128,7 +128,7 @@ class TransactionLock(TransactionLockBase):
                 and the transaction is as it was before.
             StandbyError: the server is a standby.
             UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is not supported.
-            KeyCollisionError: another name has the same key, which pgfence detected when it stored the name of an earlier lock of
+            KeyCollisionError: another name has the same key. pgfence detected this when it stored this name for an earlier lock of
                 this process. Nothing was requested.
             CapacityError: the server's lock table is nearly full. If `sqlstate` is set, the table was full, and PostgreSQL has
                 aborted the transaction.

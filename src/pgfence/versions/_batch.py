@@ -187,7 +187,7 @@ def find_way(mapper: Mapper[object]) -> Way | None:
 
 
 def batch_of(state: State) -> Flush | None:
-    """Return the flush that is writing a row together with others, or None if the row's own UPDATE compares it.
+    """Return the flush that is writing a row in a batch, or None if the row is written by its own statement.
 
     Raises:
         TransactionStateError: rows of the table are written together, and this one belongs to another session.

@@ -58,7 +58,7 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
     Args:
         session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited.
         model: a class with `Versioned` or `VersionedUUID`.
-        pk: the primary key, as a value, a tuple, or a dict by attribute; see `Session.get`.
+        pk: the primary key, as a value, a tuple, or a dict with attribute names as keys; see `Session.get`.
         expected: the version that the client sent, as a number from a form, a UUID, or the result of `if_match`.
         lock: whether to lock the row (FOR UPDATE), so that no other transaction writes it before this one ends. Locking waits for
             a transaction that has locked the row, up to the session's `lock_timeout`, and costs one more round trip. The lock is

@@ -118,8 +118,8 @@ class Versioned(_Guarded):
 class VersionedUUID(_Guarded):
     """A mixin that gives the rows of a mapped class a random UUID as their version, instead of the number of `Versioned`.
 
-    The UUID distinguishes a row from a row that was deleted and created again under the same key, but does not count how often a
-    row was written. Otherwise the mixin works like `Versioned` in the mode "client".
+    The UUID distinguishes a row that was deleted and created again under the same key from the original row, but does not show how
+    often a row was written. Otherwise the mixin works like `Versioned` in the mode "client".
 
     Attributes:
         __version_column__: the column's name in the table; the attribute is always `version`.

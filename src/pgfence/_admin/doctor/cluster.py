@@ -80,7 +80,7 @@ def _has_spare_standby(examined: Examined) -> bool:
 
 def check_standby_clock(examined: Examined) -> Iterator[Finding]:
     ahead = [
-        f"that of {one['application'] or 'a standby without a name'} by at least {one['ahead']:.1f} s"
+        f"{repr(one['application']) if one['application'] else 'a standby without a name'} by at least {one['ahead']:.1f} s"
         for one in examined.snapshot.standbys
         if (one["ahead"] or 0) > NOTABLE_CLOCK_DIFFERENCE
     ]

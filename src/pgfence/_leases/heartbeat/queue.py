@@ -323,7 +323,7 @@ class RenewalQueue:
         return request
 
     def note_released(self, ending: ReleaseTask, now: float) -> None:
-        """Record the server's response to a release."""
+        """Queue a release again if the server's response was inconclusive and there is time for another try."""
         if ending.needs_retry(now):
             self.releases.append(ending)
 
