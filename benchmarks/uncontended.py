@@ -63,9 +63,9 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "uncontended",
         "title": "Acquire and release, uncontended",
         "method": (
-            "One cycle acquires the lock and releases it. The limits apply to a field of three contestants (raw, raw"
-            " again, pgfence). In a larger field each contestant finds cold caches and costs more, so compare figures"
-            " within a table only."
+            "One cycle acquires the lock and releases it. The limits apply to a run with three contestants (raw, raw"
+            " again, pgfence). With more contestants, each of them finds cold caches and costs more, so compare"
+            " figures only within a table."
         ),
         "bars": bars,
         "tables": tables,

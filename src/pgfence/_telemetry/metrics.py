@@ -35,7 +35,7 @@ ATTEMPTS = Metric(
     "pgfence.lock.attempts",
     "counter",
     "{attempt}",
-    "Calls that requested a lock, lease or key and were granted, refused or timed out",
+    "Requests for a lock, lease or key that were granted or refused, or that timed out",
     (KIND, OUTCOME),
 )
 WAIT = Metric(
