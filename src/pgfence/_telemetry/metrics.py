@@ -109,7 +109,7 @@ KEY_CONFLICTS = Metric(
     "pgfence.idempotency.conflicts",
     "counter",
     "{request}",
-    "Requests whose key was in use or belongs to another payload",
+    "Requests whose key was in use or belonged to another payload",
     (KIND, REASON),
 )
 PAUSE = Metric(
