@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from support.locking import (
     terminate,
     waits,
 )
+from support.turns import Waiters
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -34,55 +34,6 @@ if TYPE_CHECKING:
     from support.worlds import World
 
 pytestmark = pytest.mark.twins
-
-
-class Waiters:
-    """Contenders with an engine each, as different processes have."""
-
-    def __init__(self, world: World, stack: AsyncExitStack, admin: psycopg.Connection[Any], *names: Any) -> None:
-        self.world, self.stack, self.admin, self.names = world, stack, admin, names
-        self.label = f"turns-{secrets.token_hex(6)}"
-        self.served: list[int] = []
-        self.tasks: list[asyncio.Task[Any]] = []
-        self.overtaken = False
-
-    def labelled(self, number: int) -> str:
-        return f"{self.label}-{number}"
-
-    async def add(self, **kwargs: Any) -> int:
-        """Start a contender that waits, and return its number once it has its ticket."""
-        number = len(self.tasks)
-        engine = labelled(self.world, self.labelled(number))
-        work = self._contend(number, lock(self.world, engine, *self.names, **kwargs))
-        self.tasks.append(await self.stack.enter_async_context(background(work)))
-        with_ticket = has_ticket(self.admin, self.labelled(number), *self.names)
-        await eventually(lambda: self._watch(number) or with_ticket())
-        return number
-
-    def _watch(self, number: int) -> None:
-        """Note whether a new waiter waits for the key itself, together with the waiter that has the first ticket."""
-        self.overtaken = self.overtaken or (number > 0 and waits(self.admin, self.names[0], 2)())
-
-    async def settle(self) -> None:
-        """Wait until each waiter has begun more slices, so that rejoining the server's queue would change the order."""
-        begun: dict[int, set[Any]] = {number: set() for number in range(len(self.tasks))}
-
-        def look() -> bool:
-            for number, starts in begun.items():
-                starts.update(one.xact_start for one in sessions(self.admin, self.labelled(number)))
-            return all(len(starts - {None}) > 2 for starts in begun.values())
-
-        await eventually(look)
-
-    async def _contend(self, number: int, wanted: Any) -> None:
-        other = self.world.other()
-        held = await other.call(wanted.acquire, timeout=60)
-        self.served.append(number)
-        await other.call(held.release)
-
-    async def finish(self) -> list[int]:
-        await asyncio.gather(*self.tasks)
-        return self.served
 
 
 @pytest.fixture

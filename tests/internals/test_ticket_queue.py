@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgfence._sql.ticket_queue import LEAVE, build_wait_for_keys, build_wait_for_turn, find_queue
+from pgfence._sql.ticket_queue import (
+    AWAKE,
+    CHECK_TICKETS,
+    LEAVE,
+    SECONDS,
+    build_look,
+    build_wait_for_keys,
+    build_wait_for_turn,
+    find_queue,
+)
 from pgfence.keys import LockKey
 from support.locking import background, elsewhere, give, has_ticket, labelled, lock, take, waits
 from support.waiting import eventually
@@ -47,7 +56,18 @@ class Waiter:
     def wait_for_turn(self, milliseconds: int = 5) -> bool:
         statements = build_wait_for_turn(KEYS, milliseconds, has_ticket=self.has_ticket)
         self.has_ticket = True
-        return self.run(statements)
+        if self.run(statements):
+            self.check()
+        return self.setting("ahead") == ""
+
+    def check(self) -> tuple[int | None, int]:
+        """Skip stopped owners, and return the first ticket whose owner waits, and the number of tickets ahead."""
+        _, first, ahead = self.connection.execute(CHECK_TICKETS).fetchone()
+        return None if first is None else first - BASE, ahead
+
+    def look(self, front: int, *, gives_sign: bool = False) -> bool:
+        """Look whether the queue has moved."""
+        return self.connection.execute(*build_look(BASE, BASE + front, "format", gives_sign=gives_sign)).fetchone()[0]
 
     def setting(self, name: str) -> str:
         return self.connection.execute(f"SELECT current_setting('pgfence.{name}', true)").fetchone()[0]
@@ -100,7 +120,7 @@ def test_a_queue_without_tickets_begins_with_the_first(held: psycopg.Connection[
     give(held, KEYS[0])
     assert waiter.run(build_wait_for_keys(KEYS, 5))
     assert waiter.numbers() == (None, None)
-    assert waiter.connection.execute(LEAVE).fetchone() == (None, "", "", None, "")
+    assert waiter.connection.execute(LEAVE).fetchone() == (None, "", "", None, "", None, "")
 
 
 def test_a_ticket_taken_by_another_key_is_not_an_error(
@@ -123,6 +143,68 @@ def test_a_lost_ticket_is_noticed(held: psycopg.Connection[Any], waiters: list[W
     assert waiter.wait_for_turn()
     waiter.connection.execute("SELECT pg_advisory_unlock_all()")
     assert waiter.connection.execute(LEAVE).fetchone()[0] is False
+
+
+@pytest.mark.parametrize("oldest", [0, LAST - 2, LAST, 2**19])
+def test_the_front_is_known_if_enough_owners_wait(
+    oldest: int, dsn: str, admin: psycopg.Connection[Any], held: psycopg.Connection[Any]
+) -> None:
+    """It is the first ticket whose owner waits, also after the last number. One waiter less, and there is none."""
+    ahead = [Waiter(dsn) for _ in range(AWAKE)]
+    last = Waiter(dsn)
+    with elsewhere(dsn, LockKey.raw(BASE + ((oldest - 1) & LAST))), ThreadPoolExecutor() as pool:
+        for waiter in (*ahead, last):
+            assert not waiter.wait_for_turn()
+        assert ahead[0].numbers()[0] == oldest
+        waits_of = [pool.submit(waiter.wait_for_turn, 60_000) for waiter in ahead]
+        while not all(waits(admin, LockKey.raw(BASE + (oldest - 1 + n & LAST)))() for n in range(AWAKE)):
+            assert not any(wait.done() for wait in waits_of)
+        # The session with the first ticket waits for nothing.
+        assert last.check() == (oldest, AWAKE)
+        ahead[-1].connection.cancel()
+        with pytest.raises(psycopg.errors.QueryCanceled):
+            waits_of[-1].result(20)
+        assert last.check() == (None, AWAKE - 1)
+        for waiter in ahead[:-1]:
+            waiter.connection.cancel()
+    for waiter in (*ahead, last):
+        waiter.connection.close()
+
+
+def test_a_look_sees_whether_a_ticket_was_returned_and_leaves_nothing(
+    held: psycopg.Connection[Any], waiters: list[Waiter], advisory_rows: Any
+) -> None:
+    """The ticket that it asks for is free again at once, and the last sign is returned with the waiter's own ticket."""
+    first, second, third = waiters
+    for waiter in waiters:
+        waiter.wait_for_turn()
+    before = len(advisory_rows())
+    assert not third.look(0)
+    assert len(advisory_rows()) == before
+    for _ in range(3):
+        assert not third.look(0, gives_sign=True)
+        assert len(advisory_rows()) == before + 1
+    first.connection.execute(LEAVE)
+    assert third.look(0) and third.look(0, gives_sign=True)
+    assert not third.look(1)
+    second.connection.execute(LEAVE)
+    assert third.look(2)
+    third.connection.execute(LEAVE)
+    assert [row.pid for row in advisory_rows()] == [held.info.backend_pid]
+
+
+@pytest.mark.parametrize(("age", "is_alive"), [(0, True), (4, True), (20, False), (SECONDS - 5, False)])
+def test_an_owner_that_gave_a_sign_lately_is_not_passed_over(
+    age: int, is_alive: bool, dsn: str, held: psycopg.Connection[Any], waiters: list[Waiter]
+) -> None:
+    """One that sleeps waits for nothing, but its last sign is not long ago."""
+    (waiter, *_) = waiters
+    with elsewhere(dsn, LockKey.raw(BASE)) as ahead:
+        second = f"mod(extract(epoch FROM clock_timestamp())::bigint - {age}, {SECONDS})"
+        ahead.execute(f"SELECT pg_advisory_lock_shared({BASE} + {2**20 + 2**19} + {second})")
+        assert not waiter.wait_for_turn()
+        assert waiter.check() == (None, is_alive)
+        assert waiter.numbers() == (1, 0 if is_alive else None)
 
 
 @pytest.mark.twins

@@ -14,7 +14,14 @@ from pgfence._sql import advisory, server, transaction
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.key_arrays import encode_keys
 from pgfence._sql.storage import TableNames
-from pgfence._sql.ticket_queue import HAS_TICKETS, LEAVE, build_wait_for_keys, build_wait_for_turn
+from pgfence._sql.ticket_queue import (
+    CHECK_TICKETS,
+    HAS_TICKETS,
+    LEAVE,
+    build_look,
+    build_wait_for_keys,
+    build_wait_for_turn,
+)
 from pgfence.keys import LockKey, resolve
 from support.rows import every_row
 
@@ -76,11 +83,12 @@ def texts() -> list[str]:
         text
         for keys in SETS.values()
         for text in (
-            *build_wait_for_turn(keys, 250, has_ticket=False, looks=True),
+            *build_wait_for_turn(keys, 250, has_ticket=False),
             *build_wait_for_keys(keys, 250),
         )
     ]
-    return [*found, *blocks, HAS_TICKETS.format("1"), LEAVE]
+    looks = [build_look(0, 1, style, gives_sign=sign)[0] for style in STYLES for sign in (False, True)]
+    return [*found, *blocks, *looks, HAS_TICKETS.format("1"), CHECK_TICKETS, LEAVE]
 
 
 @every_row(
@@ -120,7 +128,7 @@ def test_values_are_bound_as_the_driver_marks_them(keys: Any, style: ParamStyle)
 def test_only_integers_stand_in_the_block(keys: list[LockKey], limit: int) -> None:
     """Rule 17: a DO block takes no parameters; it contains int64 literals, quoted, and nothing else from outside."""
     numbers = r"'-?\d{1,19}'::bigint|'\{(-?\d{1,19},?)*\}'::bigint\[\]|'\d+'(?=, true)"
-    for build in (lambda *args: build_wait_for_turn(*args, has_ticket=False, looks=True), build_wait_for_keys):
+    for build in (lambda *args: build_wait_for_turn(*args, has_ticket=False), build_wait_for_keys):
         first, second = (
             [re.sub(numbers, "?", text) for text in build(some, n)]
             for some, n in ((resolve([*keys, LockKey.raw(1), LockKey.raw(2)], ""), limit), (SETS["many"], 1))

@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 from contextlib import contextmanager
+from logging import INFO
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from sqlalchemy import Connection
@@ -229,3 +230,13 @@ def keep_alive(fd: int) -> None:
             if hasattr(socket, name):
                 with contextlib.suppress(OSError):
                     ours.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def has_listeners(engine: Engine) -> bool:
+    """Return whether event hooks, tracing or echo must see the statements of pgfence."""
+    if engine.logger.isEnabledFor(INFO):
+        return True
+    if not engine._has_events:
+        return False
+    dispatch = engine.dispatch
+    return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute)

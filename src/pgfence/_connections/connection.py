@@ -11,10 +11,16 @@ import os
 import time
 import weakref
 from abc import ABC, abstractmethod
-from logging import INFO
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pgfence._connections.connect import R, keep_alive, open_sqlalchemy_connection, wrap_dbapi, wrong_backend_error
+from pgfence._connections.connect import (
+    R,
+    has_listeners,
+    keep_alive,
+    open_sqlalchemy_connection,
+    wrap_dbapi,
+    wrong_backend_error,
+)
 from pgfence._holds.wait_plan import slice_for
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.monitor import HAS_HANGUP, MONITOR, SocketId, identify_socket
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from pgfence._connections.drivers import DriverConnection
-    from pgfence._holds.carriers import Carrier
+    from pgfence._holds.carriers import Carrier, WakeEvent
     from pgfence._holds.hold import Hold
     from pgfence._sql.advisory import LockSql
     from pgfence._sql.params import Row
@@ -98,6 +104,8 @@ class LockConnection(ABC):
         self.token = 0
         """The token of the last grant, for locks with tokens."""
         self.on_death: Callable[[Hold[LockConnection] | None], object] | None = None
+        self.alarm: WakeEvent | None = None
+        """The event on which its user sleeps, which a loss of the connection sets."""
 
     def learn_facts(self, facts: server.ServerInfo) -> None:
         """Store the facts about the server and its session."""
@@ -129,6 +137,8 @@ class LockConnection(ABC):
         """Mark the connection as dead and notify the hold and the pool. May run on the monitor's thread."""
         if self.dead is None:
             self.dead = reason
+        if (alarm := self.alarm) is not None:
+            alarm.set()
         # The hold is notified first, because its listeners must run before the pool reuses the connection's slot.
         hold = self.hold
         lost = hold is not None and hold.lose(self.dead)
@@ -361,16 +371,6 @@ class LockConnection(ABC):
             return await self.carrier.call(work)
         finally:
             self.statement_started = 0.0
-
-
-def has_listeners(engine: Engine) -> bool:
-    """Return whether event hooks, tracing or echo must see the statements of pgfence."""
-    if engine.logger.isEnabledFor(INFO):
-        return True
-    if not engine._has_events:
-        return False
-    dispatch = engine.dispatch
-    return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute)
 
 
 _OPEN: weakref.WeakSet[LockConnection] = weakref.WeakSet()

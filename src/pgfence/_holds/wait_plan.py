@@ -38,6 +38,14 @@ def pause(left: float) -> float:
     return min(left, between(0.02, 0.06))
 
 
+LONGEST_SLEEP = 3.75
+
+
+def choose_sleep(ahead: int) -> float:
+    """Return the jittered seconds for which a waiter with so many tickets ahead sleeps, at most LONGEST_SLEEP."""
+    return min(ahead / 8, 3.0) * between(0.75, 1.25)
+
+
 WARN_AFTER = 30.0
 NESTED_LIMIT = 60.0
 """The default timeout of a task or thread that holds another lock, because deadlocks between processes are not detected."""

@@ -1,16 +1,24 @@
-"""Wait for a lock in the server. The first slice waits in the server's own queue, and the others in the order of the tickets."""
+"""Wait for a lock in the server. The first slice waits in the server's own queue, and the others in the order of the tickets.
+
+A waiter far from the front of a queue that does not move sleeps on the client instead, and looks now and then whether it moves.
+A look costs the server less than a slice. When the queue moves again, the waiters at the front, which never sleep, get the lock
+while the others wake up.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from pgfence._connections.connection import RELEASE_BUDGET, WAIT_GRACE
-from pgfence._holds.wait_plan import to_milliseconds
+from pgfence._holds.wait_plan import LONGEST_SLEEP, choose_sleep, to_milliseconds
+from pgfence._process.clock import clock
 from pgfence._sql.read_write import WriteSql, build_turnstile
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence._sql.ticket_queue import (
+    CHECK_TICKETS,
     LEAVE,
     build_batch,
+    build_look,
     build_wait_for_batch,
     build_wait_for_keys,
     build_wait_for_turn,
@@ -27,13 +35,35 @@ if TYPE_CHECKING:
 
 
 LOOK_EVERY = 4
-"""The number of slices after which a waiter checks whether the owner of the ticket ahead still makes progress."""
+"""The number of slices after which a waiter checks again whether the owners of the tickets ahead still make progress."""
+STILL_FOR = 1.5
+"""Seconds without a change at the front of the queue after which a waiter sleeps."""
+LOOKS = 20
+"""The least number of looks after which a waiter that sleeps checks the tickets again, so that it notices if all waiters at the
+front have stopped. A waiter with more tickets ahead looks as often as there are tickets."""
+SIGN_EVERY = 2.0
+"""Seconds after which a waiter that sleeps gives another sign that it has not stopped."""
 
 
 class ServerWait:
     """The wait of one contender on its connection. After an error its state is unknown, and the connection is closed."""
 
-    __slots__ = ("engine", "has_batch", "has_ticket", "has_turn", "has_turnstile", "session", "slices", "sql")
+    __slots__ = (
+        "ahead",
+        "engine",
+        "front",
+        "gave_sign",
+        "has_batch",
+        "has_ticket",
+        "has_turn",
+        "has_turnstile",
+        "looks",
+        "session",
+        "sleeps",
+        "slices",
+        "sql",
+        "still_since",
+    )
 
     def __init__(self, engine: Engine, session: LockConnection, sql: LockSql) -> None:
         self.engine = engine
@@ -43,7 +73,16 @@ class ServerWait:
         self.has_ticket = False
         self.has_turn = False
         self.has_turnstile = False
-        self.slices = 0
+        # The first slice is checked too, but not that of a writer, which is short.
+        self.slices = 0 if isinstance(sql, WriteSql) else LOOK_EVERY - 1
+        self.sleeps = False
+        self.looks = 0
+        """How often it still looks before it checks the tickets again."""
+        self.front: int | None = None
+        """The first ticket of the queue when they were last checked, if enough others wait in the server."""
+        self.ahead = 0
+        self.still_since = 0.0
+        self.gave_sign = 0.0
 
     async def run_step(self, step: Wait, call: Acquisition[LockSql]) -> bool | None:
         """Wait for one slice and return whether the lock was granted, or None if the waiter needs a ticket now."""
@@ -52,9 +91,49 @@ class ServerWait:
         # None is returned immediately, before a query for the holders, during which other waiters would take tickets.
         if not step.queued:
             return await self.wait_without_ticket(step.seconds)
+        if self.sleeps and await self._sleep(call):
+            return False
         if not self.has_turn and not await self.wait_for_turn(step.seconds):
             return False
         return await self.wait_in_turn(min(step.seconds, call.left))
+
+    async def _check_tickets(self) -> None:
+        """Find the next ticket ahead whose owner has not stopped, and decide whether to sleep."""
+        row = await self.session.fetch_row(self.engine, CHECK_TICKETS, (), limit=RELEASE_BUDGET)
+        next_ahead, front, self.ahead = row
+        self.has_turn = not next_ahead
+        if front != self.front:
+            self.front, self.still_since = front, clock()
+        self.sleeps = self.session.ours and front is not None and clock() - self.still_since >= STILL_FOR
+        self.looks = max(LOOKS, self.ahead)
+
+    async def _sleep(self, call: Acquisition[LockSql]) -> bool:
+        """Look whether the queue has moved, and sleep on the client if not. Return whether it slept."""
+        session, left = self.session, call.left - LONGEST_SLEEP
+        if left <= 0:  # the end of the wait is spent in the server, so that a lock that becomes free then is not missed
+            return False
+        if not self.looks:
+            await self._check_tickets()
+        if not self.sleeps or await self._has_moved():
+            self.sleeps, self.slices = False, LOOK_EVERY - 1
+            return False
+        session.alarm = session.carrier.make_event()
+        try:
+            if session.dead is None:  # checked after the event exists, because another thread reports the loss
+                await session.alarm.wait(min(choose_sleep(self.ahead), left), call.cancel)
+        finally:
+            session.alarm = None
+        return True
+
+    async def _has_moved(self) -> bool:
+        """Return whether the first ticket, or the one ahead, was returned since they were checked."""
+        assert self.front is not None
+        now, self.looks = clock(), self.looks - 1
+        gives_sign = now - self.gave_sign >= SIGN_EVERY
+        text, args = build_look(self.sql.base, self.front, self.sql.style, gives_sign=gives_sign)
+        if gives_sign:
+            self.gave_sign = now
+        return bool(await self.session.fetch_value(self.engine, text, args, limit=WAIT_GRACE))
 
     async def _wait_as_writer(self, sql: WriteSql, length: float, call: Acquisition[LockSql]) -> bool:
         """Wait for one slice in the order of the tickets, or together with a writer whose turn it is.
@@ -115,14 +194,11 @@ class ServerWait:
     async def wait_for_turn(self, length: float) -> bool:
         """Wait for up to `length` seconds until this waiter's ticket is the first. The first call takes the ticket."""
         self.slices += 1
-        statements = build_wait_for_turn(
-            self.sql.keys,
-            to_milliseconds(length),
-            has_ticket=self.has_ticket,
-            looks=self.slices % LOOK_EVERY == 0,
-        )
-        self.has_turn = await self.session.run_script(self.engine, statements, limit=length + WAIT_GRACE)
+        statements = build_wait_for_turn(self.sql.keys, to_milliseconds(length), has_ticket=self.has_ticket)
+        is_free = await self.session.run_script(self.engine, statements, limit=length + WAIT_GRACE)
         self.has_ticket = True
+        if is_free or self.slices % LOOK_EVERY == 0:
+            await self._check_tickets()
         return self.has_turn
 
     async def wait_in_turn(self, length: float) -> bool:

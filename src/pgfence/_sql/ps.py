@@ -13,7 +13,7 @@ from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.errors import ErrorContext
 from pgfence._sql.params import mark, microseconds_sql, name_of, style_of
 from pgfence._sql.storage import is_in_place_sql, quote_literal
-from pgfence._sql.ticket_queue import END_OF_QUEUE, IS_TICKET, WAITED
+from pgfence._sql.ticket_queue import END_OF_QUEUE, IS_SIGN, IS_TICKET, WAITED
 from pgfence.keys import SEPARATOR
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ _LOCKS = (
     " AND n.mode = 'ExclusiveLock' AND p.mode = 'ExclusiveLock' AND n.classid::bigint <> 0),"
     " parts AS (SELECT t.vx, 1 AS space, t.ticket AS value FROM tickets AS t UNION ALL SELECT t.vx, 1, t.clock"
     f" FROM tickets AS t UNION ALL SELECT t.vx, 1, t.ticket | {END_OF_QUEUE} FROM tickets AS t"
+    f" UNION ALL SELECT t.vx, 1, k.value FROM tickets AS t JOIN locks AS k ON {IS_SIGN} WHERE k.ours"
     " UNION ALL SELECT c.vx, 2, c.pair FROM claims AS c),"
     " wanted AS (SELECT k.value, k.space FROM locks AS k WHERE k.ours AND NOT k.granted UNION SELECT c.value, 1"
     " FROM claims AS c JOIN locks AS k ON k.ours AND NOT k.granted AND k.space = 2 AND k.value = c.pair),"

@@ -8,10 +8,15 @@ it keeps its place at the end of a slice.
     base + 0 ... base + 2**20 - 1   the tickets; after the last number comes the first
     base + 2**20                    the counter: locked while a ticket is taken
     base + 2**20 + 1 ...            the clock: a waiter has a shared lock on the second in which it took its ticket
+    base + 2**20 + 2**19 ...        the signs: a waiter that sleeps has a shared lock on the second of its last query
     base + 2**21 - 1                the batch: locked by the first of several waiting writers until it is its turn
 
 The server shows since when a session waits for a lock, which here is the beginning of the present slice. The clock shows
 every reader of pg_locks how long the whole wait has lasted.
+
+A waiter far from the front of a queue that does not move sleeps on the client instead, without a transaction, and looks from time
+to time whether the queue has moved. An owner of a ticket that neither waits for a lock nor gave such a sign within the last seconds
+has stopped, and is passed over.
 
 They are keys of the bigint space. `base` is a hash of the lock's key without the last 21 bits.
 """
@@ -38,8 +43,12 @@ END_OF_QUEUE = 2 * _COUNTER - 1
 """A mask of the bits in which the keys of one queue differ. `key | END_OF_QUEUE` is the last key of its queue."""
 _MASK = _COUNTER - 1
 _CLOCK = _COUNTER + 1
-SECONDS = _COUNTER - 2
-"""The number of seconds after which the clock starts again: twelve days."""
+SECONDS = _COUNTER // 2 - 1
+"""The number of seconds after which the clock starts again: six days."""
+_SIGNS = _CLOCK + SECONDS
+_SECOND = f"pg_catalog.mod(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp())::bigint, {SECONDS})"
+_FRESH = 5
+"""The number of seconds for which a sign shows that its owner has not stopped. It gives one every 2 s, or after its sleep."""
 _HALF = _COUNTER // 2
 """Tickets taken at one time span less than half of the circle, so that the older of any two is known."""
 
@@ -49,13 +58,19 @@ AHEAD = "pgfence.ahead"
 """The setting with the ticket ahead. It is empty if it is this session's turn."""
 _SINCE = "pgfence.since"
 """The setting with the key of the clock that the session has locked."""
+AWAKE = 4
+"""The number of waiters at the front of a queue that never sleep, so that the lock is handed over while others wake up."""
+_SIGN = "pgfence.sign"
+"""The setting with the key of the last sign that the session gave."""
 BATCH = "pgfence.batch"
 """The setting that says whether the wait for the batch succeeded."""
 _MINE = f"NULLIF(NULLIF(pg_catalog.current_setting('{TICKET}', true), ''), 'none')::bigint"
 _AHEAD = f"NULLIF(pg_catalog.current_setting('{AHEAD}', true), '')::bigint"
 _UNLOCK_CLOCK = (
     f"pg_catalog.pg_advisory_unlock_shared(NULLIF(pg_catalog.current_setting('{_SINCE}', true), '')::bigint),"
-    f" pg_catalog.set_config('{_SINCE}', '', false)"
+    f" pg_catalog.set_config('{_SINCE}', '', false),"
+    f" pg_catalog.pg_advisory_unlock_shared(NULLIF(pg_catalog.current_setting('{_SIGN}', true), '')::bigint),"
+    f" pg_catalog.set_config('{_SIGN}', '', false)"
 )
 
 
@@ -87,10 +102,15 @@ _TICKETS = f"pg_catalog.pg_locks AS l WHERE {_HELD_HERE} AND {_VALUE} BETWEEN ba
 _SHIFT = _BITS + 1
 IS_TICKET = (
     f"o.granted AND o.mode = 'ExclusiveLock' AND o.space = 1 AND (o.value & {_COUNTER}) = 0"
-    f" AND c.granted AND c.mode = 'ShareLock' AND c.space = 1 AND (c.value & {2 * _COUNTER - 1}) BETWEEN {_CLOCK} AND {_BATCH - 1}"
+    f" AND c.granted AND c.mode = 'ShareLock' AND c.space = 1 AND (c.value & {2 * _COUNTER - 1}) BETWEEN {_CLOCK} AND {_SIGNS - 1}"
     f" AND c.pid = o.pid AND c.value >> {_SHIFT} = o.value >> {_SHIFT}"
 )
 """The condition that of two locks `o` is a ticket, and `c` the clock of the same session."""
+IS_SIGN = (
+    f"k.granted AND k.mode = 'ShareLock' AND k.space = 1 AND (k.value & {2 * _COUNTER - 1}) BETWEEN {_SIGNS} AND {_BATCH - 1}"
+    f" AND k.pid = t.pid AND k.value >> {_SHIFT} = t.ticket >> {_SHIFT}"
+)
+"""The condition that the lock `k` is a sign of the owner of the ticket `t`."""
 WAITED = (
     "pg_catalog.mod(pg_catalog.mod(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp())::bigint"
     f" - (c.value & {2 * _COUNTER - 1}) + {_CLOCK}, {SECONDS}) + {SECONDS}, {SECONDS})"
@@ -109,7 +129,7 @@ Its result is false if the ticket was lost, and NULL if the session has none.
 
 # The counter's lock ends with the inner block, which is rolled back. The ticket is a session lock and stays.
 _TAKE_TICKET = f"""DO $$DECLARE base CONSTANT bigint := {{base}}; ticket bigint; ahead bigint;
- since bigint := base + {_CLOCK} + pg_catalog.mod(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp())::bigint, {SECONDS});
+ since bigint := base + {_CLOCK} + {_SECOND};
 BEGIN
  BEGIN
   PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock(base + {_COUNTER});
@@ -127,22 +147,36 @@ BEGIN
   pg_catalog.set_config('{_SINCE}', CASE WHEN ticket IS NULL THEN '' ELSE COALESCE(since::text, '') END, false);
 END$$"""
 
-# This finds the nearest ticket ahead whose owner is waiting. An owner that is not waiting, such as a stopped process, is skipped.
-# An owner that is between two slices loses one place.
-_MOVE_UP = f"""PERFORM pg_catalog.set_config('{AHEAD}', COALESCE((
-  SELECT (t.base + ((t.ticket - t.base - pg_catalog.min(t.d)) & {_MASK}))::text
-  FROM (SELECT q.base, q.ticket, (q.ticket - {_VALUE}) & {_MASK} AS d
-   FROM (SELECT {{base}} AS base, {_MINE} AS ticket) AS q, {_TICKETS}
-    AND EXISTS (SELECT FROM pg_catalog.pg_locks AS w WHERE w.pid = l.pid AND NOT w.granted)) AS t
-  WHERE t.d BETWEEN 1 AND {_HALF - 1} GROUP BY t.base, t.ticket), ''), false);"""
+_BASE = f"({_MINE} >> {_SHIFT} << {_SHIFT})"
+_IS_FRESH = (
+    f"l.objsubid = 1 AND {_VALUE} BETWEEN {_BASE} + {_SIGNS} AND {_BASE} + {_BATCH - 1}"
+    f" AND pg_catalog.mod({_SECOND} - ({_VALUE} - {_BASE} - {_SIGNS}) + {SECONDS}, {SECONDS}) <= {_FRESH}"
+)
+# This finds the nearest ticket ahead whose owner waits or sleeps. The owner of a skipped ticket does neither, as that of a stopped
+# process. An owner that is between two slices loses one place. pg_locks is read only once.
+CHECK_TICKETS = f"""SELECT
+ pg_catalog.set_config('{AHEAD}', COALESCE((x.mine - x.nearest & {_MASK} | {_BASE})::text, ''), false),
+ CASE WHEN x.awake >= {AWAKE} THEN x.mine - x.first & {_MASK} | {_BASE} END, x.ahead
+ FROM (SELECT pg_catalog.max(t.mine) AS mine, pg_catalog.count(*) AS ahead, pg_catalog.min(t.d) AS nearest,
+   pg_catalog.max(t.d) FILTER (WHERE t.waits) AS first, pg_catalog.count(*) FILTER (WHERE t.waits) AS awake
+  FROM (SELECT q.mine, (q.mine - s.ticket) & {_MASK} AS d, s.waits FROM (SELECT {_MINE} AS mine) AS q,
+   (SELECT pg_catalog.max({_VALUE}) FILTER (WHERE {_HELD_HERE} AND {_VALUE} BETWEEN {_BASE} AND {_BASE} + {_MASK}) AS ticket,
+     pg_catalog.bool_or(NOT l.granted) AS waits, pg_catalog.bool_or({_IS_FRESH}) AS has_sign
+    FROM pg_catalog.pg_locks AS l GROUP BY l.pid) AS s WHERE s.waits OR s.has_sign) AS t
+  WHERE t.d BETWEEN 1 AND {_HALF - 1}) AS x"""
+"""The statement that moves up to the nearest ticket ahead. It has no parameters, so that its plan is kept.
 
-# This runs twice a second for each waiter, so it is short. It checks only occasionally whether the owner ahead has stopped.
+It returns the ticket ahead, or an empty string if it is this session's turn; the first ticket whose owner waits in the server, or
+NULL if fewer than `AWAKE` owners ahead wait there; and the number of tickets ahead.
+"""
+
+# This runs twice a second for each waiter at the front, so it is short.
 _WAIT_FOR_TURN = f"""DO $$BEGIN
- PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock_shared({_AHEAD});
- {_MOVE_UP}
-EXCEPTION WHEN lock_not_available THEN {{look}}
+ PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock_shared({_AHEAD}),
+  pg_catalog.set_config('{AHEAD}', '', false);
+EXCEPTION WHEN lock_not_available THEN NULL;
 END$$"""
-_IS_TURN = f"SELECT 1 WHERE pg_catalog.current_setting('{AHEAD}', true) OPERATOR(pg_catalog.=) ''"
+_IS_AHEAD_FREE = f"SELECT 1 WHERE pg_catalog.current_setting('{AHEAD}', true) OPERATOR(pg_catalog.=) ''"
 
 # The locks on the keys follow the wait in the same statement, so that they are planned before the wait.
 _WAIT_FOR_KEYS = f"""DO $$DECLARE keys bigint[]; pairs bigint[]; k bigint;
@@ -161,6 +195,18 @@ EXCEPTION WHEN lock_not_available THEN PERFORM pg_catalog.set_config('{BATCH}', 
 END$$"""
 _IS_OPEN = f"SELECT 1 WHERE pg_catalog.current_setting('{BATCH}', true) OPERATOR(pg_catalog.=) 'open'"
 
+_IS_FREE = "CASE WHEN pg_catalog.pg_try_advisory_lock_shared({0}) THEN pg_catalog.pg_advisory_unlock_shared({1}) ELSE false END"
+_HAS_MOVED = (
+    f"SELECT {_IS_FREE.format('CAST({0} AS bigint)', 'CAST({1} AS bigint)')} OR {_IS_FREE.format(_AHEAD, _AHEAD)}"
+)
+# The new sign is locked before the old one is unlocked, so that there is always one. The subquery is evaluated first, because it
+# contains a volatile function.
+_GIVE_SIGN = (
+    f", pg_catalog.set_config('{_SIGN}', CASE WHEN pg_catalog.pg_try_advisory_lock_shared(s.key) THEN s.key::text ELSE '' END, false),"
+    f" pg_catalog.pg_advisory_unlock_shared(s.before) FROM (SELECT CAST({{2}} AS bigint) + {_SIGNS} + {_SECOND} AS key,"
+    f" NULLIF(pg_catalog.current_setting('{_SIGN}', true), '')::bigint AS before) AS s"
+)
+
 _SET_TIMEOUT = "pg_catalog.set_config('lock_timeout', '{ms}', true)"
 _LOCK_ONE = (
     f"{_SET_TIMEOUT}, pg_catalog.pg_advisory_xact_lock{{mode}}({{key}}), pg_catalog.pg_advisory_lock{{mode}}({{key}})"
@@ -177,10 +223,10 @@ _LOCK_EACH = (
 )
 
 
-def build_wait_for_turn(
-    keys: Sequence[LockKey], milliseconds: int, *, has_ticket: bool, looks: bool = False
-) -> tuple[str, ...]:
-    """Return the statements that take a ticket if needed and wait for the turn. The last one returns a row if it is the turn.
+def build_wait_for_turn(keys: Sequence[LockKey], milliseconds: int, *, has_ticket: bool) -> tuple[str, ...]:
+    """Return the statements that take a ticket if needed and wait for the ticket ahead. The last one returns a row if it is free.
+
+    `CHECK_TICKETS` then finds the next ticket ahead.
 
     A DO block takes no parameters, so it contains the numbers as int64 literals, and nothing else from outside.
 
@@ -188,11 +234,22 @@ def build_wait_for_turn(
         keys: the sorted keys.
         milliseconds: how long to wait.
         has_ticket: whether the session has a ticket.
-        looks: whether to skip the ticket ahead after the wait if its owner has stopped.
     """
     numbers = {"base": f"'{find_queue(keys)}'::bigint", "ms": int(milliseconds)}
-    wait = _WAIT_FOR_TURN.format(**numbers, look=_MOVE_UP.format(**numbers) if looks else "NULL;")
-    return (wait, _IS_TURN) if has_ticket else (_TAKE_TICKET.format(**numbers), wait, _IS_TURN)
+    wait = _WAIT_FOR_TURN.format(**numbers)
+    return (wait, _IS_AHEAD_FREE) if has_ticket else (_TAKE_TICKET.format(**numbers), wait, _IS_AHEAD_FREE)
+
+
+def build_look(base: int, front: int, style: ParamStyle, *, gives_sign: bool) -> tuple[str, tuple[object, ...]]:
+    """Return the statement with which a waiter that sleeps looks whether the queue has moved, and its parameters.
+
+    The queue has moved if the first ticket, or the one ahead, is no longer held. With `gives_sign`, the waiter also shows
+    that it has not stopped.
+    """
+    marks = [mark(style, n) for n in (1, 2, 3)]
+    if gives_sign:
+        return (_HAS_MOVED + _GIVE_SIGN).format(*marks), (front, front, base)
+    return _HAS_MOVED.format(*marks), (front, front)
 
 
 def build_wait_for_batch(keys: Sequence[LockKey], milliseconds: int) -> tuple[str, ...]:

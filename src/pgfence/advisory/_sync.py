@@ -48,8 +48,8 @@ class AdvisoryLock(LockNames, LockBase[H]):
                 index(chunk)
 
     Several names form one lock. Either all of them are acquired or none, in one global order, on one connection. A wait runs in
-    slices of at most 0.5 s, so that it holds back neither VACUUM nor CREATE INDEX CONCURRENTLY. Threads that wait for the same
-    names queue inside the process, and one connection serves them.
+    slices of at most 0.5 s in the server, so that it holds back neither VACUUM nor CREATE INDEX CONCURRENTLY. Threads that wait
+    for the same names queue inside the process, and one connection serves them.
 
     Guarantees: each key has at most one holder per database and server, among all clients that use PostgreSQL's advisory locks.
     The lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or
