@@ -24,7 +24,7 @@ class LockTable:
 
     @property
     def use(self) -> tuple[int, int]:
-        """The entries in use when they were last counted, and the capacity, which is 0 if it is not known."""
+        """The entries in use at the last count and those added since, and the capacity, which is 0 if it is not known."""
         return self._used, self._limit
 
     def needs_count(self, keys: int) -> bool:
@@ -42,7 +42,7 @@ class LockTable:
             self._limit = limit
 
     def note_taken(self, keys: int) -> None:
-        """Add the locks that this process acquired since the last count."""
+        """Add locks that this process has acquired to the last count."""
         self._used += keys
 
     def check_room(self, keys: int) -> None:

@@ -127,7 +127,7 @@ class PoolState:
             turn.wake()
 
     def cancel_wait(self, turn: PoolWaiter) -> None:
-        """Leave the queue."""
+        """Remove a waiter from the queue, if it is still there."""
         with contextlib.suppress(ValueError):
             self._waiting.remove(turn)
 
@@ -328,7 +328,7 @@ class LockPool:
         session.watch()
 
     def checkin(self, session: LockConnection) -> None:
-        """Return a connection that holds no lock."""
+        """Return a connection that holds no lock to its owner or to the pool, which closes it if it has enough idle ones."""
         if not session.ours:
             assert isinstance(session, CallerConnection)
             session.detach()

@@ -68,7 +68,7 @@ def statement_error(
 
 
 def is_rejection(session: LockConnection, error: BaseException) -> bool:
-    """Return whether the server itself raised the error. If so, nothing was granted, and the connection is still usable."""
+    """Return whether the server or the driver rejected the statement: nothing was granted, and the connection is usable."""
     if isinstance(error, TextError):
         return True  # The driver raised this error before anything was sent.
     return (
@@ -92,7 +92,7 @@ def is_row_locked(error: BaseException) -> bool:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return whether to retry an adoption. If only its response was lost, the retry with the same new id is granted too."""
+    """Return whether to retry an idempotent statement, such as an adoption, which grants the same new id again."""
     return isinstance(error, UnreachableError) or is_conflict(error) or is_row_locked(error)
 
 

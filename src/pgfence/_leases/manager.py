@@ -116,7 +116,7 @@ class LeaseManager(LeaseStatements):
         return None
 
     async def _contend(self, call: LeaseAcquisition) -> Grant | None:
-        """Try until the lease is granted. Return None if it is held and the time to wait is over."""
+        """Try until the lease is granted. Return None if it is held and the call does not wait."""
         # The heartbeat is needed before any grant, because creating it raises an error in a process that cannot run it.
         heartbeat = self.heartbeat
         claim, polls = call.wanted, 0

@@ -322,7 +322,7 @@ class LeaseStatements:
         raise grant.lost_error()
 
     def note_unanswered(self, grant: Grant, error: BaseException) -> None:
-        """Retry a release that got no response in the background. At the latest, the TTL ends the lease."""
+        """Retry in the background a release that got no response. At the latest, the TTL ends the lease."""
         self.heartbeat.release_later(grant)
         why, fields = str(error) or type(error).__name__, grant.build_log_fields("release_failed")
         names = format_names(grant.names)

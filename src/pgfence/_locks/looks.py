@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def look(pool: LockPool, sql: LockSql) -> list[Holder]:
-    """Return the current holders of the requested keys, queried on an idle connection.
+    """Return the current holders of the requested keys, queried on an idle or a new connection.
 
     Raises:
         UnreachableError: the server cannot be reached.

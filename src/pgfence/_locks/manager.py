@@ -166,7 +166,7 @@ class LockManager:
                 self.pool.discard(session)
 
     async def _contend(self, call: LockAcquisition, on: Connection | None) -> bool:
-        """Contend with other processes for the lock. Return False if it is held and the call does not wait any longer."""
+        """Contend with other processes for the lock. Return False if it is held and the call does not wait."""
         failures, sql, entry = 0, call.wanted, call.entry
         many = len(sql.keys) > MANY_KEYS
         while True:
@@ -335,7 +335,7 @@ class LockManager:
         return True
 
     def _begin_release(self, hold: SessionHold) -> tuple[bool, bool]:
-        """Return whether the caller may release the hold, and whether the lock was handed over without a round trip."""
+        """Claim the right to release a hold, and hand the lock over in this process if possible. Return whether each succeeded."""
         with MUTEX:
             if not hold.begin_release():
                 return False, False

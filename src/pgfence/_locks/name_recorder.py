@@ -116,13 +116,13 @@ class NameRecorder:
         return math.inf if isinstance(self.engine.pool, StaticPool) else 0.0
 
     def watch(self, connection: Connection, record: TransactionRecord) -> None:
-        """Store the names of the locks that the transactions of a connection hold for long."""
+        """Watch a connection, and store the names of the locks that its transactions hold for long."""
         if record not in self._watched:
             self._watched[record] = WatchedConnection(connection)
         self._ensure_thread()
 
     def add(self, engine: Engine, keys: Sequence[LockKey], driver: object) -> None:
-        """Store the names of a lock that was granted on a connection of the driver."""
+        """Queue the names of a lock that was granted on a driver's connection, to be stored at the next look."""
         self._granted.append((engine, keys, driver))
         self._ensure_thread()
 
@@ -160,7 +160,7 @@ class NameRecorder:
             raise
 
     def _end_if_idle(self) -> bool:
-        """Return whether the thread ends because it has no work. The next lock then starts another thread."""
+        """Return whether the thread ends, because it has no work or the process exits. The next lock then starts another thread."""
         now = clock()
         if PROCESS.ending:
             return True
@@ -240,7 +240,7 @@ class NameRecorder:
         )
 
     def _on_engine_disposed(self, _: Engine) -> None:
-        """Clear all records and end the thread, because a disposed engine should not open another connection."""
+        """Forget the locks and end the thread, because a disposed engine should not open another connection."""
         if self.pid == PROCESS.pid:
             self._watched.clear()
             self._granted.clear()

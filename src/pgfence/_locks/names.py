@@ -24,7 +24,9 @@ UNTRANSLATED = (TextError, KeyCollisionError)
 
 
 async def note_names(engine: Engine, session: LockConnection, sql: LockSql, limit: float) -> None:
-    """Store the names of a lock that this process has not stored yet. If the table of names does not exist, nothing is sent.
+    """Store the names of a lock that this process has not stored yet, if the table of names exists.
+
+    Nothing is sent on the caller's own connection. The engine's `NameRecorder` stores those names later.
 
     Raises:
         KeyCollisionError: a key belongs to another name.

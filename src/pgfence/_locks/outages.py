@@ -75,7 +75,7 @@ class Patience:
 
 
 def build_gone_error(names: tuple[str, ...], gone: ConnectionGoneError) -> UnreachableError:
-    """Return the error for a call whose connection, and then the replacement, was lost during the statement."""
+    """Return the error for a call whose connection was lost during the statement."""
     return UnreachableError(
         f"the connection was lost while acquiring {format_names(names)}: {gone.__cause__}. Nothing is held; try again"
     )

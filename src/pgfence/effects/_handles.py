@@ -245,7 +245,7 @@ def check_plain_function(fn: Callable[..., object]) -> None:
 
 
 def check_value(value: R, fn: Callable[..., R]) -> R:
-    """Reject a coroutine where a value is expected.
+    """Return the value of a function, which must not be a coroutine.
 
     Raises:
         TypeError: the value is a coroutine, which has not run.

@@ -184,7 +184,7 @@ class RunningAttempt:
         self.steps[name] = text
 
     def begin_inside(self, text: str) -> tuple[TableNames, Values]:
-        """Return what `finish_inside` needs to store a result in the caller's transaction."""
+        """Record that the caller's transaction will store the result, and return what `finish_inside` needs for that."""
         self._inside = True
         return self._grant.place, (*self._ids, *self._finish_values("done", text, None, inside=True))
 

@@ -149,7 +149,7 @@ class _CallTemplate:
         self._naming = compile_templates((key, scope), fn, _RequiredFields().format)
 
     def build_key(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
-        """Return the key of one call, in the transaction of its session."""
+        """Return what `idempotent` returns for one call, in the transaction of its session."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments

@@ -61,7 +61,7 @@ def get_version_table(mapper: Mapper[object]) -> Table:
 
 
 def is_local(mapper: Mapper[object]) -> bool:
-    """Return whether a statement on the class's own table reaches the column."""
+    """Return whether a statement on the class's own table reaches the version column."""
     return get_version_column(mapper).table is mapper.local_table
 
 

@@ -37,7 +37,7 @@ _FLUSHED_IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[object]] = Weak
 
 
 def collect_instances(state: ORMExecuteState, mapper: Mapper[object]) -> dict[State, object]:
-    """Return the instances of a class, and the versions at which they were read, before a statement writes rows of the class."""
+    """Return the instances of a class and the versions at which they were read. Call this before a statement writes their rows."""
     session, base = state.session, mapper.base_mapper
     for transaction in _iterate_savepoints(session):
         _IN_SAVEPOINT.setdefault(transaction, set()).add(base)

@@ -161,7 +161,7 @@ def _note_owners(
 
 
 def _find_owners(session: Session, join: Join, values: dict[Values, None], stored: list[State]) -> Iterator[object]:
-    """Yield the owners of rows, with their versions."""
+    """Yield the owners of rows, with their versions loaded."""
     wanted = [each for each in values if join.has_owner(each)]
     owner, rows = join.prop.parent, join.prop.mapper
     conditions: list[ColumnElement[bool]] = []

@@ -50,7 +50,7 @@ _TABLES: WeakKeyDictionary[Table, ref[Mapper[object]]] = WeakKeyDictionary()
 
 
 def guard(state: ORMExecuteState) -> AnyResult | None:
-    """Execute a statement so that every row that it changes gets a new version.
+    """Make a statement give every row that it changes a new version. Return its result if it was executed here.
 
     Raises:
         VersionRequiredError: the statement would leave versions unchanged.
@@ -208,7 +208,7 @@ def _raises_itself(statement: object, mapper: Mapper[object]) -> bool:
 
 
 def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[object]) -> AnyResult:
-    """Execute an UPDATE for each row, which compares the version that is given with the row."""
+    """Execute an UPDATE of rows by key, after comparing each row with the version in its parameters."""
     rows = state.parameters
     assert isinstance(rows, list)
     if mode_of(mapper) == "xmin":
@@ -269,7 +269,7 @@ def _compare(state: ORMExecuteState, mapper: Mapper[object], keys: list[Key], ex
 def _execute(
     state: ORMExecuteState, mappers: set[Mapper[object]], synchronized: Mapper[object] | None = None
 ) -> AnyResult | None:
-    """Execute a statement if the session has instances of the classes whose rows it writes.
+    """Execute a statement and update the session's instances of the written classes, or return None if it has none.
 
     Args:
         state: the execution.

@@ -178,7 +178,7 @@ class RenewalQueue:
         return self.listens and now >= self._listen_at and self.listeners.is_missing(self.schedule.places)
 
     def check_later(self, channel: str, name: str | None = None) -> bool:
-        """Record that the leases of a name, or all leases, may have been evicted. Return whether there are any.
+        """Queue a check of the leases of a name, or of all leases, for an eviction. Return whether there are any.
 
         Args:
             channel: the channel of evictions.

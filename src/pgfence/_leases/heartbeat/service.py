@@ -138,7 +138,7 @@ class HeartbeatService:
             return self._queue.listeners.is_on(place)
 
     def end_later(self, ending: tasks.ReleaseTask) -> None:
-        """Send a release in the background, and repeat it until the server responds."""
+        """Send a release in the background, and repeat it until the server responds or the time of the release is over."""
         with self._lock:
             self._queue.releases.append(ending)
             self._ensure_worker()
@@ -356,7 +356,7 @@ class HeartbeatService:
             request.finish(None if grant.state == "held" else ended_error(grant))
 
     def _note_failure(self, task: tasks.HeartbeatTask, error: Exception) -> None:
-        """Record a task that failed. The state of its leases is unknown, and the task is retried."""
+        """Record and log a failed task, plan its retry, and finish the requests that waited for it with the error."""
         told = tasks.translate_renewal_error(error, task.place)
         with self._lock:
             requests = self._queue.note_failure(task, clock())

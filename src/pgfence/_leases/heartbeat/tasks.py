@@ -171,7 +171,7 @@ class ReleaseTask(HeartbeatTask):
         return self.at < self.until
 
     def needs_retry(self, now: float) -> bool:
-        """Plan another try and return True if the release was inconclusive: another session had the row locked."""
+        """Return whether to try again, because another session had the row locked and there is time, and plan that try."""
         return self.answer is None and self.plan_retry(now)
 
 
@@ -355,6 +355,6 @@ class NotifyListeners:
         return [wake for wakes in self._waiters.get(listening.channel, {}).values() for wake in wakes]
 
     def reset(self) -> None:
-        """Forget the channels, because the connection was replaced."""
+        """Record that no channel is listened to, because the connection is not open."""
         self._on.clear()
         self.deaf = False
