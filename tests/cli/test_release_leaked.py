@@ -57,7 +57,7 @@ def test_it_shows_asks_ends_and_records(
     assert not is_free(admin, name)
     monkeypatch.setattr("click.confirm", lambda *_, **__: True)
     assert main(NOW) == 0
-    assert "Ended 1 of 1 sessions and recorded this in the audit table." in capfd.readouterr().out
+    assert "Ended 1 of 1 session and recorded this in the audit table." in capfd.readouterr().out
     assert is_free(admin, name)
     assert main(NOW) == 67
     assert "No session that holds a leaked lock has been idle" in capfd.readouterr().out
@@ -71,7 +71,7 @@ def test_a_session_that_takes_long_to_end_is_recorded(
     """The signal was sent: the session ends as soon as its process continues, so the audit has it."""
     with pause(leak.info.backend_pid):
         assert main([*NOW, "--yes"]) == 0
-    assert "Ended 1 of 1 sessions and recorded this in the audit table." in capfd.readouterr().out
+    assert "Ended 1 of 1 session and recorded this in the audit table." in capfd.readouterr().out
     blocking(lambda: is_free(admin, name))
 
 

@@ -644,7 +644,7 @@ async def test_an_update_by_primary_key_without_a_version_is_rejected(
     cls = await page(world, engine, kind)
     before = await read(world, engine, cls)
     given = [{"id": 1, "version": before[1], "title": "x"}, {"id": 2, "title": "x"} | version]
-    with pytest.raises(VersionRequiredError, match="1 of the 2 rows have none"):
+    with pytest.raises(VersionRequiredError, match="1 of the 2 rows has no version"):
         await on_session(world, engine, executing(update(cls), given))
     assert await read(world, engine, cls) == before
 

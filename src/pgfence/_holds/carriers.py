@@ -88,7 +88,7 @@ def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
 
 
 def cancel_here() -> CancelEvent | None:
-    """Return the event that `cancel_waits` has set for this thread, or None."""
+    """Return the event with which `cancel_waits` ends the waits of this thread, or None."""
     return _HERE.event
 
 

@@ -170,7 +170,8 @@ class Rules:
         life, record = ttl_of(ttl), check_keep(keep)
         if record < life:
             raise ValueError(
-                f"keep={record:g} is shorter than ttl={life:g}: the response would expire before the claim of a dead request"
+                f"keep={record:g} must not be shorter than ttl={life:g}, because the response would expire before the claim of a dead"
+                " request"
             )
         return cls(
             principal=principal,

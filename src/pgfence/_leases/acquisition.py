@@ -89,7 +89,8 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
         )
         if held and held + weight > limit:
             raise SelfDeadlockError(
-                f"waiting for {format_names(self.names)} would deadlock: this {self.owner.kind} holds {held} of {limit} permits"
+                f"waiting for {format_names(self.names)} would deadlock: this {self.owner.kind} holds {held} of {limit}"
+                f" {'permit' if limit == 1 else 'permits'}"
                 f" and requests {weight} more. Release one first, or acquire all of them at once with weight=",
                 names=self.names,
             )

@@ -309,7 +309,7 @@ def _find_inside(value: object, origin: object, arguments: tuple[object, ...]) -
     """Yield, for each element of a builtin collection, its mismatch or None."""
     if isinstance(value, tuple) and origin is tuple and arguments[-1:] != (...,):
         if len(value) != len(arguments):
-            yield f"{len(value)} elements"
+            yield f"{len(value)} {'element' if len(value) == 1 else 'elements'}"
         yield from map(_find_mismatch, value, arguments)
     elif isinstance(value, dict) and len(arguments) == 2:
         for key, one in value.items():

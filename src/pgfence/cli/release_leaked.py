@@ -120,7 +120,7 @@ class _Release:
         recorded = (
             " and recorded this in the audit table" if done.audited else ". There is no audit table to record this in"
         )
-        ended = f"Ended {len(done.sessions)} of {len(seen)} sessions{recorded}."
+        ended = f"Ended {len(done.sessions)} of {len(seen)} {'session' if len(seen) == 1 else 'sessions'}{recorded}."
         return AdminReport("released", Code.OK, [*map(_format_line, done.sessions), ended], done.sessions)
 
 

@@ -58,7 +58,7 @@ class _Attempt:
         self.in_progress: dict[str, object] = {}
         """The steps that are running, each with a mark of its thread or task."""
         self.unsaved: dict[str, str] = {}
-        """The values, as JSON, of steps that were done but perhaps not saved, by name. The step "" is the whole effect."""
+        """The names of steps that were done but perhaps not saved, with their values as JSON. The step "" is the whole effect."""
 
     def __repr__(self) -> str:
         wanted = self._running.wanted

@@ -77,8 +77,8 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         )
         if self._wanted.keep < self._wanted.ttl:
             raise ValueError(
-                f"keep={self._wanted.keep:g} is shorter than ttl={self._wanted.ttl:g}: the result would be deleted before the claim"
-                " of a dead attempt expires"
+                f"keep={self._wanted.keep:g} must not be shorter than ttl={self._wanted.ttl:g}, because the result would be deleted"
+                " before the claim of a dead attempt expires"
             )
         self._codec = Codec.of(result)
         self._reached = None if result is None else frozenset(self._codec.classes.values())

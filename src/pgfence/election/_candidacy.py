@@ -250,7 +250,7 @@ class Candidacy(Generic[TermT]):
             self._stop_listening = None
 
     def _note_failure(self, error: Exception) -> float:
-        """Log once that no query was possible, and return the seconds to pause."""
+        """Log that no query was possible, as a warning only once, and return the seconds to pause."""
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
         names = format_names((self._candidate._name,))

@@ -278,8 +278,8 @@ def _get_record(connection: Connection, tokens: Mapping[str, int], *, fresh: boo
     state = sql.read_driver_state(connection)
     if state.autocommit:
         raise TransactionStateError(
-            f"the connection is in autocommit: the gate of {_quote_names(tokens)} would be left at the end of the statement that"
-            " enters it. Use a connection without AUTOCOMMIT"
+            f"the gate of {_quote_names(tokens)} was not entered, because the connection is in autocommit, where the gate would be"
+            " left at the end of the statement that enters it. Use a connection without AUTOCOMMIT"
         )
     if state.pipeline:
         raise TransactionStateError(

@@ -126,7 +126,7 @@ def _reject_assigned(work: Work) -> None:
 
 
 def values_of(statement: object) -> Iterator[tuple[str, object]]:
-    """Yield the arguments of `values()`, by name."""
+    """Yield the name and the value of each argument of `values()`."""
     for given in (getattr(statement, "_values", None), getattr(statement, "_ordered_values", None)):
         for key, value in dict(given or ()).items():
             yield find_value_name(key), value

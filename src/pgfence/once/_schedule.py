@@ -1,4 +1,4 @@
-"""Parse the schedule that the caller gives, and reject what cannot be used."""
+"""Parse the schedule that the caller passes, and reject what cannot be used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FIELDS = "Its five fields are minute, hour, day of the month, month, day of the
 def schedule_of(
     every: timedelta | None, cron: str | None, at: datetime | str | None, tz: str, catch_up: CatchUp
 ) -> Schedule | datetime:
-    """Return the slots, or the one slot that the caller gives.
+    """Return the slots, or the one slot that the caller passes.
 
     Raises:
         TypeError: not exactly one of `every`, `cron` and `at` is given, or one has the wrong type.
@@ -97,7 +97,10 @@ def _parse_fields(line: str) -> str:
         return _NICKNAMES[word]
     # cronsim also accepts six fields, with the seconds first. A crontab would read the minute of such a line as its hour.
     if len(words) != 5:
-        raise ValueError(f"cron={line!r} is not a crontab line: it has {len(words)} fields, not five. {_FIELDS}")
+        raise ValueError(
+            f"cron={line!r} is not a crontab line: it has {len(words)} {'field' if len(words) == 1 else 'fields'}, not five."
+            f" {_FIELDS}"
+        )
     return " ".join(words)
 
 

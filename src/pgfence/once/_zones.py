@@ -47,7 +47,7 @@ class SlotZoneError(PgfenceError):
 
 
 def get_zone_name(schedule: Schedule | datetime) -> str | None:
-    """Return the name of the zone whose rules on the server apply, or None for UTC and for a slot that the caller gives."""
+    """Return the name of the zone whose rules on the server apply, or None for UTC and for a slot that the caller passes."""
     return None if isinstance(schedule, datetime) else getattr(schedule.zone, "key", None)
 
 

@@ -193,9 +193,9 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
 
     def _build_mismatch_error(self, count: int, hash_name: str) -> ValueError:
         return ValueError(
-            f"{format_names((self._name,))} has {count} partitions by {hash_name}, not {self.count} by {self.hash}: a key would"
-            f" belong to two partitions. Use count={count} and hash={hash_name!r}, or stop all workers and call resize(); another"
-            " hash needs another name"
+            f"{format_names((self._name,))} has {count} {'partition' if count == 1 else 'partitions'} by {hash_name}, not"
+            f" {self.count} by {self.hash}, and with both a key would belong to two partitions. Use count={count} and"
+            f" hash={hash_name!r}, or stop all workers and call resize(); another hash needs another name"
         )
 
     def _build_owned_error(self, row: Row) -> LockTimeoutError:

@@ -96,8 +96,8 @@ class RateLimitOptions(Generic[EngineSourceT]):
             )  # another session has locked the row, and nothing was taken
         if found.outcome == "mismatch":
             raise ValueError(
-                f"the rate limit {self._name!r} is {found.limit} per {found.per:g} s, not {self._limit} per {self._per:g} s:"
-                f" another process has created or changed it. Use limit={found.limit}, per={found.per:g}, or change it for"
+                f"the rate limit {self._name!r} is {found.limit} per {found.per:g} s, not {self._limit} per {self._per:g} s,"
+                f" because another process has created or changed it. Use limit={found.limit}, per={found.per:g}, or change it for"
                 " all processes with change()"
             )
         return found

@@ -111,7 +111,7 @@ class AttemptRun:
         style_of(connection.dialect)
         if read_driver_state(connection).autocommit:
             raise TransactionStateError(
-                "the connection is in autocommit: each statement would be committed separately, and again by each attempt."
+                "a unit of work cannot be retried in autocommit, because each attempt would commit each statement separately."
                 " Use an engine without AUTOCOMMIT"
             )
         self._connections.add(connection)
@@ -188,6 +188,6 @@ def _sets_savepoint(session: Session) -> bool:
     if mode == "create_savepoint" or (mode == "conditional_savepoint" and bind.in_nested_transaction()):
         return True
     raise TransactionStateError(
-        "the sessionmaker is bound to a Connection whose transaction is already open: a retry would roll that back. Bind"
+        "the sessionmaker is bound to a Connection whose transaction is already open, and a retry would roll that back. Bind"
         ' it to the engine; or, for tests that roll everything back, use join_transaction_mode="create_savepoint"'
     )

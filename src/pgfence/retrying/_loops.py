@@ -182,10 +182,10 @@ def _reject_nested(me: object, session: Session, factory: object, plan: Plan) ->
     here = (me, factory if bind is None else bind.dialect)
     if here in _RUNNING.get():
         raise TransactionStateError(
-            f"{plan.name} was called inside a transaction of run_transaction: it would be committed even if the outer"
-            " transaction fails, repeated with each attempt of the outer transaction, and could wait indefinitely for locks of"
-            " the outer transaction. Call the function itself with the open session; if it is decorated, call"
-            " fn.__wrapped__(session, ...)"
+            f"{plan.name} was not run, because it was called inside a transaction of run_transaction. Its own transaction would be"
+            " committed even if the outer transaction fails, would be repeated with each attempt of the outer transaction, and"
+            " could wait indefinitely for locks of the outer transaction. Call the function itself with the open session; if it is"
+            " decorated, call fn.__wrapped__(session, ...)"
         )
     before = _RUNNING.set((*_RUNNING.get(), here))
     try:

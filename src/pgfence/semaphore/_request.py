@@ -111,15 +111,16 @@ class PermitRequest(AcquireRequest):
             raise Refused from self._build_mismatch_error(size)
         if outcome == "heavy":
             raise Refused from ValueError(
-                f"weight={self.asked} is more than the {size} permits of the semaphore {format_names(self.names)}, so the request"
-                " could never be granted: pass a smaller weight"
+                f"the semaphore {format_names(self.names)} has {size} {'permit' if size == 1 else 'permits'}, so a request with"
+                f" weight={self.asked} could never be granted: pass a smaller weight"
             )
         return Busy(remaining, holder_of(self, holder) if holder[0] else None, limit=size)
 
     def _build_mismatch_error(self, size: int) -> ValueError:
         return ValueError(
-            f"the semaphore {format_names(self.names)} has {size} permits, not {self.permits}: another process has created or resized"
-            f' it. Use permits={size}, change the number with resize(), or follow it with on_mismatch="stored"'
+            f"the semaphore {format_names(self.names)} has {size} {'permit' if size == 1 else 'permits'}, not {self.permits}, because"
+            f" another process has created or resized it. Use permits={size}, change the number with resize(), or follow it with"
+            ' on_mismatch="stored"'
         )
 
 

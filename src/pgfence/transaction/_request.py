@@ -154,8 +154,9 @@ class TransactionLockBase(Guided):
 
     def _autocommit_error(self) -> TransactionStateError:
         return TransactionStateError(
-            f"the connection is in autocommit: the lock {format_names(self._list_labels())} would end with its own statement. Use a"
-            " connection without AUTOCOMMIT, and commit and roll back through SQLAlchemy; or use AdvisoryLock"
+            f"the lock {format_names(self._list_labels())} was not requested, because the connection is in autocommit, where the lock"
+            " would end with its own statement. Use a connection without AUTOCOMMIT, and commit and roll back through SQLAlchemy;"
+            " or use AdvisoryLock"
         )
 
     def _find_missing(self, record: TransactionRecord, keys: tuple[LockKey, ...]) -> tuple[LockKey, ...]:

@@ -119,8 +119,8 @@ def check_transaction(connection: Connection, way: str) -> None:
     """
     if read_driver_state(connection).autocommit:
         raise TransactionStateError(
-            "the connection is in autocommit, in which the lock of a versioned row ends before the row is written: use a"
-            f" connection without AUTOCOMMIT, or {way}"
+            "a versioned row was not locked, because the connection is in autocommit, in which the lock would end before the row is"
+            f" written: use a connection without AUTOCOMMIT, or {way}"
         )
 
 

@@ -223,7 +223,7 @@ def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[obj
     if lacking := [row for row in rows if row.get(ATTRIBUTE) is None]:
         raise _unversioned_error(
             mapper,
-            f"{len(lacking)} of the {len(rows)} rows have none",
+            f"{len(lacking)} of the {len(rows)} rows {'has' if len(lacking) == 1 else 'have'} no version",
             f"Give each row the {ATTRIBUTE!r} at which it was read",
         )
     names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
