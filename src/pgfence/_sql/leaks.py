@@ -132,7 +132,7 @@ class Released:
 
 
 def is_leaked(state: str | None, idle: float | None, query: str, idle_for: float) -> bool:
-    """Return whether a session that holds advisory locks is idle, and its last statement is not one of pgfence's."""
+    """Return whether a session that holds advisory locks has been idle for `idle_for` seconds after a statement of another program."""
     return state == "idle" and (idle or 0) >= idle_for and not any(part in query for part in _OURS)
 
 

@@ -63,7 +63,7 @@ def note_sql(place: TableNames, style: ParamStyle) -> str:
 
 
 def list_new_names(dialect: Dialect, place: TableNames, keys: Iterable[LockKey]) -> dict[int, str]:
-    """Return the names that this process has not stored yet, in their stored form, by key."""
+    """Return a dict from keys to their names in stored form, without the names that this process has already stored."""
     known = _remembered_of(dialect, place)
     return {
         key.value: key._hashed.removeprefix(SEPARATOR)

@@ -70,7 +70,7 @@ class Doing(NamedTuple):
 
 
 def describe_sessions(connection: Connection, pids: Sequence[int]) -> dict[int, Doing]:
-    """Return the activity of sessions by process id. Sessions that the role may not see are omitted."""
+    """Return a dict from process ids to what their sessions do. Sessions that the role may not see are omitted."""
     text = _DOING.format(_MARKS[style_of(connection.dialect)])
     rows = connection.exec_driver_sql(text, (list(pids),)).all()
     return {row[0]: Doing(row[0], row[1], row[2], " ".join((row[3] or "").split())[:_LONGEST_QUERY]) for row in rows}

@@ -173,7 +173,7 @@ def finish_claim(session: Any, row: Claimable) -> object:
 
 
 def _read_query(entity: Any, criteria: Sequence[Any], order_by: Any, ttl: object) -> tuple[Any, Mapper[Any]]:
-    """Return the SELECT with its row locks, which is built for the class unless the caller passed one, and the class."""
+    """Return the SELECT with its row locks, and the mapper. The SELECT is built if the caller passed a class."""
     if not isinstance(cast("object", entity), (ClauseElement, Executable)):
         return build_query(entity, criteria, order_by)
     if criteria or order_by is not None:

@@ -65,7 +65,7 @@ class Work(NamedTuple):
 
 
 def guard(state: ORMExecuteState) -> AnyResult | None:
-    """Execute a statement only if this transaction has a token for each row that it writes."""
+    """Check that this transaction has a token for each row that a statement writes. Return the result if it was executed here."""
     mapper = state.bind_mapper
     if mapper is None or not (state.is_insert or state.is_update or state.is_delete):
         return None

@@ -149,7 +149,7 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
         return Membership(members, rank, list(free))
 
     async def leave(self, member: str) -> None:
-        """Stop being a member."""
+        """Remove a member from the workers of the partitions."""
         manager, request = self.prepare()
         text = partition_sql(request.place, manager.style).leave
         await manager.fetch_row(request.place, text, (request.group, member), needed=LIMITS)

@@ -111,7 +111,7 @@ class Balancer(Generic[OwnershipT]):
         self._stop_listening: list[Callable[[], None]] = []
 
     def list_owned(self) -> Mapping[int, OwnershipT]:
-        """Return the leases of the partitions that are owned now, by number."""
+        """Return the numbers of the partitions that are owned now, with their leases."""
         with self._lock:
             runs = sorted(self._runs.items())
         return {number: run.lease for number, run in runs if run.lease.state in ("held", "unknown")}
@@ -293,7 +293,7 @@ class Balancer(Generic[OwnershipT]):
             await event.wait(seconds)
 
     def _note_failure(self, error: Exception) -> float:
-        """Log once that the server could not be queried, and return the seconds to pause."""
+        """Log that the server could not be queried, as a warning only once, and return the seconds to pause."""
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
         names = format_names((self._options._name,))
