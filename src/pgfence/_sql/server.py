@@ -191,7 +191,7 @@ def read_start_time(connection: Connection) -> str:
 def judge_session(
     facts: ServerInfo, driver_pid: int, pooler: PoolerSetting, other_pid: int | None
 ) -> PgfenceError | None:
-    """Return the reason why a session lock would not be safe here, or None.
+    """Return the error if a session lock would not be safe here, or None.
 
     Args:
         facts: the facts of the session.
@@ -230,7 +230,7 @@ def judge_session(
 
 
 def judge_version(facts: ServerInfo) -> UnsupportedServerError | None:
-    """Return the reason why this is not a PostgreSQL server that pgfence supports, or None."""
+    """Return the error if this is not a PostgreSQL server that pgfence supports, or None."""
     if not facts.version.startswith("PostgreSQL ") or "-YB-" in facts.version:
         return UnsupportedServerError(
             f"pgfence needs PostgreSQL, but this server identifies itself as {facts.version[:60]!r}"
@@ -259,7 +259,7 @@ WARN, REFUSE = 0.8, 0.9
 
 
 def judge_capacity(used: int, wanted: int, limit: int) -> Literal["fine", "warn"] | CapacityError:
-    """Return whether `wanted` more locks fit in a lock table with a capacity of at least `limit`."""
+    """Return whether `wanted` more locks fit ("fine"), nearly fill the lock table ("warn"), or are too many (the error)."""
     share = (used + wanted) / limit
     if share >= REFUSE:
         return CapacityError(
