@@ -102,7 +102,7 @@ def hashtext_key(connection: Connection | AsyncConnection, name: str) -> object:
     Only the server can compute this key, because PostgreSQL does not guarantee that `hashtext` is the same in every release. Use
     the server on which the lock is held, and do not store the result. The call neither begins nor ends a transaction on the
     connection. The key is that of `pg_advisory_lock` with a single argument. For `pg_advisory_lock(hashtext(a), hashtext(b))`,
-    use a `LockKey.pair` of both values.
+    query the server for both hash values and pass them to `LockKey.pair`.
 
     Raises:
         TypeError: `connection` is neither a Connection nor an AsyncConnection, or `name` is not a str.

@@ -420,14 +420,14 @@ KINDS: dict[str, Kind] = {
     ),
     "delete": Kind("a deleted row", _of("Page", 0, 1, 2), _delete, {}, ("Page", 1)),
     "row switch": Kind(
-        "a new row under the key of a row that the flush deletes",
+        "a new row with the same primary key as a row that the flush deletes",
         _of("Page", 0),
         _switch,
         {("Page", 0): 1},
         ("Page", 0),
     ),
     "row switch of a key": Kind(
-        "a new row under the key of a row that the flush deletes, in a table that has no columns other than the key and the version",
+        "a new row with the same primary key as a row that the flush deletes, in a table that has no columns other than the key and the version",
         _all(_of("Parent", 0), _of("Link", 0)),
         _key_switch,
         {("Link", 0): 1},
@@ -435,7 +435,7 @@ KINDS: dict[str, Kind] = {
         rejected={"xmin": TypeError},
     ),
     "row switch by orphan": Kind(
-        "a new row under the key of a row that it replaces in a relationship with `delete-orphan`",
+        "a new row with the same primary key as the row that it replaces in a relationship with `delete-orphan`",
         _all(_of("Parent", 0), _of("Twin", 0)),
         _orphan_switch,
         {("Twin", 0): 1},

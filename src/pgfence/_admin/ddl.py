@@ -70,7 +70,7 @@ def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
 
 
 def perform_on(connection: Connection, place: TableNames, work: Callable[[Connection, TableNames], None]) -> None:
-    """Call `work` in the transaction of a Connection, with the table names in the schema that was found.
+    """Call `work` in the transaction of a Connection, and pass the table names with the schema that they are in.
 
     Raises:
         PgfenceError, ValueError: as documented for `schema.create_all` and the other functions.

@@ -110,9 +110,10 @@ def describe_pooler(engine: Engine, error: PoolerError) -> PoolerError:
     """Return the error for a pooler, with advice that names command-line options."""
     session = "" if error.mode == "transaction" else "; or add --pooler session if the pooler is in session mode"
     return PoolerError(
-        f"{describe_server(engine)}: a connection pooler{' in transaction mode' if not session else ''} is between pgfence and"
-        " PostgreSQL, where advisory locks are not safe. Pass the URL of the server itself as --dsn; or use --lease, which "
-        f"also works through a pooler in transaction mode and needs the tables of `pgfence install`{session}",
+        f"{describe_server(engine)}: session locks are not safe here, because a connection pooler"
+        f"{' in transaction mode' if not session else ''} is between pgfence and PostgreSQL. Pass the URL of the server itself as"
+        " --dsn; or use --lease, which also works through a pooler in transaction mode and needs the tables of"
+        f" `pgfence install`{session}",
         mode=error.mode,
     )
 

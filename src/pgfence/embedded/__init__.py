@@ -55,8 +55,8 @@ def server(
         ValueError: `data_dir` is neither empty nor a folder that this function created, or contains data of another major
             version; or a setting does not exist or is set by this function itself.
         TypeError: a name or value in `settings` is not a string.
-        UnreachableError: no binaries were found, or the server did not start (the message ends with its log). The error is not
-            retryable.
+        UnreachableError: no binaries were found, or the server did not start (the message ends with the last lines of the server's
+            log). The error is not retryable.
     """
     with closing(Server(data_dir=data_dir, fsync=fsync, settings=settings)) as running:
         running.start()

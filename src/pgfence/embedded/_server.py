@@ -106,7 +106,7 @@ class Server:
         """Start the server and wait until it accepts connections. After a stop it uses the same port.
 
         Raises:
-            UnreachableError: the server does not start. The message ends with its log.
+            UnreachableError: the server did not start. The message ends with the last lines of the server's log.
         """
         fixed, log = self.port, ""
         for _ in range(_ATTEMPTS):
@@ -173,7 +173,7 @@ def _check_settings(settings: Mapping[Any, Any]) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"settings must be strings, not {name!r}: {value!r}")
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name, re.ASCII):
-            raise ValueError(f"{name!r} is not a valid name of a server setting")
+            raise ValueError(f"{name!r} is not a valid name for a server setting: use a name from postgresql.conf")
         if name.lower() in _OURS:
             raise ValueError(f"pgfence.embedded itself sets {name}: remove it from settings")
         if "\x00" in value:
