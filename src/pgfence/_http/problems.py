@@ -18,7 +18,7 @@ SHORT = 1
 """Seconds after which to retry a request if no better time is known."""
 
 _LATER = "Send this request again after the number of seconds in Retry-After."
-_INTERNAL = "The service could not handle this request because of an internal error. Its log has the cause."
+_INTERNAL = "The service could not handle this request because of an internal error. The cause is in the service's log."
 
 
 # None of them contains the message of an error, which may name keys, holders and tables.
@@ -57,7 +57,7 @@ KEY_MISSING = Problem(
     "idempotency_key_missing",
     400,
     "This request needs an Idempotency-Key. Send that header with a string that is unique for each request, such as a UUID,"
-    " and the same one whenever you send this request again.",
+    " and send the same string whenever you send this request again.",
 )
 KEY_REPEATED = Problem(
     "idempotency_key_repeated",
@@ -72,13 +72,14 @@ KEY_INVALID = Problem(
 PRINCIPAL_MISSING = Problem(
     "principal_missing",
     400,
-    "An Idempotency-Key belongs to a client, and this request does not identify its client. Send it with your credentials.",
+    "An Idempotency-Key belongs to a client, and this request does not identify its client. Send the request with your"
+    " credentials.",
 )
 PAYLOAD_INVALID = Problem(
     "payload_invalid",
     400,
-    "The body of this request cannot be compared with the one that it may repeat: it contains NaN or an infinity, or is nested "
-    "too deeply. Correct it.",
+    "The body of this request contains NaN or an infinity, or is nested too deeply, so it cannot be compared with the body of an"
+    " earlier request. Correct the body.",
 )
 BODY_INCOMPLETE = Problem("body_incomplete", 400, "The body of the request ended before it was complete.")
 LENGTH_REQUIRED = Problem(
@@ -88,17 +89,17 @@ BODY_TOO_LARGE = Problem(
     "body_too_large", 413, "The body of a request with an Idempotency-Key must not be longer than the service allows."
 )
 NAME_INVALID = Problem(
-    "lock_name_invalid", 422, "A parameter of the path cannot be part of the name of a lock. Correct it."
+    "lock_name_invalid", 422, "A parameter of the path cannot be part of the name of a lock. Correct the parameter."
 )
 NOT_RECORDED = Problem(
     "response_not_recorded",
     409,
-    "The request was processed. Its response could not be recorded, and cannot be sent again. Do not repeat the request.",
+    "The request was processed, but its response could not be recorded and cannot be sent again. Do not repeat the request.",
 )
 NOT_CLAIMED = Problem(
     "key_not_claimed",
     503,
-    "The database did not accept the Idempotency-Key of this request, so nothing was done. Send it again later.",
+    "The database did not accept the Idempotency-Key of this request, so nothing was done. Send the request again later.",
 )
 OF_REQUESTS = (
     KEY_MISSING,
@@ -123,12 +124,12 @@ OUTCOME_UNKNOWN = Problem(
     "idempotency_outcome_unknown",
     409,
     "An earlier request with this Idempotency-Key was interrupted, and it is not known what it did. An operator of the service"
-    " has to check that before the request can be sent again.",
+    " must find that out before the request can be sent again.",
 )
 PRECONDITION_FAILED = Problem(
     "precondition_failed",
     412,
-    "The data has changed since you read it. Read it again, and repeat your change on the new version.",
+    "The data has changed since you read it. Read it again, and apply your change to the new version.",
 )
 UNREACHABLE_REJECTED = Problem("database_login_rejected", 500, _INTERNAL)
 
@@ -154,7 +155,9 @@ OF_ERRORS = {
         "The service stopped waiting for a lock, because it is shutting down. Send the request again.",
     ),
     "LockLostError": Problem(
-        "lock_lost", 503, f"The service lost a lock that this request needs, and stopped. {_LATER}"
+        "lock_lost",
+        503,
+        f"The service lost a lock that this request needs, so it stopped processing the request. {_LATER}",
     ),
     "DeadlockError": Problem("deadlock", 409, f"This request and another one waited for each other. {_LATER}"),
     "StaleFencingTokenError": Problem(

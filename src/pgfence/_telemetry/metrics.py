@@ -84,7 +84,7 @@ LOCK_TABLE_USAGE = Metric(
 LOCK_TABLE_LIMIT = Metric("pgfence.lock_table.limit", "gauge", "{lock}", "Minimum capacity of the server's lock table")
 RENEWAL = Metric("pgfence.lease.renewal.duration", "histogram", "s", "Duration of one statement that renews leases")
 RENEWAL_FAILURES = Metric(
-    "pgfence.lease.renewal.failures", "counter", "{renewal}", "Renewals of a lease without a response", (KIND, ERROR)
+    "pgfence.lease.renewal.failures", "counter", "{renewal}", "Lease renewals that got no response", (KIND, ERROR)
 )
 RECLAIMS = Metric(
     "pgfence.lease.reclaims",
