@@ -93,7 +93,7 @@ def test_help_of_run_says_what_it_excludes(capsys: pytest.CaptureFixture[str]) -
     """As the table in the docs does: a plain lock and a lease of one name do not meet."""
     assert main(["run", "--help"]) == 0
     assert (
-        "excludes other runs, and AdvisoryLock and TransactionLock with that name. With --lease or --once-per, it excludes Lease and Once instead."
+        "excludes other runs, AdvisoryLock and TransactionLock with that name. With --lease or --once-per, it excludes Lease and Once instead."
         in " ".join(capsys.readouterr().out.split())
     )
 
@@ -192,7 +192,7 @@ def test_a_bad_url_is_named_by_its_source_and_never_shown(
         ("no_such_shop:engine", "No module named 'no_such_shop'"),
         ("broken_shop:engine", "KeyError: 'SHOP_URL'"),
         ("shop:nothing", "no attribute 'nothing'"),
-        ("shop:number", "neither an Engine nor a function that returns one: int"),
+        ("shop:number", "neither an Engine nor a function that returns one, but of the type int"),
         ("shop:fails", "RuntimeError: no vault"),
         ("shop:later", "neither an Engine nor a function that returns one"),
         ("shop:aio", "AsyncEngine"),

@@ -261,7 +261,8 @@ def test_restart_decides_what_follows_the_command(cli: Cli, name: str, restart: 
         if again:
             assert len(set(one.children(3))) == 3
             pauses = re.findall(
-                r"the command ended with exit code (\d+); this host is a candidate again in (\d+) s", one.read("err")
+                r"the command ended with exit code (\d+); this host becomes a candidate again in (\d+) s",
+                one.read("err"),
             )
             assert pauses[:2] == [(str(code), "1"), (str(code), "2")]
             assert one.end() in {128 + signal.SIGTERM, code}

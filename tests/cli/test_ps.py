@@ -130,7 +130,7 @@ def test_for_programs_there_is_one_object(name: str, engine: Engine, capfd: pyte
 def test_an_empty_list_and_a_limit_are_explained(name: str, engine: Engine, capfd: pytest.CaptureFixture[str]) -> None:
     """Nothing held is exit code 0 and a sentence; a list that is cut off says so."""
     assert main(["ps", f"{name}:none"]) == 0
-    assert capfd.readouterr().out == f"Nothing is held whose name begins with '{name}:none'.\n"
+    assert capfd.readouterr().out == f"Nothing is held under a name that begins with '{name}:none'.\n"
     with Lease(engine, f"{name}:a", ttl=30).hold(), Lease(engine, f"{name}:b", ttl=30).hold():
         assert main(["ps", name, "--limit", "1"]) == 0
         out = capfd.readouterr().out

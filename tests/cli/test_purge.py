@@ -110,7 +110,4 @@ def test_a_purge_that_the_server_ends_is_75(
         assert main(["purge", "--dsn", login]) == 75
     out, err = capfd.readouterr()
     assert out == ""
-    assert (
-        err
-        == "pgfence: canceling statement due to lock timeout. Batches that were finished before the error stay deleted\n"
-    )
+    assert err == "pgfence: canceling statement due to lock timeout. Keys that were already purged stay deleted\n"

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_output(code: int) -> int:
-    """Flush stdout, and return the exit code. After success, it is the code of an output error if the flush fails."""
+    """Flush stdout, and return the exit code. If the flush fails after a success, return the code of an output error."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -29,13 +29,13 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
     cls=Command,
     examples={
         "pgfence audit --since 2d": "The last two days",
-        "pgfence audit --action evict --json": "All evictions, for a program",
+        "pgfence audit --action evict --json": "All evictions, as JSON for a program",
     },
     codes=[
-        ("0", "The entries were printed, even if there are none."),
+        ("0", "The matching entries were printed; there may be none."),
         ("64", "Misuse."),
         ("69", "The server did not respond."),
-        ("78", "The tables or a permission are missing."),
+        ("78", "Tables or permissions are missing."),
     ],
 )
 @click.option(

@@ -15,8 +15,8 @@ class Code(IntEnum):
     MISUSE = 64
     """The command line, a name or the database URL is invalid."""
     TIME = 65
-    """A slot that has not begun is recorded as done, because the server's clock was set back; or host and server differ on
-    a time zone.
+    """A slot that has not begun is recorded as done, because the server's clock was set back; or the host and the
+    server have different rules for a time zone.
     """
     NOBODY = 67
     """No holder has that name, or nothing is stuck under that key, so there was nothing to do."""

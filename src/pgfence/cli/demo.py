@@ -118,7 +118,7 @@ def _show(outcome: Outcome, options: DemoOptions, seconds: float) -> None:
 def _keep(engine: Engine, options: DemoOptions, speaker: Console) -> None:
     if options.dsn is not None:
         speaker.tell(
-            f"the tables are in the schema {SCHEMA} of that database; to remove them, run DROP SCHEMA {SCHEMA} CASCADE"
+            f"the tables are in the schema {SCHEMA} of the given database; to remove them, run DROP SCHEMA {SCHEMA} CASCADE"
         )
         return
     with suppress(DemoInterrupted):  # the result is already printed, so Ctrl-C is the normal end

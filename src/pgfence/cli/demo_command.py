@@ -24,7 +24,7 @@ from pgfence.cli.report import Console
         ("64", "Misuse: an option or the URL cannot be used."),
         (
             "69",
-            "The server did not respond or closed the connection; or no PostgreSQL binaries were found to start a server.",
+            "The server did not respond or closed the connection; or no PostgreSQL binaries were found for the temporary server.",
         ),
         ("75", "Another demo is running in this database."),
         ("78", "The server cannot run the demo: it is a pooler or a standby, or the role may not create a schema."),
@@ -48,7 +48,7 @@ from pgfence.cli.report import Console
 def demo(dsn: str | None, seconds: float, processes: int, keep: bool, as_json: bool) -> None:
     """Watch processes transfer money without a lock, then with one, while lock holders are being killed.
 
-    Use it to see what pgfence guarantees. It starts a temporary PostgreSQL server and takes less than a minute.
+    Use it to see what pgfence guarantees. The command starts a temporary PostgreSQL server and takes less than a minute.
     """
     from pgfence.cli.demo import DemoOptions
     from pgfence.cli.demo import demo as play

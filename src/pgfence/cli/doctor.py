@@ -54,7 +54,7 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
     "lease",
     cls=Option,
     metavar="NAME",
-    help="Instead, measure renewals for at most 5 s, and advise a TTL for the lease NAME.",
+    help="Instead of the examination, measure renewals for at most 5 s, and advise a TTL for the lease NAME.",
 )
 @click.option(
     "--alembic-ini",
@@ -82,7 +82,7 @@ def doctor(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """Examine the server, the role and the settings, and print what could cause problems with pgfence, with a fix for each.
+    """Examine the server, the role and the settings, and print what could cause problems with pgfence and how to fix it.
 
     Use it before the first deployment, in CI, and when something is wrong. The command changes nothing and takes no lock. Run it with the
     URL and the role of the application, because privileges and settings depend on them.

@@ -189,10 +189,10 @@ class _FleetMember:
     def _describe(self, report: Report, pause: float) -> None:
         if report.outcome == "lost":
             # The supervised run has already printed why the term was lost.
-            self._speaker.tell(f"this host is a candidate again in {pause:g} s")
+            self._speaker.tell(f"this host becomes a candidate again in {pause:g} s")
         else:
             self._speaker.tell(
-                f"the command ended with exit code {report.exit_code}; this host is a candidate again in {pause:g} s"
+                f"the command ended with exit code {report.exit_code}; this host becomes a candidate again in {pause:g} s"
             )
 
     def _note_leader(self, holder: Holder | None) -> None:

@@ -32,7 +32,7 @@ DEFAULT_TTL = 15.0
         "pgfence elect --restart always mailbox -- bin/poll": "Start the command again whenever it ends, on any host",
     },
     codes=[
-        ("0-255", "The command's own exit code, if it is not started again; 128 + N if signal N ended it."),
+        ("0-255", "The command's own exit code, if the command is not started again; 128 + N if signal N ended it."),
         ("64", "Misuse: an option, a name, a URL or an engine cannot be used."),
         ("69", "At the start, the server rejected the login, or the database does not exist."),
         ("70", "An unexpected error; its traceback is printed."),
@@ -52,7 +52,7 @@ DEFAULT_TTL = 15.0
     type=float,
     default=DEFAULT_TTL,
     metavar="SECONDS",
-    help="Seconds after which another host takes over from a leader that has died. Default: 15.",
+    help="Seconds until another host takes over from a leader that has died. Default: 15.",
 )
 @click.option(
     "--max-hold",
@@ -114,7 +114,7 @@ def elect(
     """Keep one copy of a command running in a fleet.
 
     Use it for a scheduler, a poller and any service that must run on one host at a time. Start it on every host: the elected
-    leader runs the command, and the others wait. When the leader ends, dies or loses its term, another host is elected.
+    leader runs the command, and the other hosts wait. When the leader exits, dies or loses its term, another host is elected.
     """
     wanted = ElectOptions(
         name=name,

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
                 "of partitions instead of one permit or partition; with --ask, the holder is not the leader of an election."
             ),
         ),
-        ("67", "No lease and no session has that name; with --ask, there is no leader. Nothing was done."),
+        ("67", "No lease and no advisory lock has that name; with --ask, there is no leader. Nothing was done."),
         ("69", "The server did not respond."),
         ("75", "A transaction that writes under the token is still open, or the holder has changed. Nothing was done."),
         ("77", "You did not confirm. Nothing was done."),
-        ("78", "The tables or a permission are missing, or the server is read-only. Nothing was done."),
+        ("78", "Tables or permissions are missing, or the server is read-only. Nothing was done."),
     ],
 )
 @click.argument("name", metavar="NAME")
@@ -125,7 +125,7 @@ class _Eviction:
     def _describe_absence(self, seen: Found) -> str | None:
         """Return the message for the case that there is nothing to do, otherwise None."""
         if seen.token is None and not seen.holders:
-            return f"No lease and no session has the name {self._name!r}, so there is nothing to evict."
+            return f"No lease and no advisory lock has the name {self._name!r}, so there is nothing to evict."
         return None
 
     def _perform(self, seen: Found) -> AdminReport[Found]:

@@ -98,7 +98,7 @@ class Ending:
     """Ends processes. Each of them gets SIGTERM when it is found, and SIGKILL if it still runs after the grace period.
 
     Args:
-        find: returns those of the processes that still run. It is called repeatedly, because they may start others.
+        find: returns those of the processes that still run. Called repeatedly, because these processes may start others.
         grace: seconds; `math.inf` for no SIGKILL.
         told: processes that have already received SIGTERM.
     """

@@ -16,12 +16,12 @@ from pgfence.migrations import _environment as environment
 
 @click.command(
     "init",
-    short_help="Create an Alembic environment for parallel upgrades.",
+    short_help="Create an Alembic environment whose upgrades run one at a time.",
     cls=Command,
-    arguments={"DIR": "Directory of the environment; must be new or empty."},
+    arguments={"DIR": "Directory of the environment. It must be new or empty."},
     examples={
         "pgfence init migrations": "Create the directory migrations and the file alembic.ini",
-        "pgfence init -t async migrations": "For an application with an AsyncEngine",
+        "pgfence init -t async migrations": "Create an environment for an application with an AsyncEngine",
     },
     codes=[
         ("0", "The environment was created."),
@@ -46,7 +46,7 @@ from pgfence.migrations import _environment as environment
     type=click.Path(path_type=Path),
     default=Path("alembic.ini"),
     metavar="FILE",
-    help="The ini file; an existing one is kept. Default: alembic.ini.",
+    help="The ini file; an existing file is kept. Default: alembic.ini.",
 )
 @click.option(
     "--path",
@@ -58,7 +58,7 @@ from pgfence.migrations import _environment as environment
 def init(directory: Path | None, template: str, ini: Path, path: bool, quiet: bool) -> None:
     """Create an Alembic environment in which every pod may run `alembic upgrade head` at the same time.
 
-    Use it instead of `alembic init`. It does not contact a server.
+    Use it instead of `alembic init`. The command does not contact a server.
     """
     if template not in environment.list_templates():
         raise MisuseError(f"--template must be one of {', '.join(environment.list_templates())}, not {template!r}")

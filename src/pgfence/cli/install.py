@@ -19,7 +19,7 @@ from pgfence.config import DEFAULT
     cls=Command,
     examples={
         "pgfence install": "Create what is missing, in the first schema on the search path",
-        "pgfence install --schema locks": "In a separate schema",
+        "pgfence install --schema locks": "Create them in a separate schema",
         "pgfence install --sql | psql shop": "Print the script, and run it with psql",
     },
     codes=[
@@ -55,7 +55,7 @@ def install(
     Leases, elections, fences, slots, semaphores, rate limits, partitions and idempotency keys need them. Advisory and
     transaction locks need no tables.
 
-    Run it once per database, or in every deployment, because a second run changes nothing.
+    Run it once per database, or in every deployment; a second run changes nothing.
     """
     if sql and (dsn or engine):
         raise MisuseError("--sql contacts no server: use it without --dsn and --engine")

@@ -32,14 +32,14 @@ _PAIR = re.compile(r"(-?\d+)\s*,\s*(-?\d+)")
     short_help="Print the 64-bit key of a lock name, or what a key is for.",
     cls=Command,
     usage="[OPTIONS] NAME...",
-    arguments={"NAME": "Name of a lock; with --who, names to try, which may be omitted."},
+    arguments={"NAME": "Name of a lock. With --who, any number of names to try."},
     examples={
         "pgfence key nightly-billing --namespace shop": "The key of a name in a namespace",
         "pgfence key --who 72707369": "What a number in pg_locks or in the server's log is for",
-        "pgfence key --who 3812344,0 nightly-billing": "Whether a pair of numbers is the key of a name, in any library",
+        "pgfence key --who 3812344,0 nightly-billing": "Whether a pair of numbers is the key that a known library computes from a name",
     },
     codes=[
-        ("0", "The key was printed."),
+        ("0", "The key was printed or, with --who, what it is for."),
         ("64", "Misuse: the name, the namespace or the number cannot be used."),
         ("67", "With --who: the key is not known."),
         ("69", "With --who and a database: the server did not respond."),
@@ -51,7 +51,7 @@ _PAIR = re.compile(r"(-?\d+)\s*,\s*(-?\d+)")
     "--who",
     cls=Option,
     metavar="NUMBER",
-    help="Print what this key is for: a number, or a pair (classid and objid) as A,B.",
+    help="Print what this key is for. Give a number, or a pair (classid and objid) as A,B.",
 )
 @options.add_database_options
 @options.as_json
@@ -65,7 +65,7 @@ def key(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """Print the 64-bit key of a lock name, as pg_locks shows it, and as a SQL expression.
+    """Print the 64-bit key of a lock name as a number, as pg_locks shows it, and as a SQL expression.
 
     Use it to find a lock in pg_locks or in the server's log. With --who, print what a key is for; a server is contacted only if
     --dsn or --engine is given, to look up stored names and the keys of migration tools.

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
         "pgfence keys --scope checkout --json": "Keys whose scope begins with checkout, as JSON",
     },
     codes=[
-        ("0", "The keys were listed, even if no key is unfinished."),
+        ("0", "The unfinished keys were listed; there may be none."),
         ("64", "Misuse."),
         ("69", "The server did not respond."),
-        ("78", "The tables or a permission are missing."),
+        ("78", "Tables or permissions are missing."),
     ],
 )
 @click.option(
@@ -127,7 +127,7 @@ def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
         ("69", "The server did not respond."),
         ("75", "The result is being stored, or another attempt has started. Nothing was done."),
         ("77", "You did not confirm. Nothing was done."),
-        ("78", "The tables or a permission are missing, or the server is read-only. Nothing was done."),
+        ("78", "Tables or permissions are missing, or the server is read-only. Nothing was done."),
     ],
 )
 @click.argument("scope", metavar="SCOPE")
@@ -201,7 +201,7 @@ class _Freeing:
                 f"the key has changed, so nothing was done; {f'it is now {now}' if now else 'it is not stuck any more'}"
             )
             return AdminReport("changed", Code.BUSY, [said], now)
-        done = f"The key was freed, and this is recorded in the audit table. The next caller runs attempt {seen.attempt + 1}."
+        done = f"The key was freed. The change is recorded in the audit table. The next caller runs attempt {seen.attempt + 1}."
         return AdminReport("freed", Code.OK, [_format_line(seen), done], seen)
 
 

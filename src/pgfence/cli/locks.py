@@ -58,11 +58,14 @@ class Terms(NamedTuple):
             raise MisuseError("--min-hold needs --lease: a slot runs once, however short the command is")
         if self.ttl is not None and self.ttl < SHORTEST_TTL:
             raise MisuseError(
-                f"--ttl must be {SHORTEST_TTL:g} seconds or more, not {self.ttl:g}: the lease is renewed while the command"
-                " runs. 30 to 60 seconds suit most work"
+                f"--ttl must be {SHORTEST_TTL:g} seconds or more, not {self.ttl:g}. 30 to 60 seconds suit most work, because the lease"
+                " is renewed while the command runs"
             )
         if self.ttl is not None and self.ttl > DAY:
-            raise MisuseError("--ttl must be at most 86400 seconds: the lease is renewed while the command runs")
+            raise MisuseError(
+                f"--ttl must be at most 86400 seconds, not {self.ttl:g}. The lease is renewed while the command runs, so a long"
+                " command does not need a long TTL"
+            )
 
 
 def lock_on(

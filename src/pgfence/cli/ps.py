@@ -36,10 +36,10 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
         "pgfence ps": "Who holds what",
         "pgfence ps close: --watch": "Names that begin with close:, refreshed every second",
         "pgfence ps --state idle-in-transaction": "Forgotten transactions that hold a lock",
-        "pgfence ps --json | jq '.rows[] | select(.waiters != [])'": "For programs",
+        "pgfence ps --json | jq '.rows[] | select(.waiters != [])'": "Locks that others wait for, as JSON for a program",
     },
     codes=[
-        ("0", "The list was printed, even if nothing is held."),
+        ("0", "The list was printed; it may be empty."),
         ("64", "Misuse."),
         ("69", "The server did not respond."),
         ("78", "The server rejected the query, or is not a PostgreSQL that pgfence supports."),
@@ -76,7 +76,9 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     metavar="NUMBER",
     help="List at most this many rows; 0 lists all. Default: 100.",
 )
-@click.option("--watch", "watched", cls=Option, heading=options.OUTPUT, is_flag=True, help="Refresh until Ctrl-C.")
+@click.option(
+    "--watch", "watched", cls=Option, heading=options.OUTPUT, is_flag=True, help="Refresh until you press Ctrl-C."
+)
 @click.option(
     "--interval",
     cls=Option,

@@ -59,7 +59,7 @@ def open_console(file: TextIO) -> Console:
 
 
 def _describe_nothing(prefix: str) -> str:
-    return f"Nothing is held whose name begins with {prefix!r}." if prefix else "Nothing is held."
+    return f"Nothing is held under a name that begins with {prefix!r}." if prefix else "Nothing is held."
 
 
 def _list_notes(listing: Listing) -> list[str]:

@@ -33,9 +33,12 @@ if TYPE_CHECKING:
     codes=[
         ("0", "The purge is complete, even if no key had expired."),
         ("64", "Misuse."),
-        ("69", "The server did not respond, or the connection was lost. Finished batches stay deleted."),
-        ("75", "The server ended the purge, for example because of a timeout. Finished batches stay deleted."),
-        ("78", "The tables or a permission are missing, or the server is read-only."),
+        ("69", "The server did not respond, or the connection was lost. Keys that were already purged stay deleted."),
+        (
+            "75",
+            "The server ended the purge, for example because of a timeout. Keys that were already purged stay deleted.",
+        ),
+        ("78", "Tables or permissions are missing, or the server is read-only."),
     ],
 )
 @click.option(
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
     type=int,
     default=1000,
     metavar="NUMBER",
-    help="Keys deleted in one transaction. Default: 1000.",
+    help="Number of keys deleted in one transaction. Default: 1000.",
 )
 @options.add_table_options
 @options.as_json
@@ -84,5 +87,5 @@ def _perform(engine: Engine, batch: int) -> tuple[int | None, Code, str]:
     except PgfenceError as error:
         return None, choose_code(error), str(error)
     except DBAPIError as error:
-        return None, Code.BUSY, f"{message_of(error)}. Batches that were finished before the error stay deleted"
+        return None, Code.BUSY, f"{message_of(error)}. Keys that were already purged stay deleted"
     return purged, Code.OK, f"deleted {purged} expired keys"

@@ -118,7 +118,9 @@ class _Release:
         if not done.sessions:
             return AdminReport("changed", Code.BUSY, ["the sessions are in use again, so nothing was done"], seen)
         recorded = (
-            " and recorded this in the audit table" if done.audited else ". There is no audit table to record this in"
+            " and recorded this in the audit table"
+            if done.audited
+            else ". There is no audit table, so this was not recorded"
         )
         ended = f"Ended {len(done.sessions)} of {len(seen)} {'session' if len(seen) == 1 else 'sessions'}{recorded}."
         return AdminReport("released", Code.OK, [*map(_format_line, done.sessions), ended], done.sessions)

@@ -34,7 +34,7 @@ class Report:
     Attributes:
         name: the name of the lock.
         key: the 64-bit number of the lock; None for a lease, and until the namespace is known.
-        outcome: how the run ended, in a word.
+        outcome: how the run ended, one of the values of `Outcome`.
         exit_code: the exit code of pgfence.
         locked: whether the command ran under the lock.
         waited: seconds until the lock was granted or the wait ended.
@@ -118,7 +118,7 @@ class AdminReport(NamedTuple, Generic[F]):
     """The result of a command that ends a hold or frees a key.
 
     Attributes:
-        outcome: how it ended, in a word.
+        outcome: how the command ended, in one word.
         code: the exit code.
         lines: the text for people.
         found: what the command found, or None if it ended before that.
@@ -210,7 +210,7 @@ def write_wrapped(text: str, indent: int = 0) -> None:
 
 
 def expect_answer(*, dry_run: bool, yes: bool) -> None:
-    """Raise MisuseError if a question is needed and stdin is not a terminal."""
+    """Raise MisuseError if confirmation is needed and stdin is not a terminal."""
     if not (dry_run or yes or sys.stdin.isatty()):
         raise MisuseError("cannot ask for confirmation without a terminal: add --yes, or --dry-run to change nothing")
 

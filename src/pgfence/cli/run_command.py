@@ -34,12 +34,15 @@ _FAILURES = "If the lock is lost or no server can be reached"
     examples={
         "pgfence run nightly-billing -- bin/close-day": "Run a job on one host at a time; if another host runs it, exit with 75",
         "pgfence run --wait 60 deploy-shop -- bin/deploy": "Wait up to a minute for the lock",
-        "pgfence run --once-per day --on-busy ok report -- bin/report": "In the crontab of every host; run once a day, on one "
-        "of them",
+        "pgfence run --once-per day --on-busy ok report -- bin/report": "In the crontab of every host: run once a day, on one "
+        "of these hosts",
     },
     codes=[
         ("0-255", "The command's own exit code; 128 + N if signal N ended it."),
-        ("0", "Busy, with --on-busy ok; no server, with --on-unreachable skip."),
+        (
+            "0",
+            "With --on-busy ok, the lock is busy or the slot is done; with --on-unreachable skip, no server could be reached.",
+        ),
         ("64", "Misuse: an option, a name, a URL or an engine cannot be used."),
         (
             "65",
@@ -49,7 +52,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
         ("70", "An unexpected error; its traceback is printed."),
         ("75", "Busy: another process holds the lock, or the slot is done. Change this code with -E."),
         ("76", "The lock was lost before it was released; a command that was still running was stopped."),
-        ("78", "Locks are not safe on this server (a pooler, a standby, not PostgreSQL), or tables are missing."),
+        ("78", "Locks are not safe on this server (a pooler, a standby or not PostgreSQL), or tables are missing."),
         ("126", "The command could not be executed."),
         ("127", "The command was not found."),
         ("128 + N", "Signal N was received before the command was started."),
@@ -199,7 +202,7 @@ def run(
     """Run a command while this host holds a lock, like flock(1), but across all your hosts.
 
     Use it for cron jobs, deployments and any program that only one host should run at a time. The lock NAME excludes other runs,
-    and AdvisoryLock and TransactionLock with that name. With --lease or --once-per, it excludes Lease and Once instead.
+    AdvisoryLock and TransactionLock with that name. With --lease or --once-per, it excludes Lease and Once instead.
     AdvisoryLock(token=True) excludes all of these.
     """
     if nonblock and wait is not None:

@@ -77,7 +77,7 @@ def check_seconds(value: float, option: str) -> float:
         MisuseError: the value is negative or not a number.
     """
     if math.isnan(value) or value < 0:
-        raise MisuseError(f"{option} must be 0 or more seconds")
+        raise MisuseError(f"{option} must be 0 seconds or more")
     return value
 
 

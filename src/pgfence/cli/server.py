@@ -206,6 +206,6 @@ def _import(path: str) -> Engine:
         )
     if not isinstance(found, Engine):
         raise MisuseError(
-            f"--engine {path} is neither an Engine nor a function that returns one: {type(found).__name__}"
+            f"--engine {path} is neither an Engine nor a function that returns one, but of the type {type(found).__name__}"
         )
     return found

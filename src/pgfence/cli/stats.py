@@ -36,7 +36,7 @@ class Waited:
     """The waits for one name, as far as the samples show them.
 
     Attributes:
-        seconds: the total of the times that all waiters have waited.
+        seconds: the sum of the waiting times of all waiters.
         most: the largest number of waiters in one sample.
         longest: the longest wait of one waiter, in seconds.
     """
@@ -111,7 +111,7 @@ class HoldSamples:
     arguments={"PREFIX": "Sample only names that begin with PREFIX, as `pgfence ps` shows them. Default: all."},
     examples={
         "pgfence stats --for 60": "Sample for a minute",
-        "pgfence stats account: --for 10 --interval 0.2": "Sample the names of one family more often",
+        "pgfence stats account: --for 10 --interval 0.2": "Sample only names that begin with account:, five times a second",
     },
     codes=[
         ("0", "The lists were printed. After Ctrl-C they contain what was seen until then."),

@@ -134,7 +134,7 @@ def _show(
     write_wrapped(f"Shortest TTL for these figures: {shortest:.2f} s.")
     write_wrapped(
         f"Advice: {advice:g} s. With this TTL, a lease survives {_format(_compute_outage(advice))} during which the process is paused or the"
-        " server does not respond. If the holder dies, the name is free at the latest when the TTL has passed."
+        " server does not respond. If the holder dies, the name is available no later than one TTL after the last renewal."
     )
     if lease is not None and lease.ttl is not None and lease.ttl < shortest:
         write_wrapped(f"The TTL of the lease, {lease.ttl:g} s, is too short.")
