@@ -76,7 +76,8 @@ def with_advisory_lock_key(name: str) -> LockKey:
     unrelated names are likely to share a key, because it has only 31 bits.
 
     Raises:
-        TypeError: `name` is not a str. That library uses a number unchanged, so the key of a number is `LockKey.pair(number, 0)`.
+        TypeError: `name` is not a str. `with_advisory_lock` uses a number unchanged, so the key of a number is
+            `LockKey.pair(number, 0)`.
         ValueError: `name` contains a lone surrogate.
     """
     return LockKey.pair(zlib.crc32(_encode_utf8(name)) & 0x7FFFFFFF, 0)

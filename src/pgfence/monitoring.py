@@ -162,7 +162,7 @@ def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix:
         prefix: the beginning of the scope, without the configured namespace.
 
     Raises:
-        ValueError: older_than is negative, or the prefix cannot be used.
+        ValueError: `older_than` is negative, or the prefix cannot be used.
         TypeError: an argument has the wrong type.
         SchemaError: the tables are missing or older than version 2, or this role may not read them.
         UnreachableError: the server did not respond.
@@ -200,7 +200,7 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
         The key as it was found, or None if it is unknown, finished or free, in which case nothing was done.
 
     Raises:
-        ValueError: scope, key, reason or actor cannot be used.
+        ValueError: `scope`, `key`, `reason` or `actor` cannot be used.
         TypeError: one of these arguments is not a str.
         LockTimeoutError: a transaction that is about to store the result is open. Nothing was done.
         SchemaError: the tables are missing or older than version 2, or this role lacks privileges. Nothing was done.
@@ -237,8 +237,8 @@ def purge(engine: Engine | AsyncEngine, *, batch: int = 1000) -> object:
         batch: the number of keys in one transaction, from 1 to 100,000.
 
     Raises:
-        ValueError: batch is out of range.
-        TypeError: batch is not an int, or `engine` is not an engine.
+        ValueError: `batch` is out of range.
+        TypeError: `batch` is not an int, or `engine` is not an engine.
         SchemaError: the tables are missing or older than version 2, or this role lacks SELECT, UPDATE or DELETE.
         StandbyError: the server accepts no writes.
         UnreachableError: the server did not respond, or the connection was lost. Keys that were already purged stay deleted.
@@ -322,7 +322,7 @@ def release_leaked(
         The holders, one for each lock. A session that was used after the list was read is not ended.
 
     Raises:
-        ValueError: the reason or the actor is blank, or idle_for is negative.
+        ValueError: the reason or the actor is blank, or `idle_for` is negative.
         TypeError: an argument has the wrong type.
         SchemaError: this role may not end a session, or may not write to the audit table. Sessions that were ended before the
             error stay ended.
@@ -359,7 +359,7 @@ def audit(
         action: only this action: "evict", "ask to resign", "free key" or "release leaked".
 
     Raises:
-        ValueError: since has no time zone, or action is blank.
+        ValueError: `since` has no time zone, or `action` is blank.
         TypeError: an argument has the wrong type.
         SchemaError: the tables are missing, or this role may not read the audit table.
         UnreachableError: the server did not respond.

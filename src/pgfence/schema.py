@@ -44,9 +44,9 @@ def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfe
     functions and the version. Use `create_all` of this module.
 
     Args:
-        metadata: the MetaData to which they are added.
+        metadata: the MetaData to which the tables are added.
         schema: the schema of the tables; None uses that of the MetaData.
-        prefix: the prefix of their names.
+        prefix: the prefix of the tables' names.
 
     Raises:
         ValueError: the schema is empty or the prefix is too long.
@@ -63,7 +63,7 @@ def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
 
     Args:
         schema: the schema of the tables, which is created if it does not exist.
-        prefix: the prefix of the names.
+        prefix: the prefix of the tables' names.
 
     Raises:
         ValueError: the schema is empty or the prefix is too long.
@@ -86,7 +86,7 @@ def create_all(engine: AnyEngine) -> object:
         engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
 
     Raises:
-        SchemaError: this role may not create them, or an existing table differs from what pgfence creates.
+        SchemaError: this role may not create the tables or functions, or an existing table differs from what pgfence creates.
         TransactionStateError: the Connection is in autocommit.
         StandbyError: the server accepts no writes.
         UnreachableError: the server did not respond.
@@ -109,7 +109,7 @@ def drop_all(engine: AnyEngine) -> object:
         engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
 
     Raises:
-        SchemaError: this role does not own them, or a table is still fenced. Call `drop_fence` first.
+        SchemaError: this role does not own the tables or functions, or a table is still fenced. Call `drop_fence` first.
         TransactionStateError: the Connection is in autocommit.
     """
     return perform(engine, drop_unless_fenced)
@@ -206,8 +206,8 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
             trigger needs TRIGGER on the table, and CREATE on the schema of pgfence's tables, or on the first schema of the
             search path.
         table: a name (or schema.name), a Table, or a mapped class. With joined inheritance pass the base class, whose table has
-            the version. An UPDATE of another table alone does not count. If it is a name, or a Table without the mixin, the table
-            must have a column `version`.
+            the version. An UPDATE of another table alone does not increment the version. If it is a name, or a Table without the
+            mixin, the table must have a column `version`.
 
     Raises:
         ValueError: the table or the column does not exist, the column is not an integer, or the table has an unrelated trigger of

@@ -364,6 +364,6 @@ def test_a_mistake_in_the_words_is_exit_code_64(
 def test_a_host_without_a_server_waits_for_it(cli: Cli, name: str, tmp_path: Path) -> None:
     """An unreachable server is a warning, not an end: SIGTERM ends the host with 143."""
     with host(cli, "--dsn", f"postgresql:///x?host={tmp_path}", name, "--", *WORK) as one:
-        one.wait_for("cannot be a candidate now, and tries again")
+        one.wait_for("cannot be a candidate now, and will try again")
         assert one.read() == ""
         assert one.end() == 128 + signal.SIGTERM

@@ -313,7 +313,7 @@ async def test_changes_that_are_not_flushed_are_neither_lost_nor_sent(desk: Desk
         row = await desk.on(session, change)
         desk.sent.clear()
         for pk in (1, 2):
-            with pytest.raises(TransactionStateError, match=r"unflushed changes \(Page\).*flush\(\) in between"):
+            with pytest.raises(TransactionStateError, match=r"unflushed changes \(Page\).*call flush\(\) first"):
                 await desk.load(session, cls, pk, 1)
         assert (desk.sent, row.title) == ([], "mine")
         await desk.on(session, lambda session: session.flush())

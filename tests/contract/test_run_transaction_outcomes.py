@@ -47,7 +47,7 @@ async def test_an_error_that_was_swallowed_is_not_taken_for_a_commit(world: Worl
 
     with pytest.raises(DBAPIError, match="division by zero") as caught:
         await transact(world, world.engine(), work)
-    assert "the function caught it" in caught.value.__notes__[0]
+    assert "the function caught this error" in caught.value.__notes__[0]
     assert row.n() == 0
 
 
@@ -95,7 +95,7 @@ async def test_a_failed_flush_that_was_swallowed_is_raised(world: World, row: Ro
     engine = world.engine(isolation_level="REPEATABLE READ")
     with pytest.raises(IntegrityError) as caught:
         await transact(world, engine, twice)
-    assert "the function caught it" in caught.value.__notes__[0]
+    assert "the function caught this error" in caught.value.__notes__[0]
     assert caught.value.__cause__ is caught.value.orig
     await transact(world, engine, overtaken)
     assert len(calls) == 2

@@ -695,7 +695,7 @@ async def test_a_statement_on_the_second_table_of_a_class_is_rejected(world: Wor
 
 async def refused_on_its_second_table(world: World, engine: Any, cls: Any) -> None:
     for statement in (update(cls).values(views=1), update(cls.__table__).values(views=1)):
-        with pytest.raises(VersionRequiredError, match="they are in the table 'item_"):
+        with pytest.raises(VersionRequiredError, match="the versions are in the table 'item_"):
             await on_session(world, engine, executing(statement))
     parent = cls.__mapper__.inherits.class_
     await on_session(world, engine, executing(update(parent).values(title="new")))

@@ -342,7 +342,7 @@ async def test_a_trigger_needs_a_column_to_write(world: World) -> None:
         append(session, one)
         session.commit()
 
-    with pytest.raises(TypeError, match="needs a column besides its key and its version"):
+    with pytest.raises(TypeError, match="Add another column to the table"):
         await on_session(world, engine, work)
 
 

@@ -422,7 +422,7 @@ def test_another_database_is_skipped_or_rejected(caplog: pytest.LogCaptureFixtur
     with engine.connect() as connection:
         with migration_lock(connection):
             assert not connection.in_transaction()
-        assert "no migration lock: sqlite" in caplog.text
+        assert "no migration lock was acquired: sqlite" in caplog.text
         with pytest.raises(UnsupportedServerError):
             migration_lock(connection, unsupported="raise").__enter__()
     engine.dispose()

@@ -25,7 +25,7 @@ ROWS: list[Row] = [
     ("a+1 a- b+2 b- b+2 b-", [], set()),
     ("a+:x b+:y a-:x b-:y", [], set()),
     ("a+ b+ b- c+", [], {"a"}),
-    ("a+ b+ a- b-", ["step 3: 'a' left, but 'b' had entered", "step 4: 'b' left, but no holder"], {"a"}),
+    ("a+ b+ a- b-", ["step 3: 'a' left, but 'b' was inside", "step 4: 'b' left, but no holder"], {"a"}),
     ("a+2 a- b+1 b-", ["step 3: 'b' entered with token 1 after 'a' had 2"], set()),
     ("a+2 a- b+2 b-", ["step 3: 'b' and 'a' have the same token 2"], set()),
     (

@@ -183,7 +183,10 @@ def test_the_wrong_twin_is_named() -> None:
         (lambda: pgfence.AdvisoryLock(ASYNC_ENGINE, "a"), "AsyncAdvisoryLock"),
         (lambda: pgfence.AsyncAdvisoryLock(ENGINE, "a"), "use AdvisoryLock"),
         (lambda: pgfence.TransactionLock(AsyncSession(ASYNC_ENGINE), "a"), "AsyncTransactionLock"),
-        (lambda: pgfence.AsyncTransactionLock(Session(ENGINE), "a"), "use TransactionLock for sync ones"),
+        (
+            lambda: pgfence.AsyncTransactionLock(Session(ENGINE), "a"),
+            "use TransactionLock for sync sessions and connections",
+        ),
         (lambda: pgfence.Lease(ASYNC_ENGINE, "a", ttl=5), "async counterpart"),
         (lambda: pgfence.AsyncLease(ENGINE, "a", ttl=5), "sync counterpart"),
         (lambda: pgfence.IdempotentEffect(ASYNC_ENGINE, "k", scope="a"), "async counterpart"),

@@ -19,7 +19,9 @@ T = TypeVar("T")
 class _NoDecorator:
     def __call__(self, _: object) -> Never:
         """Raise an error, because these context managers are not decorators."""
-        raise TypeError("this is not a decorator: use a with block inside the function, or wrap() if the class has one")
+        raise TypeError(
+            "this context manager is not a decorator: use a with block inside the function, or wrap() if the class has one"
+        )
 
 
 class EnterOnly(_NoDecorator, AbstractContextManager[None, None]):

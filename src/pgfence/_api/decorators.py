@@ -108,7 +108,7 @@ class Policy:
         if self._unreachable == "raise" or not error.retryable:
             raise error
         log.warning(
-            "the server is unreachable: the call %s. %s",
+            "the server is unreachable, so the call %s: %s",
             "is skipped" if self._unreachable == "skip" else "runs UNPROTECTED",
             error,
         )
@@ -175,7 +175,7 @@ def compile_templates(
         if root not in signature.parameters and not (takes_any and root.isidentifier()):
             raise ValueError(
                 f"the field {{{field}}} of a name is not an argument of {describe_function(fn)}, whose arguments"
-                f" are ({', '.join(signature.parameters)}). Double a brace that is meant literally"
+                f" are ({', '.join(signature.parameters)}). To write a literal brace, double it"
             )
 
     def choose_names(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Name]:

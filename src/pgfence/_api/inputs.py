@@ -116,7 +116,7 @@ def check_engine_source(engine: object, what: str, why: str = LEASE_OUTLIVES.for
         why: why sessions and connections are rejected.
 
     Raises:
-        TypeError: the argument is another object.
+        TypeError: the argument is neither an Engine nor a function.
     """
     if not isinstance(engine, Engine):
         _check_source(
@@ -151,7 +151,7 @@ def resolve_engine(source: EngineSource, what: str, twin: str = "its async count
     """Return the engine of a source. In messages, `what` is the class that needs it, and `twin` is the class for async engines.
 
     Raises:
-        TypeError: the source is an AsyncEngine, or the function returns another object.
+        TypeError: the source is an AsyncEngine, or the function does not return a sync Engine.
     """
     engine = source if isinstance(source, Engine) else source()
     if not isinstance(engine, Engine) or engine.dialect.is_async:  # type: ignore[redundant-expr]

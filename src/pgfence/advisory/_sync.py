@@ -72,7 +72,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
     Args:
         engine: an Engine; a function that returns one, called at each use; or your own Connection, outside a transaction. That
             Connection then holds the lock, which must be released outside a transaction too. Release the lock before you close
-            the Connection. Otherwise closing it ends the lock, and the pool opens another connection.
+            the Connection. Otherwise closing it releases the lock, and the pool opens another connection.
         names: one or more names or LockKeys.
         namespace: replaces the configured namespace, for names that are str.
         token: whether each grant has a fencing token (`FencedHeld`), a number that only grows for this name. It is issued in

@@ -41,7 +41,7 @@ _CLAUSES = {
     "_for_update_arg": "FOR UPDATE: remove with_for_update(), because claim() chooses the lock",
     "_group_by_clauses": "GROUP BY: a group is not a row that can be locked. Use a subquery in where()",
     "_having_criteria": "HAVING: a group is not a row that can be locked. Use a subquery in where()",
-    "_distinct": "DISTINCT: PostgreSQL does not lock its rows. Replace the join with where(Job.tags.any(...))",
+    "_distinct": "DISTINCT: PostgreSQL cannot lock the rows of SELECT DISTINCT. Replace the join with where(Job.tags.any(...))",
 }
 # The limit is a parameter, so that one statement serves every limit and is built once.
 _LIMIT = bindparam("pgfence_limit", type_=Integer)

@@ -112,7 +112,7 @@ def describe_lapse(wanted: EffectKey, number: int, what: str, row: Lapse | None,
         return f"{who}, and its outcome is unknown. {then}"
     if row.attempt is not None and row.attempt > number:
         return f"{who} after attempt {row.attempt} had taken over"
-    return f"{who} after its key had been freed, or had expired: the next call runs"
+    return f"{who} after its key had been freed, or had expired: the next call runs the work again"
 
 
 def _describe_next(wanted: EffectKey, attempt: int, remaining: float, until: datetime | None) -> str:

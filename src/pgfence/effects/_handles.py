@@ -166,8 +166,8 @@ class Attempt(_Attempt):
         keys then executes the request only once.
 
         Args:
-            name: the name of the step, unique in the effect. It follows the rules for keys and contains no colon. The same name
-                returns the same value.
+            name: the name of the step, unique in the effect. It follows the rules for keys and contains no colon. Steps with the
+                same name return the same value.
             fn: called with the derived key, `<key>:<name>`, which is the same in each attempt. The derived key does not contain
                 the scope. If one account at the provider serves several scopes, the key must include them.
 

@@ -39,7 +39,7 @@ End: TypeAlias = Literal["record", "free", "lapse", "lost"]
 
 log = logging.getLogger("pgfence.idempotency")
 
-_MEANINGS = ". If this error means that nothing was done, add its class to free=; if it is the result of the work, add it to record="
+_MEANINGS = ". If this error means that nothing was done, add its class to free=; if it is the result of the work, add its class to record="
 
 
 class EffectOptions(Guided, Generic[EngineSourceT, T]):
@@ -183,7 +183,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
             try:
                 return "record", errors.encode(cast("Exception", error), self._codec)
             except Exception as failure:
-                attach(error, failure, "while it was being recorded")
+                attach(error, failure, "while this error was being recorded")
                 return "lapse", ""
         return ("free" if errors.is_among(error, self._free) else "lapse"), ""
 

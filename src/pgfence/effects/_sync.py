@@ -61,7 +61,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
         timeout: seconds to wait for a running attempt; 0 means not to wait.
         record: exception classes whose errors count as results. Such an error is stored, and raised again each time. `record`
             takes precedence over `free`.
-        free: exception classes after which it is known that nothing was done, or that repeating it is harmless.
+        free: exception classes after which it is known that nothing was done, or that repeating the work is harmless.
         takeover: whether another attempt follows a lost attempt. With False, calls raise AttemptLostError, because the outcome is
             unknown, until an operator frees the key or `keep` has passed.
 

@@ -79,7 +79,7 @@ class AsyncElection:
 
         Raises:
             RuntimeError: no event loop is running.
-            TypeError: owner is not a str.
+            TypeError: `owner` is not a str.
         """
         carrier = TaskCarrier(asyncio.get_running_loop())
         return AsyncMember(
@@ -147,7 +147,7 @@ class AsyncMember:
         may be elected.
 
         Args:
-            fn: the work of a leader.
+            fn: the leader's work.
 
         Raises:
             RuntimeError: `run` is already running for this member.

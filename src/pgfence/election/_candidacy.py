@@ -254,7 +254,7 @@ class Candidacy(Generic[TermT]):
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
         names = format_names((self._candidate._name,))
-        log.log(level, "the member of the election %s cannot be a candidate now, and tries again: %s", names, error)
+        log.log(level, "the member of the election %s cannot be a candidate now, and will try again: %s", names, error)
         return min(LONGEST_RETRY, 0.25 * 2.0 ** min(self._failures, 10)) * between(0.5, 1.0)
 
     async def _note_leader(self, holder: Holder | None) -> None:

@@ -118,7 +118,7 @@ class Election:
             on_changed: called with each new leader that this member sees, including itself.
 
         Raises:
-            TypeError: a callback is a coroutine function, or owner is not a str.
+            TypeError: a callback is a coroutine function, or `owner` is not a str.
         """
         for callback in (on_gained, on_lost, on_changed):
             if callback is not None:
@@ -216,7 +216,7 @@ class Member:
         and ends when its TTL has passed.
 
         Args:
-            fn: the work of a leader.
+            fn: the leader's work.
 
         Raises:
             TypeError: `fn` is a coroutine function.

@@ -27,7 +27,7 @@ def find() -> Path:
     """Return the folder that holds `initdb` and `postgres`.
 
     Raises:
-        UnreachableError: no folder was found, or `PGFENCE_PG_BINDIR` is a folder without them.
+        UnreachableError: no PostgreSQL binaries were found, or `PGFENCE_PG_BINDIR` is a folder without them.
     """
     if chosen := os.environ.get(VARIABLE):
         if _complete(Path(chosen)):

@@ -237,7 +237,7 @@ def get_entered_token(connection: Connection, resource: str) -> int | None:
 
     Args:
         connection: the connection of the transaction.
-        resource: its name as stored in the tables.
+        resource: the name of the resource, as stored in the tables.
     """
     return gates.EnteredGates.of(connection).token_of(table_names_of(connection), resource)
 
@@ -312,8 +312,8 @@ def begin_fenced(
         issued: the tables that issued the tokens, if known.
 
     Raises:
-        TypeError: the factory is another object.
-        ValueError: the factory uses another installation.
+        TypeError: the factory is neither a sessionmaker nor an Engine.
+        ValueError: the factory uses another installation than the one that issued the tokens.
         StaleFencingTokenError: a token is not the newest; raised on entering, in the block or at its end.
     """
     if not isinstance(factory, Engine) and not is_sessionmaker(factory):

@@ -104,8 +104,8 @@ def fenced(
 
     Raises:
         StaleFencingTokenError: on entering, if the token is not the newest.
-        TransactionStateError: on entering, if another statement was already sent in this transaction, or in autocommit. On
-            leaving, if the transaction has ended inside the block, unless the block itself raised an exception.
+        TransactionStateError: on entering, if another statement was already sent in this transaction, or the connection is in
+            autocommit. On leaving, if the transaction has ended inside the block, unless the block itself raised an exception.
         TypeError, ValueError: the same errors as `fence`.
     """
     if is_async(session):

@@ -71,7 +71,8 @@ class Fenced(Guarded):
 
     Raises:
         FenceRequiredError: on writing, if the transaction has no token for the resource, or the rows cannot be determined.
-        StaleFencingTokenError: on writing in mode "row", if a newer token wrote the row. The transaction can no longer commit.
+        StaleFencingTokenError: on writing in mode "row", if the row was written under a newer token. The transaction can no
+            longer commit.
         LockLostError: on writing in mode "row", if the lease or lock that the token would come from is lost.
         StaleDataError: SQLAlchemy's own error, on writing in mode "row", if a row to be changed or deleted no longer exists.
         TypeError, ValueError: on mapping the class, if one of the attributes is missing or unusable, or a flush could write the

@@ -131,7 +131,7 @@ def _explain_unusable(attribute: object) -> str | None:
         return "is not a column"
     column = attribute.columns[0]
     if column.onupdate is not None or column.server_onupdate is not None or column.computed is not None:
-        return "has another value after an UPDATE"
+        return "may change automatically in an UPDATE"
     return None
 
 

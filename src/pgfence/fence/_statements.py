@@ -96,7 +96,7 @@ def _guard_insert(work: Work) -> None:
     """Reject the inserts that the default of the column, which is called for each row, cannot check."""
     statement, cls = work.state.statement, work.cls
     if not isinstance(statement, Insert):
-        raise undetermined_error(cls, "an INSERT inside another statement cannot get its token")
+        raise undetermined_error(cls, "an INSERT inside another statement cannot be given a token")
     if statement.select is not None and not (
         has_single_resource(cls) and statement.include_insert_from_select_defaults
     ):

@@ -162,7 +162,7 @@ def _release(session: Session, call: KeyCall[T], claimed: Claim[T], savepoint: S
             try:
                 record(session, call, claimed, error)
             except Exception as failure:
-                attach(error, failure, "while it was being recorded")
+                attach(error, failure, "while this error was being recorded")
         raise
     try:
         savepoint.commit()

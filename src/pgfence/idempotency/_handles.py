@@ -153,7 +153,7 @@ class _KeyBase(Guided, ABC, Generic[T]):
             try:
                 await self._run(_claim.record, self._call, op._claim, cast("Exception", exc))
             except Exception as failure:
-                attach(exc, failure, "while it was being recorded")
+                attach(exc, failure, "while this error was being recorded")
 
 
 class Idem(_KeyBase[T]):

@@ -88,7 +88,7 @@ def _invisible_row_error(
 ) -> IdempotencyInProgressError:
     return IdempotencyInProgressError(
         f"{there_is} a row of {type(instance).__name__} with {wanted.shown}, but this transaction cannot see it because"
-        " its snapshot is older. Retry in a new transaction",
+        " its snapshot is older than the row. Retry in a new transaction",
         scope=mapper.local_table.description,
         key=wanted.shown,
         sqlstate=SERIALIZATION_FAILURE,
@@ -109,7 +109,7 @@ def _build_query(
     if not any(set(columns) == unique for unique in _find_unique(columns)):
         raise ValueError(
             f"{mapper.class_.__name__} declares no primary key, unique constraint or full unique index of ({', '.join(names)}),"
-            " and without one PostgreSQL would insert both rows"
+            " and without one PostgreSQL would insert a duplicate"
         )
     values = {name: getattr(instance, name) for name in names}
     if empty := [name for name, value in values.items() if value is None]:

@@ -21,7 +21,7 @@ def make(directory: Path, template: str, ini: Path) -> None:
 
     Raises:
         ImportError: Alembic is not installed.
-        FileExistsError: the directory exists and is not empty, or it is a file.
+        FileExistsError: the path is a file, or a directory that is not empty.
     """
     from alembic import command
     from alembic.config import Config

@@ -56,7 +56,7 @@ def migration_lock(
     another key, are not excluded.
 
     Args:
-        connection: the connection that migrates, outside a transaction. In Alembic's async template use the lock in the function
+        connection: the connection that migrates, outside a transaction. In Alembic's async template, use the lock in the function
             that `run_sync` calls.
         timeout: seconds to wait. None means the configured default (30 s), and `math.inf` waits indefinitely.
         key: replaces the key that is computed from the version table's schema and name, which are read from the ini file
@@ -107,7 +107,9 @@ class _Once(SafeContext[None]):
 @contextmanager
 def _hold_lock(connection: Connection, limit: float | None, key: LockKey | None, unsupported: str) -> Iterator[None]:
     if connection.dialect.name != "postgresql" and unsupported == "skip":
-        log.info("no migration lock: %s has no session locks that pgfence supports", connection.dialect.name)
+        log.info(
+            "no migration lock was acquired: %s has no session locks that pgfence supports", connection.dialect.name
+        )
         yield
         return
     style_of(connection.dialect)

@@ -59,7 +59,7 @@ class MigrationLock:
         Args:
             connection: the connection that migrates.
             key: the key of the lock.
-            limit: seconds to wait for it, from now.
+            limit: seconds to wait for the lock, from now.
         """
         self._connection = connection
         self._key = key
@@ -141,7 +141,7 @@ class MigrationLock:
         """Acquire the lock, waiting until it is free or the timeout has passed.
 
         Raises:
-            LockTimeoutError: another session held it until the timeout.
+            LockTimeoutError: another session held the lock until the timeout.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             UnreachableError: the connection was lost, or the server does not respond.
         """
@@ -199,7 +199,7 @@ class MigrationLock:
         found = activity.find_holders(own, (self._key,))
         doing = migration_lock.describe_sessions(own, [each.backend_pid for each in found if each.backend_pid])
         descriptions = [f"{each}: {doing.get(each.backend_pid or 0, migration_lock.UNSEEN)}" for each in found]
-        return found, "; ".join(descriptions) or "not held at this moment"
+        return found, "; ".join(descriptions) or "it is not held at this moment"
 
     def _timeout_error(self, found: list[Holder], doing: str) -> LockTimeoutError:
         return LockTimeoutError(
@@ -267,7 +267,7 @@ class MigrationLock:
         """Release the lock, or close the connection if the release cannot be confirmed.
 
         Raises:
-            LockLostError: the lock was lost before.
+            LockLostError: the lock had already been lost.
             TransactionStateError: an open transaction has written something, and was rolled back.
         """
         try:

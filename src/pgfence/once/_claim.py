@@ -189,7 +189,7 @@ class SlotRequest(AcquireRequest):
         error = SlotClockError(
             f"the slot {found.slot.isoformat()} of {format_names(self.names)} is done, but by the server's clock"
             f" ({now.isoformat()}) it begins only in {distance}: the clock was ahead when the slot ran, or is behind now."
-            " Nothing runs under this name until then. If the server's clock is correct now, this statement lets it run"
+            " Nothing runs under this name until then. If the server's clock is correct now, this statement lets the slot run"
             f" again: {statement}",
             slot=found.slot,
             now=now,

@@ -57,7 +57,7 @@ class Slot(_Slotted, HeldLease):
         """Mark the slot as done, and release it.
 
         Raises:
-            LockLostError: the slot was lost before, so it is not done, and another attempt may run.
+            LockLostError: the slot had already been lost, so it is not done, and another attempt may run.
             LockNotHeldError: the handle was already released, or this is a forked child.
         """
         super().release()

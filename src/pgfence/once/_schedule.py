@@ -25,7 +25,7 @@ _NICKNAMES = {
     "@yearly": "0 0 1 1 *",
     "@annually": "0 0 1 1 *",
 }
-_FIELDS = "Its five fields are minute, hour, day of the month, month, day of the week: '0 7 * * 1-5'"
+_FIELDS = "Its five fields are minute, hour, day of the month, month, day of the week, as in '0 7 * * 1-5'"
 
 
 def schedule_of(
@@ -38,9 +38,7 @@ def schedule_of(
         ValueError: an argument cannot be used.
     """
     if sum(given is not None for given in (every, cron, at)) != 1:
-        raise TypeError(
-            "Once needs exactly one of every=, cron= and at=, which say how often, when, or which slot this is"
-        )
+        raise TypeError("Once needs exactly one of every= (how often), cron= (when) and at= (which slot)")
     check_choice("catch_up", catch_up, ("none", "last", "all"))
     if at is not None:
         return _parse_instant(at)
@@ -50,7 +48,7 @@ def schedule_of(
 
 def _parse_every(every: object, zone: tzinfo) -> Every:
     if not isinstance(every, timedelta):
-        raise TypeError(f"every must be a timedelta, not {type(every).__name__}: every=timedelta(days=1)")
+        raise TypeError(f"every must be a timedelta, such as timedelta(days=1), not {type(every).__name__}")
     if not SHORTEST <= every <= LONGEST:
         raise ValueError(f"every must be between a millisecond and a hundred years, not {every}")
     return Every(every, zone)
@@ -58,7 +56,7 @@ def _parse_every(every: object, zone: tzinfo) -> Every:
 
 def _parse_cron(cron: object, zone: tzinfo) -> Cron:
     if not isinstance(cron, str):
-        raise TypeError(f"cron must be a str, not {type(cron).__name__}: cron='0 7 * * *'")
+        raise TypeError(f"cron must be a str, such as '0 7 * * *', not {type(cron).__name__}")
     return _check_schedule(cron, zone)
 
 
@@ -112,7 +110,7 @@ def zone_of(tz: object) -> tzinfo:
         ValueError: this host has no such zone.
     """
     if not isinstance(tz, str):
-        raise TypeError(f"tz must be the name of a time zone, not {type(tz).__name__}: tz='Europe/Vienna'")
+        raise TypeError(f"tz must be the name of a time zone, such as 'Europe/Vienna', not {type(tz).__name__}")
     if tz == "UTC":
         return UTC
     from zoneinfo import ZoneInfo

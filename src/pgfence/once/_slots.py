@@ -161,7 +161,7 @@ def due(
     """Return the slot that may be run at `now`, or the reason why none may be.
 
     Args:
-        schedule: the slots. A datetime is the only slot, whatever the time is.
+        schedule: determines the slots. If it is a datetime, that is the only slot, whatever the time is.
         catch_up: how slots that were not run are handled: "last" runs the newest, however late; "all" runs each in order, from
             the first that was ever tried; "none" runs none of them, so a slot must be begun within its first minute.
         now: the time by the server's clock.

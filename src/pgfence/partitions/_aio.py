@@ -77,7 +77,7 @@ class AsyncPartitions:
 
         Raises:
             RuntimeError: no event loop is running.
-            TypeError: owner or address is not a str.
+            TypeError: `owner` or `address` is not a str.
         """
         return AsyncWorker(self._options.with_owner(owner, address), serve)
 

@@ -29,7 +29,7 @@ def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = 
 
     Args:
         key: any text, which is hashed as UTF-8.
-        count: the number of partitions, 1 to 1,000.
+        count: the number of partitions, from 1 to 1,000.
         hash: "sha256" takes the first 8 bytes of the SHA-256, big-endian and without the sign bit, modulo `count`. "murmur2"
             computes the same partition as Kafka.
 

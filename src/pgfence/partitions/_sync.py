@@ -119,7 +119,7 @@ class Partitions:
         partitions are increased, and no former owner can commit after the resize.
 
         Args:
-            count: how many partitions there are from now on, 1 to 1,000.
+            count: how many partitions there are from now on, from 1 to 1,000.
 
         Raises:
             LockTimeoutError: a partition is owned, and the message names its owner; or a transaction of a former owner is
@@ -151,11 +151,11 @@ class Partitions:
 
         Args:
             serve: the function that does the work of one partition.
-            owner: the name that operators see; None means the host name and the process id.
+            owner: the name that operators see for the worker; None means the host name and the process id.
             address: where other processes can reach this worker; `owner_of` returns it.
 
         Raises:
-            TypeError: `serve` is a coroutine function, or owner or address is not a str.
+            TypeError: `serve` is a coroutine function, or `owner` or `address` is not a str.
         """
         reject_coroutine(serve, "a Worker runs it on a thread. Use AsyncPartitions")
         return Worker(self._options.with_owner(owner, address), serve)

@@ -212,8 +212,8 @@ class Balancer(Generic[OwnershipT]):
             self._is_aside = True
             stuck = tuple(f"{self._options._name}/{run.number}" for run in runs if run.lost_at is not None)
             log.error(
-                "the function that serves %s has not returned within a TTL after the loss. The worker gives up all its partitions,"
-                " until the function returns",
+                "the function that serves %s has not returned within a TTL after the loss of its partition. The worker gives up all"
+                " its partitions until the function returns",
                 format_names(stuck),
             )
         for run in runs:
@@ -227,7 +227,7 @@ class Balancer(Generic[OwnershipT]):
         try:
             await self._options.leave(self._member)
         except Exception as error:  # The other members notice this after one TTL.
-            log.debug("the worker could not leave", exc_info=error)
+            log.debug("the worker could not leave the group of workers", exc_info=error)
         while True:
             with self._lock:
                 if not self._runs:
@@ -297,5 +297,5 @@ class Balancer(Generic[OwnershipT]):
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
         names = format_names((self._options._name,))
-        log.log(level, "the worker of %s cannot query the server now, and tries again: %s", names, error)
+        log.log(level, "the worker of %s cannot query the server now, and will try again: %s", names, error)
         return min(LONGEST_RETRY, 0.25 * 2.0 ** min(self._failures, 10)) * between(0.5, 1.0)

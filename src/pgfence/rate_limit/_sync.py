@@ -74,7 +74,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
             timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
 
         Raises:
-            LockTimeoutError: the units are not allowed in time. The error is raised as soon as this is known, usually
+            LockTimeoutError: the units will not be allowed in time. The error is raised as soon as this is known, usually
                 immediately. `retry_after` is the number of seconds until they may be allowed.
             WaitCancelledError: the event of `cancel_waits()` was set.
             PgfenceError, ValueError, TypeError: the same errors as `try_take`.

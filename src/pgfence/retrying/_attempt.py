@@ -145,7 +145,9 @@ def _use_connection(session: Session, _transaction: SessionTransaction, connecti
 def _swallowed_error(error: BaseException) -> BaseException:
     """Return the error to raise for an error that the function swallowed, translated if pgfence has a class for it."""
     found = translate_error(error, None) or error
-    found.add_note("the function caught it, but PostgreSQL has aborted the transaction: nothing of it can be committed")
+    found.add_note(
+        "the function caught this error, but PostgreSQL has aborted the transaction: nothing of it can be committed"
+    )
     found.__cause__ = error.__cause__ if found is error else error
     return found
 

@@ -158,7 +158,7 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
     amount=5)`.
 
     Args:
-        sessionmaker: creates the session of each attempt; an async_sessionmaker for a coroutine function.
+        sessionmaker: creates the session of each attempt. For a coroutine function, pass an async_sessionmaker.
         attempts: see `run_transaction`.
         timeout: see `run_transaction`.
 

@@ -81,7 +81,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
 
         Raises:
             LockTimeoutError: too few permits were free in time. The message names the holder of the permit that expires first.
-            ValueError: another number of permits is stored, or fewer than the weight.
+            ValueError: another number of permits is stored, or the stored number is less than the weight.
             WaitCancelledError: the event of `cancel_waits()` was set.
             SelfDeadlockError: this thread holds and requests more permits in total than the semaphore has. Not raised with
                 `timeout=0`.

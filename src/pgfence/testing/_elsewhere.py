@@ -146,11 +146,11 @@ class Holds:
             return names[0]
         if not all(isinstance(name, (str, LockKey)) for name in names):
             raise TypeError(
-                f"pgfence_holds takes names, or one lock of an engine, not {', '.join(map(repr, names))}: instead of a"
+                f"pgfence_holds takes names, or one lock that was created with an engine, not {', '.join(map(repr, names))}: instead of a"
                 " TransactionLock pass its names"
             )
         if not shared:
             return AdvisoryLock(self._engine(), *names, namespace=self._namespace)
         if len(names) != 1:
-            raise ValueError("shared=True holds one name")
+            raise ValueError("shared=True takes exactly one name")
         return ReadWriteLock(self._engine(), names[0], namespace=self._namespace).read

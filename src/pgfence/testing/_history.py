@@ -137,7 +137,7 @@ def judge_history(entries: Iterable[Entry]) -> tuple[list[str], set[str]]:
         present = inside.get(entry.resource)
         if entry.what == "leave":
             if present != entry.holder:
-                whose = "no holder was inside" if present is None else f"{present!r} had entered before"
+                whose = "no holder was inside" if present is None else f"{present!r} was inside"
                 wrong.append(f"{at}: {entry.holder!r} left, but {whose}")
             inside[entry.resource] = None
             continue

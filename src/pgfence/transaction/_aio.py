@@ -70,7 +70,8 @@ class AsyncTransactionLock(TransactionLockBase):
         stale_snapshot_ok: whether to allow REPEATABLE READ and SERIALIZABLE.
 
     Raises:
-        TypeError: `session` is another object. Pass engines and session factories to `begin`.
+        TypeError: `session` is neither an AsyncSession, an async_scoped_session nor an AsyncConnection. Pass engines and session
+            factories to `begin`.
         ValueError: no name was given, or a name is not usable.
     """
 
@@ -111,8 +112,8 @@ class AsyncTransactionLock(TransactionLockBase):
         If this transaction already holds the lock, the call returns immediately.
 
         Args:
-            timeout: seconds, for all names together. None means the configured default (at most 60 s while this task holds a
-                session lock), `math.inf` waits indefinitely, and 0 does not wait.
+            timeout: seconds to wait for all names together. None means the configured default (at most 60 s while this task holds
+                a session lock), `math.inf` waits indefinitely, and 0 does not wait.
 
         Raises:
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holders; the
@@ -215,7 +216,7 @@ class AsyncTransactionLock(TransactionLockBase):
             stale_snapshot_ok: see the class.
 
         Raises:
-            TypeError: the factory is another object.
+            TypeError: the factory is neither an async_sessionmaker nor an AsyncEngine.
             ValueError: no name was given, or a name is not usable.
             PgfenceError: on entering, the same errors as `acquire`.
             CommitOutcomeUnknownError: on leaving, if the connection was lost during COMMIT.
@@ -223,7 +224,7 @@ class AsyncTransactionLock(TransactionLockBase):
         if not is_async_sessionmaker(factory) and not is_async_engine(factory):
             raise TypeError(
                 f"AsyncTransactionLock.begin() needs an async_sessionmaker or an AsyncEngine, not {type(factory).__name__}:"
-                " use TransactionLock.begin() for sync ones, and AsyncTransactionLock() for an AsyncSession that is already open"
+                " use TransactionLock.begin() for a sync factory or engine, and AsyncTransactionLock() for an AsyncSession that is already open"
             )
         check_names(names, namespace or "")
 
@@ -246,4 +247,4 @@ def _session_error(given: object) -> str:
     )
     if is_async_sessionmaker(given) or is_async_engine(given):
         return f"{message}: use AsyncTransactionLock.begin(), which opens a transaction and acquires the lock first"
-    return f"{message}: use TransactionLock for sync ones, and AsyncTransactionLock.begin() for engines and session factories"
+    return f"{message}: use TransactionLock for sync sessions and connections, and AsyncTransactionLock.begin() for engines and session factories"

@@ -71,7 +71,7 @@ class TransactionLockBase(Guided):
 
     _absent = dict.fromkeys(
         ("release", "locked", "wrap", "connect"),
-        "a transaction lock is released by COMMIT or ROLLBACK, and has acquire(), try_acquire(), hold() and is_held()",
+        "a transaction lock is released by COMMIT or ROLLBACK. It has acquire(), try_acquire(), hold() and is_held()",
     )
 
     def __init__(

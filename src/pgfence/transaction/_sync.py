@@ -75,7 +75,8 @@ class TransactionLock(TransactionLockBase):
         stale_snapshot_ok: whether to allow REPEATABLE READ and SERIALIZABLE.
 
     Raises:
-        TypeError: `session` is another object. Pass engines and session factories to `begin`.
+        TypeError: `session` is neither a Session, a scoped_session nor a Connection. Pass engines and session factories to
+            `begin`.
         ValueError: no name was given, or a name is not usable.
     """
 
@@ -115,8 +116,8 @@ class TransactionLock(TransactionLockBase):
         If this transaction already holds the lock, the call returns immediately.
 
         Args:
-            timeout: seconds, for all names together. None means the configured default (at most 60 s while this thread holds a
-                session lock), `math.inf` waits indefinitely, and 0 does not wait.
+            timeout: seconds to wait for all names together. None means the configured default (at most 60 s while this thread
+                holds a session lock), `math.inf` waits indefinitely, and 0 does not wait.
 
         Raises:
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holders; the
@@ -211,7 +212,7 @@ class TransactionLock(TransactionLockBase):
             stale_snapshot_ok: see the class.
 
         Raises:
-            TypeError: the factory is another object.
+            TypeError: the factory is neither a sessionmaker nor an Engine.
             ValueError: no name was given, or a name is not usable.
             PgfenceError: on entering, the same errors as `acquire`.
             CommitOutcomeUnknownError: on leaving, if the connection was lost during COMMIT.
@@ -219,7 +220,7 @@ class TransactionLock(TransactionLockBase):
         if not isinstance(factory, Engine) and not is_sessionmaker(factory):
             raise TypeError(
                 f"TransactionLock.begin() needs a sessionmaker or an Engine, not {type(factory).__name__}:"
-                " use AsyncTransactionLock.begin() for async ones, and TransactionLock() for a Session that is already open"
+                " use AsyncTransactionLock.begin() for an async factory or engine, and TransactionLock() for a Session that is already open"
             )
         check_names(names, namespace or "")
 
@@ -239,4 +240,4 @@ def _session_error(given: object) -> str:
     message = f"TransactionLock needs the Session or Connection whose transaction the lock should belong to, not {type(given).__name__}"
     if isinstance(given, Engine) or is_sessionmaker(given):
         return f"{message}: use TransactionLock.begin(), which opens a transaction and acquires the lock first"
-    return f"{message}: use AsyncTransactionLock for async ones, and TransactionLock.begin() for engines and session factories"
+    return f"{message}: use AsyncTransactionLock for async sessions and connections, and TransactionLock.begin() for engines and session factories"

@@ -191,7 +191,7 @@ def conflict_error(
         "show the current row to the client" if precondition else "roll back, and read the rows again before you retry"
     )
     return VersionConflictError(
-        f"another transaction has written the rows since they were read: {_describe_all(items)}. Nothing of this was committed:"
+        f"another transaction has written the rows since they were read: {_describe_all(items)}. Nothing of this transaction was committed:"
         f" {way}",
         items=items,
         precondition=precondition,

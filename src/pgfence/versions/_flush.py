@@ -152,7 +152,7 @@ def _column_of(target: object) -> str:
     if mode_of(mapper) == "server":
         raise TypeError(
             f"{mapper.class_.__name__}: {get_version_column(mapper).table} has only its key and its version, so no UPDATE could"
-            " make the trigger increment the version. It needs a column besides its key and its version"
+            " make the trigger increment the version. Add another column to the table"
         )
     return str(mapper.get_property_by_column(mapper.primary_key[0]).key)
 

@@ -79,7 +79,7 @@ class Join:
             if value is _UNKNOWN and name in self._pairs:
                 cls = state.class_.__name__
                 raise TypeError(
-                    f"{cls}.{name} refers to a row that counts changes of its {self.prop.key!r}, but its value is known only"
+                    f"{cls}.{name} refers to a row that counts changes of its {self.prop.key!r}, but the value of {name} is known only"
                     f" after the {cls} has been written, because it is an SQL expression or the column's default: assign the"
                     " value, or add the row through the relationship"
                 )
@@ -120,7 +120,7 @@ def register_join(prop: RelationshipProperty[object]) -> None:
     if prop not in joins:
         try:
             if prop.entity.is_aliased_class:
-                raise UnmappedColumnError("it leads to an alias")
+                raise UnmappedColumnError("the relationship leads to an alias")
             joins[prop] = Join(prop)
         except UnmappedColumnError as error:
             raise ValueError(

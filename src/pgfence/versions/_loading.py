@@ -89,7 +89,7 @@ def _check_model(model: type, expected: object) -> Mapper[object]:
     kind = UUID if isinstance(_mapping.get_version_column(mapper).type, Uuid) else int
     if not isinstance(expected, kind) or isinstance(expected, bool):
         raise TypeError(
-            f"the version of {mapper.class_.__name__} is of type {kind.__name__}, and the expected one is {expected!r}: pass"
+            f"the version of {mapper.class_.__name__} is of type {kind.__name__}, and the expected version is {expected!r}: pass"
             f" {kind.__name__}(...) of what the client sent, or if_match(headers)"
         )
     return mapper
@@ -132,7 +132,7 @@ def _reject_unflushed(session: Session, mapper: Mapper[object]) -> None:
         kinds_of = ", ".join(sorted({type(one).__name__ for one in changed}))
         raise TransactionStateError(
             f"the Session has unflushed changes ({kinds_of}), and reading {mapper.class_.__name__} again could lose them: call"
-            " load_for_version() before you change anything, or flush() in between"
+            " load_for_version() before you change anything, or call flush() first"
         )
 
 

@@ -168,7 +168,7 @@ def _configure(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
     name = XMIN if cls.__version_mode__ == "xmin" else cls.__version_column__
     if mapper.concrete and name not in table.c:
         raise TypeError(
-            f"{cls.__name__} inherits by concrete tables from a class with a version, whose column is in another table: put the"
+            f"{cls.__name__} uses concrete inheritance from a class whose version column is in another table: put the"
             " mixin on each of the classes, and shared attributes on a base that is not mapped"
         )
     if name not in table.c or _OURS not in table.c[name].info:

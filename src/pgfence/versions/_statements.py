@@ -125,7 +125,8 @@ def _raise_versions(
         return
     if not is_local(mapper):
         raise _unversioned_error(
-            mapper, f"they are in the table {get_version_column(mapper).table.name!r}, which it does not change"
+            mapper,
+            f"the versions are in the table {get_version_column(mapper).table.name!r}, which the statement does not change",
         )
     if mode_of(mapper) != "client":
         return
@@ -143,7 +144,7 @@ def _raise_versions(
         state.statement = set_on_conflict(statement, upsert, names, version.key, _increment(version))
         return
     if getattr(statement, "_maintain_values_ordering", False) or getattr(statement, "_ordered_values", None):
-        raise _unversioned_error(mapper, "ordered_values() cannot include them", "Use values()")
+        raise _unversioned_error(mapper, "ordered_values() cannot include the version", "Use values()")
     subject = statement._propagate_attrs.get("plugin_subject")
     if subject is None:
         name = get_version_column(mapper).key
@@ -216,7 +217,7 @@ def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[obj
     if statement._where_criteria:
         raise _unversioned_error(
             mapper,
-            "with its own WHERE, a row at another version is skipped silently",
+            "the statement has its own WHERE, so that a row at another version would be skipped silently",
             "Remove the WHERE",
         )
     # For a version of None SQLAlchemy would send the UPDATE without comparing anything.
