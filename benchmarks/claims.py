@@ -1,4 +1,4 @@
-"""Claims: sixteen workers process a table of jobs with `claim`, and with hand-written SQL.
+"""Claims: sixteen workers process a table of jobs with `claim`, and with handwritten SQL.
 
 Every contestant has a copy of the table, and each worker a connection for each contestant. The workers process a small share of
 one copy after another, in random order, so that disturbances of the machine and the age of the tables affect all of them alike.
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from benchmarks.place import Place
 
 ROWS, HAND, AGAIN, ONCE, BUILT, OURS, OURS_ONCE = (
-    "hand-written SQL, rows",
-    "hand-written SQL, ORM objects",
+    "handwritten SQL, rows",
+    "handwritten SQL, ORM objects",
     "the same, again",
     "select() written once, ORM objects",
     "select() written in the call, ORM objects",
@@ -248,18 +248,18 @@ def _describe(costs: dict[str, list[Cost]], wrong: int, what: str, shares: int) 
         "title": "Claims",
         "method": (
             f"{what.replace(', ', ' process ', 1)}. They claim {LIMIT} rows at a time, in one transaction with the UPDATE that marks"
-            " them as done, until no row is left. All contestants use the same UPDATE. Hand-written SQL is a text"
-            " with FOR NO KEY UPDATE SKIP LOCKED. The Session loads ORM objects from it, as claim() does, or plain"
-            " rows. The program builds a select() that is written once only at its start, and a select() that is"
-            " written in the call for each call. Every contestant has a copy of the table. The"
+            " them as done, until no row is left. All contestants use the same UPDATE. Handwritten SQL is a text"
+            " with FOR NO KEY UPDATE SKIP LOCKED, which the Session executes to load either ORM objects, as claim()"
+            " does, or plain rows. A select() written once is built when the program starts; a select() written in the"
+            " call is built in each call. Every contestant has a copy of the table. The"
             f" contestants take turns in random order, and each processes one of {shares} shares of the rows at a"
             " time. The limits apply to the processor time of the processes and the server together. The"
             " processes keep the cores busy, so the rows per second depend on that time, and other programs on"
-            " the machine disturb the processor time less than the time on the clock."
+            " the machine disturb the processor time less than the elapsed time."
         ),
         "bars": [
             report.bar(
-                f"{what}: processor time of claim() of a class, against hand-written SQL",
+                f"{what}: processor time of claim() of a class, against handwritten SQL",
                 "at most 1.11x",
                 statistics.median(_compare(costs, OURS, HAND, "cpu")),
                 1.11,
@@ -278,7 +278,7 @@ def _describe(costs: dict[str, list[Cost]], wrong: int, what: str, shares: int) 
         ],
         "tables": [
             report.table(
-                "Cost of a share, against hand-written SQL that returns ORM objects",
+                "Cost of a share, against handwritten SQL that returns ORM objects",
                 ("Contestant", "Processor time", "Middle half of the shares", "Time", "Middle half of the shares"),
                 rows,
             )

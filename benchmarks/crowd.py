@@ -78,7 +78,7 @@ def run(quick: bool) -> dict[str, Any]:
         "tables": [
             report.table(
                 "Through one key",
-                ("Crowd", "Connections", "Until the last one has held it", "Each"),
+                ("Crowd", "Connections", "Until the last has held the lock", "Each"),
                 [(who, most, f"{drain:.3f} s", f"{1e6 * drain / size:.0f} µs") for who, size, most, drain in rows],
             )
         ],

@@ -55,26 +55,27 @@ def run(quick: bool) -> dict[str, Any]:
     ours, raw = ([_describe(crowd, turn) for crowd in found[kind]] for kind in (OURS, RAW))
     handed = _median(each["hand-off"] for each in ours) / _median(each["hand-off"] for each in raw)
     worst = max(each["longest"] for each in ours)
+    crowded = f"{processes} processes, holds of {HOLD * 1000:g} ms"
     bars = [
         report.bar(
-            f"{processes} processes, holds of {HOLD * 1000:g} ms, timeout twice a fair turn: timeouts",
+            f"{crowded}: requests that timed out after two fair turns",
             "0",
             sum(each["timeouts"] for each in ours),
             0,
             digits=0,
         ),
-        report.bar("the same: longest wait, in fair turns", "at most 1.5x", worst, 1.5, "x"),
-        report.bar("the same: hand-off p50, against pg_advisory_lock", "at most 1.15x", handed, 1.15, "x"),
+        report.bar(f"{crowded}: longest wait, in fair turns", "at most 1.5x", worst, 1.5, "x"),
+        report.bar(f"{crowded}: hand-off p50, against pg_advisory_lock", "at most 1.15x", handed, 1.15, "x"),
     ]
     grants = {kind: sorted(len(one.held) for one in crowds[0]) for kind, crowds in found.items()}
     return {
         "scenario": "fair",
         "title": "Fair turns between processes",
         "method": (
-            f"{processes} processes request one lock continuously for {seconds:g} s, hold it for {HOLD * 1000:g}"
-            f" ms and give up after {2 * turn:g} s. If the processes were served in the order of their requests,"
-            f" each would wait {turn:g} s. The hand-off is the time from the unlock in one process to the grant in"
-            " the next. Raw is a blocking `pg_advisory_lock` with a `lock_timeout`."
+            f"For {seconds:g} s, {processes} processes repeatedly request the same lock and hold it for {HOLD * 1000:g}"
+            f" ms each time. Each request times out after {2 * turn:g} s. If the processes were served in the order of"
+            f" their requests, each would wait {turn:g} s; this time is called a fair turn. The hand-off is the time"
+            " from the unlock in one process to the grant in the next. Raw is a blocking `pg_advisory_lock` with a `lock_timeout`."
         ),
         "bars": bars,
         "tables": [_table({RAW: raw, OURS: ours})],

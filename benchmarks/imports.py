@@ -74,7 +74,7 @@ def run(quick: bool) -> dict[str, Any]:
     added = {kind: statistics.median(1e3 * (run[2][n] - run[1][n]) for run in found) for n, kind in enumerate(KINDS)}
     lock = {kind: statistics.median(1e3 * (run[3][n] - run[2][n]) for run in found) for n, kind in enumerate(KINDS)}
     starts, trips = _measure_starts(runs)
-    ours, by_hand = starts["pgfence run"], starts["the same with plain psycopg"]
+    ours, by_hand = starts["pgfence run"], starts["the command under a lock of plain psycopg"]
     sqlalchemy = {
         kind: statistics.median(1e3 * (run[1][n] - run[0][n]) for run in found) for n, kind in enumerate(KINDS)
     }
@@ -115,8 +115,8 @@ def run(quick: bool) -> dict[str, Any]:
                 ("What", *KINDS),
                 [
                     ("import sqlalchemy", *(f"{sqlalchemy[kind]:.0f} ms" for kind in KINDS)),
-                    ("import pgfence after it", *(f"{added[kind]:.0f} ms" for kind in KINDS)),
-                    ("import AdvisoryLock from it, after that", *(f"{lock[kind]:.0f} ms" for kind in KINDS)),
+                    ("import pgfence, after sqlalchemy", *(f"{added[kind]:.0f} ms" for kind in KINDS)),
+                    ("from pgfence import AdvisoryLock, after both", *(f"{lock[kind]:.0f} ms" for kind in KINDS)),
                 ],
             ),
             report.table(
@@ -140,7 +140,7 @@ def _build_commands(url: URL) -> dict[str, list[str]]:
     pgfence = Path(sys.executable).with_name("pgfence")
     return {
         "the command alone": [*CHILD],
-        "the same with plain psycopg": [sys.executable, "-c", BY_HAND, plain, *CHILD],
+        "the command under a lock of plain psycopg": [sys.executable, "-c", BY_HAND, plain, *CHILD],
         "pgfence run": [str(pgfence), "run", "benchmark", "--dsn", plain, "--", *CHILD],
     }
 

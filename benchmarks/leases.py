@@ -137,7 +137,12 @@ def _many(place: Place, count: int, ttl: float) -> list[dict[str, Any]]:
         report.bar(f"{what}: connections", "at most 2", connections, 2, digits=0),
         report.bar(f"additional memory for {what}", "under 100 MB", used / 1e6, 100, " MB", digits=0),
         report.bar(
-            f"{what}: longest since a renewal", f"ttl/3 ({ttl / 3:g} s)", float(late), ttl / 3 + 0.5, " s", digits=1
+            f"{what}: longest time since a renewal",
+            f"ttl/3 ({ttl / 3:g} s)",
+            float(late),
+            ttl / 3 + 0.5,
+            " s",
+            digits=1,
         ),
         report.bar(f"{what}: lost", "0", lost, 0, digits=0),
     ]

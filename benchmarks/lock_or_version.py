@@ -94,7 +94,7 @@ def run(quick: bool) -> dict[str, Any]:
             f" {seconds * rounds:.3g} s at each point, either with `run_transaction` and a version or in"
             " `TransactionLock.begin()`."
         ),
-        "bars": [report.bar(f"updates lost of {counted:,}", "0", abs(total - counted), 0, digits=0)],
+        "bars": [report.bar(f"lost updates, of {counted:,}", "0", abs(total - counted), 0, digits=0)],
         "tables": [
             report.table(
                 "Commits a second",

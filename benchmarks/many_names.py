@@ -61,9 +61,10 @@ def run(quick: bool) -> dict[str, Any]:
         "title": "Many names in one lock",
         "method": (
             "One cycle acquires all names and releases them. The driver acquires and releases with one statement"
-            " each, over `generate_series`. It is compared with an existing lock object, whose keys are computed"
-            " at its first use, and with a new lock object, which hashes its names. A transaction with its COMMIT"
-            " is compared with the same statement in a transaction."
+            " each, over `generate_series`. The driver is compared with an existing lock object, whose keys are"
+            " computed at its first use, and with a new lock object, which hashes its names. A transaction with"
+            " a `TransactionLock`, including its COMMIT, is compared with a transaction that runs the"
+            " transaction-level form of the driver's statement."
         ),
         "bars": bars,
         "tables": [_table(medians)],

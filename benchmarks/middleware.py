@@ -188,8 +188,8 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "middleware",
         "title": "The middleware for idempotency keys",
         "method": (
-            "One cycle is a request with a new key, passed to the application without an HTTP server. Its handler"
-            " commits one INSERT, with fsync. The baseline is a handler that calls the same two server functions"
+            "One cycle is a request with a new key, passed to the application without an HTTP server. The handler of"
+            " the request commits one INSERT, with fsync. The baseline is a handler that calls the same two server functions"
             " through its own pool, before and after the INSERT."
         ),
         "bars": bars,

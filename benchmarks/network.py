@@ -95,7 +95,7 @@ def run(quick: bool) -> dict[str, Any]:
         "title": "A network with a delay of 1 ms",
         "method": (
             "A proxy in a separate process delays all traffic, so that a `SELECT 1` with psycopg takes"
-            f" {1e3 * trip:.2f} ms. A round trip begins when the client sends after it has received a response."
+            f" {1e3 * trip:.2f} ms. A round trip begins when the client sends data after it has received a response."
             " *First* is the first use of a new engine, which opens connections and inspects the server, and *later*"
             " is a use after that. Ratios compare an operation with the same operation without pgfence."
         ),
@@ -298,7 +298,7 @@ FIELD: dict[str, Make] = {
     FENCED: _fenced,
     BARE_INSERT: _on_engine(_inserted),
     KEYED: _on_engine(_keyed),
-    "pgfence, a replay of it": _on_engine(_replayed),
+    "pgfence, a replay of this transaction": _on_engine(_replayed),
     "pgfence, an effect that does nothing": _on_engine(_effect),
 }
 

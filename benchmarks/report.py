@@ -57,7 +57,7 @@ def markdown(results: Sequence[Mapping[str, Any]], pictures: str = "") -> str:
     missed = [(result["title"], *_show(each)) for result, each in bars if not each["met"]]
     lines = [f"{len(bars) - len(missed)} of {len(bars)} limits are met."]
     if missed:
-        lines += ["", "Missed:", "", *_draw_table(("Scenario", "Figure", "Limit", "Measured"), missed)]
+        lines += ["", "These limits are missed:", "", *_draw_table(("Scenario", "Figure", "Limit", "Measured"), missed)]
     for result in results:
         lines += ["", f"### {result['title']}", "", result["method"], ""]
         rows = [(*_show(each), "yes" if each["met"] else "**no**") for each in result["bars"] if not each.get("null")]
@@ -72,7 +72,8 @@ def markdown(results: Sequence[Mapping[str, Any]], pictures: str = "") -> str:
             left_out = "; ".join(f"{name} ({why})" for name, why in sorted(result["skipped"].items()))
             lines += ["", f"Not measured: {left_out}."]
         if "measured" in result:
-            lines += ["", f"*Measured on {result['measured']}, in {result['took']:.0f} s.*"]
+            took = "less than 1 s" if result["took"] < 1 else f"{result['took']:.0f} s"
+            lines += ["", f"*Measured on {result['measured']}, in {took}.*"]
     return "\n".join(lines)
 
 
@@ -93,8 +94,8 @@ def described(where: Mapping[str, Any]) -> str:
     """Describe the machine in a sentence."""
     packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
     return (
-        f"Measured on {where['cores']} shared cores ({where['machine']}, {where['system']}), the server on the same machine"
-        f" and reached over TCP: PostgreSQL {where['postgresql']}, Python {where['python']}, {packages}."
+        f"Measured on {where['cores']} shared cores ({where['machine']}, {where['system']}), with the server on the same"
+        f" machine and reached over TCP, using PostgreSQL {where['postgresql']}, Python {where['python']}, {packages}."
     )
 
 
