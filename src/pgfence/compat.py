@@ -44,7 +44,7 @@ def dlock_key(name: str | bytes | int) -> LockKey:
     """Return the key of `sqlalchemy_dlock.create_sadlock(connection, name)`. An int is the key itself.
 
     Raises:
-        TypeError: `name` is neither a str, bytes nor an int, or is a bool.
+        TypeError: `name` is not a str, bytes or an int, or is a bool.
         ValueError: `name` is an int that does not fit into a signed 64-bit integer, or a str with a lone surrogate.
     """
     if isinstance(name, int):

@@ -321,7 +321,7 @@ def qualify_name(name: object, namespace: str, what: str = "a name") -> str:
     """Return the text under which a name is stored in a table, which is the name itself, or namespace + U+001F + name.
 
     Raises:
-        TypeError: the name is not a str (a LockKey has no text).
+        TypeError: the name is not a str. A LockKey is rejected too, because it has no text.
         ValueError: the name is empty, longer than 255 characters with its namespace, or contains NUL, U+001F or a lone surrogate.
     """
     text = _check_text(name, what)

@@ -163,7 +163,7 @@ def resource_of(cls: type[Guarded], row: object) -> str:
     """Return the resource of a row, without the namespace.
 
     Raises:
-        TypeError: the class's own function did not return a str.
+        TypeError: the `__fence_resource__` function of the class did not return a str.
     """
     asked = cls.__fence_resource__
     found = asked if isinstance(asked, str) else asked(row)

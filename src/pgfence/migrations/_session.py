@@ -325,7 +325,7 @@ class MigrationLock:
         """Release the lock after a failed migration, or close the connection. The migration's own error is kept.
 
         Raises:
-            LockLostError: the migration failed because the session has ended.
+            LockLostError: the migration failed because the session that held the lock has ended.
         """
         lost = not self._is_attached()
         try:

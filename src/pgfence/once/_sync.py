@@ -58,7 +58,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
             nothing.
         catch_up: how slots that were not run are handled. With "last", the newest one runs late. With "all", all of them run in
             order, since the first slot that was ever requested. With "none", a slot may be begun only within its first minute.
-        ttl: seconds after which the run of a dead host is given up.
+        ttl: seconds after which the run of a host that died is given up.
         max_hold: seconds after which a run that hangs is given up. None means no limit.
         namespace: replaces the configured namespace.
 

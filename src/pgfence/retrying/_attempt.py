@@ -181,7 +181,7 @@ def _sets_savepoint(session: Session) -> bool:
     """Return whether the Session will set a savepoint in a transaction that is already open.
 
     Raises:
-        TransactionStateError: the rollback or commit of the Session would end that transaction.
+        TransactionStateError: the rollback or commit of the Session would end the open transaction.
     """
     bind = bind_of(session)
     if not (isinstance(bind, Connection) and bind.in_transaction()):
@@ -190,6 +190,6 @@ def _sets_savepoint(session: Session) -> bool:
     if mode == "create_savepoint" or (mode == "conditional_savepoint" and bind.in_nested_transaction()):
         return True
     raise TransactionStateError(
-        "the sessionmaker is bound to a Connection whose transaction is already open, and a retry would roll that back. Bind"
-        ' it to the engine; or, for tests that roll everything back, use join_transaction_mode="create_savepoint"'
+        "the sessionmaker is bound to a Connection whose transaction is already open, and a retry would roll it back. Bind the"
+        ' sessionmaker to the engine; or, for tests that roll everything back, use join_transaction_mode="create_savepoint"'
     )
