@@ -169,7 +169,7 @@ async def test_a_search_path_that_leads_nowhere_says_what_to_do(world: World, pl
     async with connection(world, world.engine()) as open_connection:
         await given(open_connection.execute(text("SET LOCAL search_path = nowhere")))
         with pytest.raises(
-            SchemaError, match=r"^no schema of search path 'nowhere' exists in database .*configure\(engine, schema="
+            SchemaError, match=r"^no schema in search path 'nowhere' exists in database .*configure\(engine, schema="
         ):
             await given(schema.create_all(open_connection))
 
@@ -227,7 +227,7 @@ def test_columns_that_install_does_not_alter_come_with_the_statement(
         ("DROP TABLE {checkpoint}", r"incomplete: checkpoint is missing\. .*creates what is missing"),
         (
             "DROP TABLE {lease}",
-            "is created again is empty: lease, which holds fencing tokens, so that they start again at 1",
+            "is created again is empty: lease loses fencing tokens, so the tokens start again at 1",
         ),
         ("ALTER TABLE {lease} DROP kind", r"incomplete: lease\.kind is missing\. .*creates what is missing$"),
         ("DELETE FROM {schema_version}", "version 0"),

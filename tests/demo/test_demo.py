@@ -246,7 +246,7 @@ def test_a_process_that_ends_unexpectedly_ends_the_demo(engine: Engine, admin: p
     def kill_one() -> None:
         workers()[0].kill()
 
-    with pytest.raises(DemoError, match=r"process \d ended unexpectedly with -9"):
+    with pytest.raises(DemoError, match=r"process \d ended unexpectedly with return code -9"):
         runner.play(engine, Quiet(kill_one), seconds=5, processes=3, keep=True, acts=[advisory.ACT], scenes=())
     assert schemas(admin) == []
 

@@ -63,7 +63,9 @@ def build_audit_query(
     if not isinstance(since, datetime):
         raise TypeError(f"since must be a datetime or a timedelta, not {type(since).__name__}")
     if since.tzinfo is None:
-        raise ValueError("since must have a time zone: the server and this process may be in different time zones")
+        raise ValueError(
+            "since must have a time zone, because the server and this process may be in different time zones"
+        )
     return AuditQuery(place, since.timestamp(), None, wanted)
 
 

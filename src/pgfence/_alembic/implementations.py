@@ -43,7 +43,9 @@ def _perform(
 ) -> None:
     context = operations.migration_context
     if not _is_postgresql(operations):
-        _log.info("skipped on %s: pgfence's tables and triggers require PostgreSQL", context.dialect.name)
+        _log.info(
+            "operation skipped on %s, because pgfence's tables and triggers require PostgreSQL", context.dialect.name
+        )
     elif context.as_sql:
         indexes.write(operations, script)
     else:
@@ -94,9 +96,9 @@ def _drop(operations: Operations, operation: DropPgfence) -> None:
 def _refuse_while_used(used: Sequence[str]) -> None:
     if used:
         raise SchemaError(
-            f"{used[0]} is held: its holder would continue with a token that the next holder gets as well, or with an effect that"
-            f" is no longer recorded. Stop the processes that hold leases or keys ({len(used)} held), or wait until these have"
-            " expired, and run the migration again",
+            f"cannot change pgfence's tables while {used[0]} is held, because its holder would continue with a token that the"
+            f" next holder gets too, or with an effect that is no longer recorded. Stop the processes that hold leases or"
+            f" keys ({len(used)} held), or wait until these have expired, and run the migration again",
             needed=VERSION,
         )
 

@@ -149,7 +149,10 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
         why, advice = message_of(error), "drop it, or rename one of them"
         if state != migration_scripts.DIFFERS:
             why = f"building it on an empty copy of the table failed: {why}"
-            advice = "if it is the same, write it exactly like that; otherwise drop it, or rename one of them"
+            advice = (
+                "if both are the same, write yours exactly as the existing index is described; otherwise drop it, or rename one"
+                " of them"
+            )
         raise ValueError(
             f"there is already an index {found.called}, which may differ from this one ({why}): {advice}"
         ) from error

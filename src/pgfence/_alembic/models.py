@@ -73,7 +73,8 @@ def _read_resource(model: Any) -> str:
             raise TypeError(f"it must return a str, not {type(text).__name__}")
     except Exception as error:
         raise CommandError(
-            f"{model.__name__}.__fence_resource__ cannot be converted for a trigger: {error}. Declare it in its __table_args__:"
+            f"{model.__name__}.__fence_resource__ cannot be converted for a trigger: {error}. Declare the resource in the"
+            f" model's __table_args__:"
             f' {{"info": {{"{MODEL}": "close:{{column}}"}}}}, or set None there for a table without a trigger'
         ) from error
     return _join_template(str(text).split(_MARK))

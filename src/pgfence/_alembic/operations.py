@@ -233,7 +233,7 @@ class CreateIndexSafely(CreateIndexOp):
     ) -> None:
         expect_place(options.get("schema"), PREFIX)
         if not columns:
-            raise ValueError("an index needs columns")
+            raise ValueError("an index needs at least one column")
         options["postgresql_concurrently"] = True
         super().__init__(index_name, _check_table(table_name), columns, **options)
 

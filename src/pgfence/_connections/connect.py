@@ -107,8 +107,8 @@ def _connect_like(engine: Engine, in_use: Collection[object] = ()) -> PoolProxie
         driver = engine.dialect.get_driver_connection(opened)
         if any(used is driver for used in in_use):
             raise PgfenceError(
-                "the engine's creator returned a connection that the application is using. It must open a new connection for"
-                " each call"
+                "the engine's creator returned a connection that the application is using. The creator must open a new connection"
+                " for each call"
             )
         return opened
 

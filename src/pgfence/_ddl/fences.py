@@ -51,14 +51,16 @@ def parts_of(resource: str, namespace: str) -> tuple[str, ...]:
     try:
         fields = list(string.Formatter().parse(whole))
     except ValueError as error:
-        raise ValueError(f"the resource {resource!r} cannot be parsed: {error}; write a literal brace twice") from None
+        raise ValueError(
+            f"the resource {resource!r} cannot be parsed: {error}. Write each literal brace twice"
+        ) from None
     parts = [""]
     for text, field, spec, conversion in fields:
         parts[-1] += text
         if field is None:
             continue
         if spec or conversion or not field.isidentifier():
-            raise ValueError(f"the resource {resource!r} may contain only names of columns in braces")
+            raise ValueError(f"each pair of braces in the resource {resource!r} may contain only a column name")
         parts += [field, ""]
     return tuple(parts)
 

@@ -144,7 +144,8 @@ def build_first_schema_check(place: TableNames) -> str:
         " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
         f" WHERE c.oid = pg_catalog.to_regclass({quote_literal(place.name('schema_version'))})"
         " AND n.nspname IS DISTINCT FROM pg_catalog.current_schema();\n    IF found IS NOT NULL THEN\n"
-        "        RAISE EXCEPTION 'the tables are in schema %, not in the first schema of the search path: name the schema', found;\n"
+        "        RAISE EXCEPTION 'pgfence''s tables are in schema %, not in the first schema of the search path:"
+        " name the schema', found;\n"
         "    END IF;\nEND"
     )
 
@@ -268,7 +269,7 @@ def _build_trigger_removal(place: TableNames, target: Target) -> str:
 def _build_refusal(query: str, target: Target) -> str:
     return (
         f"    IF EXISTS ({query}) THEN\n"
-        f"        RAISE EXCEPTION '% has an unrelated trigger of this name', {quote_literal(str(target))};\n"
+        f"        RAISE EXCEPTION '% has an unrelated trigger with a name that pgfence needs', {quote_literal(str(target))};\n"
         "    END IF;\n"
     )
 

@@ -169,7 +169,7 @@ def _expect_column(connection: Connection, target: Target, column: str) -> None:
     if not found.attnotnull:
         command = backfill(target.quoted, column)
         raise SchemaError(
-            f"the column {column!r} of {target} allows NULL, and a row without a version cannot be guarded: {command}",
+            f"the column {column!r} of {target} allows NULL, and a row without a version cannot be guarded. Run: {command}",
             needed=1,
             command=command,
         )

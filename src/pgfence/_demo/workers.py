@@ -158,4 +158,4 @@ class WorkerPool:
         if not member.expected_to_die:
             self._errors.seek(0)
             last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise DemoError(": ".join([f"{member.name} ended unexpectedly with {code}", *last]))
+            raise DemoError(": ".join([f"{member.name} ended unexpectedly with return code {code}", *last]))

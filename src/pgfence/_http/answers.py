@@ -70,5 +70,7 @@ def build_replay(stored: StoredResult) -> Reply:
         IdempotencyMisuseError: the stored value is not a response.
     """
     if stored.reply is None:
-        raise IdempotencyMisuseError("the key of a request was used for something that is not an HTTP response")
+        raise IdempotencyMisuseError(
+            "the idempotency key of this request was used for something that is not an HTTP response"
+        )
     return stored.reply._replace(headers=(*stored.reply.headers, REPLAYED))

@@ -28,7 +28,8 @@ def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
     root = _find_root(scope)
     if _is_generator(root.call):
         raise TypeError(
-            f"{scope['path']} is a generator, so its session would end before the generator begins. Return the result instead"
+            f"the endpoint of {scope['path']} is a generator, so its session would end before the generator begins. Return"
+            " the result instead"
         )
     asked = [one for one in walk_parts(root) if one.call == session]
     for one in asked:

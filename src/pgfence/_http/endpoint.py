@@ -34,7 +34,7 @@ def build_scope(method: str, path: str, principal: object) -> str:
         TypeError: the principal is not a str.
     """
     if principal is None or principal == "":
-        raise ValueError("an idempotency key belongs to a principal, and this request has none")
+        raise ValueError("an idempotency key belongs to a principal, but this request has no principal")
     if not isinstance(principal, str):
         raise TypeError(f"principal must return a str, not {type(principal).__name__}")
     text = f"{method} {quote(path)} {principal}"

@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 
 HEADER = "Idempotency-Key"
 DESCRIPTION = (
-    "A string of 1 to 255 characters, in double quotes or without them, that is unique for each request. If you send the same "
+    "A string of 1 to 255 characters, with or without double quotes, that is unique for each request. If you send the same "
     "request again, send the same key, and the request is handled only once."
 )
 
 _SCHEMA = "PgfenceProblem"
 _PROBLEM = {
     "title": "Problem",
-    "description": "A problem (RFC 9457).",
+    "description": "The details of a problem (RFC 9457).",
     "type": "object",
     "required": ["title", "status", "detail", "code"],
     "properties": {
         "title": {"type": "string", "description": "The reason phrase of the status."},
         "status": {"type": "integer"},
-        "detail": {"type": "string", "description": "What is wrong and what to do, for people."},
-        "code": {"type": "string", "description": "What is wrong, for programs."},
+        "detail": {"type": "string", "description": "What is wrong and what to do, for human readers."},
+        "code": {"type": "string", "description": "A code for what is wrong, for programs."},
     },
 }
-_AGAIN = {"description": "Seconds after which to send the request again.", "schema": {"type": "integer"}}
+_AGAIN = {"description": "Seconds to wait before sending the request again.", "schema": {"type": "integer"}}
 _LATER = (409, 423, 503)
 
 

@@ -118,12 +118,12 @@ OF_REQUESTS = (
 KEY_FAILED = Problem(
     "idempotency_attempt_failed",
     409,
-    f"An earlier request with this Idempotency-Key failed, and it is not known what it did. {_LATER}",
+    f"An earlier request with this Idempotency-Key failed, and it is not known what that request did. {_LATER}",
 )
 OUTCOME_UNKNOWN = Problem(
     "idempotency_outcome_unknown",
     409,
-    "An earlier request with this Idempotency-Key was interrupted, and it is not known what it did. An operator of the service"
+    "An earlier request with this Idempotency-Key was interrupted, and it is not known what that request did. An operator of the service"
     " must find that out before the request can be sent again.",
 )
 PRECONDITION_FAILED = Problem(
@@ -148,7 +148,9 @@ OF_ERRORS = {
         409,
         f"This request took too long, and another request with the same Idempotency-Key has taken over. {_LATER}",
     ),
-    "LockTimeoutError": Problem("lock_timeout", 423, f"Another request holds the lock that this one needs. {_LATER}"),
+    "LockTimeoutError": Problem(
+        "lock_timeout", 423, f"Another request holds the lock that this request needs. {_LATER}"
+    ),
     "WaitCancelledError": Problem(
         "wait_cancelled",
         503,
@@ -171,7 +173,7 @@ OF_ERRORS = {
     "VersionRequiredError": Problem(
         "version_required",
         428,
-        "This request needs the version of the data that it changes: send it in the header If-Match.",
+        "This request needs the version of the data that it changes: send the version in the If-Match header.",
     ),
     "CommitOutcomeUnknownError": Problem(
         "commit_outcome_unknown",

@@ -25,7 +25,7 @@ def compile_routes(routes: Collection[str]) -> re.Pattern[str]:
     if isinstance(routes, str):
         raise TypeError(f"routes must be a collection of patterns: routes=[{routes!r}]")
     if not routes:
-        raise ValueError("routes=[] applies to no request; None applies to all paths")
+        raise ValueError("routes=[] would apply to no request; pass None for all paths")
     # Frameworks treat paths as equal if they differ only by a trailing slash, or by a trailing line feed, because `$` also
     # matches before a line feed.
     return re.compile(f"(?:{'|'.join(_compile_route(route) for route in routes)})/?\n?", re.DOTALL)
@@ -53,5 +53,5 @@ def _compile_route(route: str) -> str:
             " that varies; * is allowed only at the end"
         )
     if stem.count(":path}") > 1 or any(len(_FIELD.findall(segment)) > 1 for segment in stem.split("/")):
-        raise ValueError(f"{route!r} is not a route: it may have one field in each segment, and one {{name:path}}")
+        raise ValueError(f"{route!r} is not a route: a route may have one field in each segment, and one {{name:path}}")
     return pattern + re.escape(stem[at:]) + (".*" if route.endswith("*") else "")

@@ -291,12 +291,12 @@ def _check_methods(methods: Collection[str]) -> frozenset[str]:
         raise TypeError(f"methods must be a collection of methods: methods=[{methods!r}]")
     found = frozenset(str(method).upper() for method in methods)
     if not found:
-        raise ValueError("methods=[] applies to no request")
+        raise ValueError("methods=[] would apply to no request")
     for method in found:
         if not _TOKEN.fullmatch(method):
             raise ValueError(f"{method!r} is not an HTTP method")
         if method in _SAFE:
-            raise ValueError(f"{method} changes nothing, so such requests can be sent again without a key")
+            raise ValueError(f"{method} requests change nothing, so they can be sent again without a key")
     return found
 
 

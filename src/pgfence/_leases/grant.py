@@ -249,7 +249,7 @@ class Grant(BaseHold):
         before, self.server_time = self.server_time, expires_at - timedelta(seconds=remaining)
         if (step := (before - self.server_time).total_seconds()) >= terms.NOTABLE_STEP:
             log.warning(
-                "the database server's clock was set back by %.0f s or more while the %s %s was held. The holder keeps it, and"
+                "the database server's clock was set back by %.0f s or more while the %s %s was held. The hold continues, and"
                 " renewals count from the new time on. Check the time service of that server",
                 step,
                 self.noun,

@@ -185,7 +185,7 @@ def warn_of_clock(claim: AcquireRequest, set_back: float | None) -> None:
     if set_back is not None and set_back >= terms.NOTABLE_STEP:
         log.warning(
             "the database server's clock was set back by %.0f s or more while the %s %s was held. Its times were moved back"
-            " too. If its holder is dead, it becomes free within one TTL from now. Check the time service of that server",
+            " too. If its holder is dead, it becomes available within one TTL from now. Check the time service of that server",
             set_back,
             claim.kind,
             format_names(claim.names),

@@ -102,7 +102,7 @@ def ttl_of(value: Seconds) -> float:
     if ttl < SHORTEST_TTL:
         raise ValueError(
             f"ttl must be at least {SHORTEST_TTL:g} s, not {ttl:g}: the lease is renewed every ttl/3, and a pause of that length"
-            " would lose it. 30 to 60 s suit most work"
+            " would lose it. A ttl of 30 to 60 s suits most jobs"
         )
     if ttl > LONGEST_TTL and not isinstance(value, timedelta):
         raise ValueError(
@@ -130,7 +130,7 @@ def build_terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lo
     most = None if max_hold is None or seconds(max_hold, "max_hold") == math.inf else seconds(max_hold, "max_hold")
     if most is not None:
         if most <= 0:
-            raise ValueError("max_hold must be above 0 seconds; pass None for an unlimited hold")
+            raise ValueError("max_hold must be more than 0 seconds; pass None for an unlimited hold")
         if least > most:
             raise ValueError(f"min_hold={least:g} is longer than max_hold={most:g}")
         _check_finite(most, "max_hold")

@@ -176,7 +176,7 @@ class Acquisition(Generic[W]):
             if not self.waits:  # a try cannot deadlock
                 return None
             raise SelfDeadlockError(
-                f"this {owner.kind} holds {format_names(self.names)} already: {self.wanted.once_only}", names=self.names
+                f"this {owner.kind} already holds {format_names(self.names)}: {self.wanted.once_only}", names=self.names
             )
         if queue.enqueue(entry):
             return True

@@ -75,7 +75,7 @@ def warn_of_slow_hosts(engine: Engine) -> None:
     listed = ",".join(hosts)
     if engine.dialect.driver == "asyncpg":
         log.warning(
-            "the engine has several hosts (%s), and asyncpg applies one limit of 60 s to connecting to all of them: while one"
+            "the engine has several hosts (%s), and asyncpg applies one time limit of 60 s to all of them together: while one"
             " host hangs, the next may not be tried in time, and leases are lost. Use a proxy such as HAProxy, or an"
             " async_creator that tries the hosts one by one",
             listed,

@@ -171,7 +171,7 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
         advice = (
             f"Run `{command}` or call pgfence.schema.create_all(engine) as a role with that right"
             if command
-            else "Run it as the owner"
+            else "Run the statement as the owner"
         )
         return SchemaError(f"permission denied: {said}. {advice}", needed=VERSION, command=command, sqlstate=NO_RIGHT)
     if view := re.search(_VIEW_OF_SERVER, said):
@@ -256,7 +256,7 @@ def _gate_timeout_error(detail: Mapping[str, Any]) -> LockTimeoutError:
     ]
     who = [f"{who}, {one['state']}: {one['query']}" for who, one in zip(holders, detail["inside"], strict=True)]
     return LockTimeoutError(
-        f"the gate of {name!r} was not free within {seconds:g} s: a transaction of an older holder is still inside"
+        f"could not enter the gate of {name!r} within {seconds:g} s: a transaction of an older holder is still inside"
         f" ({'; or '.join(who) or 'its session is not visible to this role'}). Roll back and try again. pg_terminate_backend"
         " ends a session whose client has disappeared",
         names=(name,),

@@ -222,7 +222,7 @@ def judge_session(
         )
     if driver_pid != facts.backend_pid and pooler != "session":
         return PoolerError(
-            "there is a connection pooler between this client and PostgreSQL whose mode is unknown, and session locks are"
+            "a connection pooler whose mode is unknown is between this client and PostgreSQL, and session locks are"
             f" safe only in session mode. {ways}",
             mode="unknown",
         )

@@ -39,14 +39,14 @@ LOSES = "fencing tokens would start again at 1, and idempotency keys and finishe
 """The consequences of dropping the tables, for error messages."""
 
 _HOLDS = {
-    "lease": "fencing tokens, so that they start again at 1",
+    "lease": "fencing tokens, so the tokens start again at 1",
     "gate": "the newest token of each fenced resource",
-    "slot": "which slots are done, so that they may run again",
-    "idempotency_key": "the results of requests, so that they may run again",
+    "slot": "the record of finished slots, so these slots may run again",
+    "idempotency_key": "the results of requests, so the requests may run again",
     "checkpoint": "the checkpoints of leases",
     "audit": "the record of evictions",
     "semaphore": "the number of permits of each semaphore",
-    "rate_take": "the last takes of rate limits, so that they may be taken again",
+    "rate_take": "the last takes of rate limits, so these may be taken again",
     "partition_set": "the number of partitions and the hash of each set of partitions",
 }
 
@@ -213,7 +213,7 @@ def _difference_error(wrong: str, where: str, place: TableNames, found: int, ver
     tables = [part[1] for part in parts if part and part[2] is None]
     columns = [part for part in parts if part and part[2] is not None and not _is_added(part, version)]
     if not columns:
-        rows = [f"{table}, which holds {_HOLDS[table]}" for table in tables if table in _HOLDS]
+        rows = [f"{table} loses {_HOLDS[table]}" for table in tables if table in _HOLDS]
         lost = f". A table that is created again is empty: {'; '.join(rows)}" if rows else ""
         return SchemaError(
             f"pgfence's tables {where} are incomplete: {wrong}. Running `{place.command}` or calling"
@@ -283,7 +283,7 @@ def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
     if schema is None:
         row: tuple[str | None, ...] = tuple(execute_plain(connection, WHERE).one())
         raise SchemaError(
-            f"no schema of search path {row[1]!r} exists in database {row[0]!r}. Set one with"
+            f"no schema in search path {row[1]!r} exists in database {row[0]!r}. Set one with"
             " pgfence.configure(engine, schema=...)",
             needed=VERSION,
             command=f"{place.command} --schema <schema>",

@@ -37,7 +37,10 @@ def check_leaked_locks(examined: Examined) -> Iterator[Finding]:
         one for one in examined.snapshot.holders if is_leaked(one["state"], one["idle"], one["query"], LEAKED_AFTER)
     ]
     if leaked:
-        listed = [f"backend {one['pid']} ({one['application'] or 'no name'}, {one['idle']:.0f} s)" for one in leaked]
+        listed = [
+            f"backend {one['pid']} ({one['application'] or 'no application name'}, idle for {one['idle']:.0f} s)"
+            for one in leaked
+        ]
         locks = sum(one["locks"] for one in leaked)
         yield build_finding(
             "leaked-locks",
@@ -74,7 +77,8 @@ def check_invalid_indexes(examined: Examined) -> Iterator[Finding]:
         yield build_finding(
             "invalid-index",
             f"{count_items(len(found), 'index is', 'indexes are')} invalid: {join_items(listed)}.",
-            f"As the owner of the table: {' '.join(fixes)}{' Do the same for the others.' if len(found) > MOST_LISTED else ''}",
+            f"As the owner of the table, run: {' '.join(fixes)}"
+            f"{' Do the same for the others.' if len(found) > MOST_LISTED else ''}",
         )
 
 

@@ -55,7 +55,7 @@ def check_wal_sender_timeout(examined: Examined) -> Iterator[Finding]:
         return
     limit = seen.read_milliseconds("wal_sender_timeout") / 1000
     if not limit:
-        found = "wal_sender_timeout is 0: the server never ends the connection of a standby that hangs."
+        found = "wal_sender_timeout is 0, so the server never ends the connection of a standby that hangs."
         limit_for = seen.shortest_ttl or 30.0
     elif seen.shortest_ttl is not None and OUTAGE_FACTOR * limit > seen.shortest_ttl:
         found = f"wal_sender_timeout is {limit:g} s, and the shortest lease that is held has a TTL of {seen.shortest_ttl:g} s."

@@ -83,7 +83,7 @@ def check_clock(examined: Examined) -> Iterator[Finding]:
         yield build_finding(
             "clock",
             f"The server's clock is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} this host's"
-            f" (measured to {doubt * 1000:.0f} ms).",
+            f" (accurate to within {doubt * 1000:.0f} ms).",
             "Run a time service (chrony, systemd-timesyncd) on both hosts: `timedatectl` shows whether it is synchronized.",
         )
 

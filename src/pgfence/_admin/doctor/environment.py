@@ -30,14 +30,14 @@ def check_environment(ini: Path) -> Iterator[Finding]:
         yield build_finding(
             "alembic-lock",
             f"{script} does not use pgfence's migration_lock.",
-            "Import it from pgfence.migrations, and put context.begin_transaction() inside: with migration_lock(connection,"
-            " timeout=600): ...",
+            "Import it from pgfence.migrations, and call context.begin_transaction() inside this block:"
+            " with migration_lock(connection, timeout=600): ...",
         )
     if "autogenerate_plugins" not in names | texts or not any(_is_plugin(text) for text in texts):
         yield build_finding(
             "alembic-plugin",
             f"{script} does not select pgfence's plugin for autogenerate.",
-            'context.configure(..., autogenerate_plugins=["alembic.autogenerate.*", "pgfence"])',
+            'Add it to the call: context.configure(..., autogenerate_plugins=["alembic.autogenerate.*", "pgfence"])',
         )
 
 
@@ -57,7 +57,7 @@ def find_script(ini: Path) -> Path:
     except (configparser.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{ini} has no script_location in its section [alembic]: {type(error).__name__}") from error
     if ":" in location and not Path(location).is_absolute():
-        raise ValueError(f"script_location of {ini} is in a package ({location}), which pgfence does not import")
+        raise ValueError(f"the script_location of {ini} is in a package ({location}), which pgfence does not import")
     return ini.parent / location / "env.py"
 
 

@@ -88,7 +88,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "host-list": CodeEntry(
         "warning",
-        "If one host of the list hangs, the driver does not try the next host in time. During a failover, calls then raise"
+        "If one host in the list hangs, the driver does not try the next host in time. During a failover, calls then raise"
         " UnreachableError, and leases are lost although there is a new primary.",
     ),
     "target-session-attrs": CodeEntry(
@@ -109,7 +109,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     "clock": CodeEntry(
         "warning",
         "pgfence uses the server's clock, so locks are safe even if the clocks differ. However, `expires_at`, `since` and the"
-        " slots of Once do not match this host's logs. If the server's clock is the wrong one, a failover changes when leases expire.",
+        " slots of Once do not match this host's logs. If the server's clock is wrong, a failover changes when leases expire.",
     ),
     "idle-in-transaction": CodeEntry(
         "warning",
@@ -118,9 +118,9 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "idle-session-timeout": CodeEntry(
         "warning",
-        "The server ends the session of a holder that sends no statement for as long as the setting allows, and thereby"
+        "The server ends the session of a holder that sends no statement for longer than the setting allows, and thereby"
         " releases the holder's session lock. pgfence switches the setting off on its own connections, but not through a pooler"
-        " and not on a connection of yours.",
+        " or on your own connections.",
     ),
     "statement-timeout": CodeEntry(
         "info",
@@ -162,8 +162,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "invalid-index": CodeEntry(
         "warning",
-        "A failed CREATE INDEX CONCURRENTLY leaves behind an index that every write maintains and no query uses. Such"
-        " a unique index does not reject all duplicates.",
+        "A failed CREATE INDEX CONCURRENTLY leaves behind an index that every write maintains and no query uses. If"
+        " the index is unique, it does not reject all duplicates.",
     ),
     "synchronous-standby": CodeEntry(
         "error", "Every COMMIT, and with it every grant of a lease, waits until a synchronous standby is connected."
@@ -185,7 +185,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "hidden-sessions": CodeEntry(
         "info",
-        "The role sees neither the state nor the statements of other roles' sessions: leaked locks and standbys may be"
+        "The role sees neither the state nor the statements of other roles' sessions, so leaked locks and standbys may be"
         " overlooked, and holders are listed without address and time.",
     ),
     "alembic-lock": CodeEntry(

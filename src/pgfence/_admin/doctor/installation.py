@@ -46,7 +46,7 @@ def check_tables(examined: Examined) -> Iterator[Finding]:
             "tables-elsewhere",
             f"pgfence's tables are in schema {', '.join(map(repr, elsewhere))}, but not where pgfence looks:"
             f" {place.describe(seen.database, seen.search_path)}.",
-            f"configure(engine, schema={elsewhere[0]!r}), on the command line --schema {elsewhere[0]}.",
+            f"Set the schema: configure(engine, schema={elsewhere[0]!r}), or --schema {elsewhere[0]} on the command line.",
         )
     else:
         yield build_finding(

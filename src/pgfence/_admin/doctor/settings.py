@@ -17,7 +17,7 @@ def check_idle_in_transaction(examined: Examined) -> Iterator[Finding]:
     if examined.snapshot.read_milliseconds("idle_in_transaction_session_timeout") == 0:
         yield build_finding(
             "idle-in-transaction",
-            "idle_in_transaction_session_timeout is 0: the server never ends a transaction whose client hangs.",
+            "idle_in_transaction_session_timeout is 0, so the server never ends a transaction whose client hangs.",
             build_role_setting(examined.snapshot.role, "idle_in_transaction_session_timeout", "'60s'"),
         )
 
@@ -39,7 +39,7 @@ def check_statement_timeout(examined: Examined) -> Iterator[Finding]:
         yield build_finding(
             "statement-timeout",
             f"statement_timeout is {limit:g} s, less than pgfence's default timeout of {examined.config.default_timeout:g} s.",
-            f"Lower pgfence's timeout: configure(engine, default_timeout={limit / 2:g}). Or raise the server's: "
+            f"Lower pgfence's timeout: configure(engine, default_timeout={limit / 2:g}). Alternatively, raise the server's: "
             + build_role_setting(
                 examined.snapshot.role, "statement_timeout", f"'{examined.config.default_timeout + 10:g}s'"
             ),
