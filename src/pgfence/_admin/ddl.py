@@ -54,7 +54,7 @@ def _translate(engine: Engine, error: Exception) -> PgfenceError | None:
 
 
 def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
-    """Drop pgfence's tables and functions.
+    """Drop pgfence's tables and functions if no table is fenced.
 
     Raises:
         SchemaError: a table is still fenced.

@@ -92,7 +92,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The name, or the key in SQL notation; for an idempotency key its scope and key."""
+        """The name, or the key in SQL notation; for an idempotency key, its scope and key."""
         if self.holder.name is not None:
             return self.holder.name if self.scope is None else f"{self.scope}:{self.holder.name}"
         return "(not visible)" if self.holder.key is None else self.holder.key.label
@@ -281,7 +281,7 @@ class _Waiters:
         return tuple(sorted(found, key=lambda each: each.waiting, reverse=True))
 
     def _read_queues(self, holds: Sequence[HoldRow], waits: Sequence[WaitRow]) -> None:
-        """Find out to which key each queue of tickets belongs."""
+        """Record the key to which each queue of tickets belongs."""
         for row in holds:
             for place in _list_places(row):
                 self._holders[place].append(row.backend_pid or 0)

@@ -198,7 +198,7 @@ class CallerConnection(LockConnection):
                 self._unlist()
 
     def invalidate(self) -> None:
-        """Tell SQLAlchemy that the connection is closed."""
+        """Invalidate the connection in SQLAlchemy, because it is closed."""
         self.connection.invalidate()
 
     async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Row | None:

@@ -198,7 +198,7 @@ def wrong_backend_error(engine: Engine) -> PoolerError:
 
 @contextmanager
 def open_sqlalchemy_connection(engine: Engine, dbapi_connection: DBAPIConnection) -> Iterator[Connection]:
-    """Yield a temporary Connection over a DBAPI connection, whose closing never replaces an exception of the block."""
+    """Yield a temporary Connection over a DBAPI connection. Closing it never replaces an exception of the block."""
     connection = wrap_dbapi(engine, dbapi_connection)
     try:
         yield connection

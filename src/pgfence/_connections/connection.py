@@ -336,7 +336,7 @@ class LockConnection(ABC):
 
     @abstractmethod
     async def wait_for_probe(self) -> None:
-        """Wait until a running probe has finished, or abort the connection. The caller then has the turn to unlock."""
+        """Wait until a running probe has finished, or abort the connection. It is then the caller's turn to unlock."""
 
     # ------------------------------------------------------------ lent to the caller's code
 

@@ -130,7 +130,7 @@ class _PsycopgBase(_LibpqBase):
         self._sent: set[str] = set()
 
     def _should_prepare(self, text: str, *, wanted: bool) -> bool:
-        """Return whether to prepare a statement, which is so from its second use on, because preparing costs a round trip."""
+        """Return whether to prepare a statement. Only its second and later uses are worth the round trip for preparing."""
         if not wanted or self.pooled:
             return False
         if text in self._sent:
@@ -351,7 +351,7 @@ def choose_driver_connection(dialect: Dialect) -> type[DriverConnection]:
 
 
 def find_descriptor(driver: RawConnection) -> int:
-    """Return the socket's descriptor of a driver's connection, or -1 if the driver does not expose it."""
+    """Return the descriptor of the socket of a driver's connection, or -1 if the driver does not expose it."""
     if hasattr(driver, "fileno"):
         fd: int = driver.fileno()
         return fd

@@ -95,7 +95,7 @@ class PoolState:
         return True
 
     def pop_idle(self, user: Borrower) -> bool:
-        """Give `user` the most recently used idle connection if that is alive, and return whether `user` received it."""
+        """Give `user` the most recently used idle connection if that is alive. Return whether `user` received a connection."""
         if not self.idle or self.idle[-1].dead is not None:  # `take_expired` removes a dead one
             return False
         user.session = self.idle[-1]  # an interrupt between this line and the next must not lose the connection
@@ -190,7 +190,7 @@ class LockPool:
 
         Args:
             left: the seconds to wait for a free connection.
-            keys: the number of keys that it will hold.
+            keys: the number of keys that the connection will hold.
             again: whether the connection replaces a lost one, so that opening it must not take much longer than the time left.
             cancel: the event that ends the wait.
         """
@@ -229,7 +229,7 @@ class LockPool:
             raise
 
     def _give_up(self, turn: PoolWaiter) -> None:
-        """Return what a waiter has: its place in the queue, its slot, or its connection."""
+        """Give up what a waiter has: its place in the queue, its slot, or its connection."""
         opening = turn.opening
         with MUTEX:
             self.state.cancel_wait(turn)
@@ -339,7 +339,7 @@ class LockPool:
             self.discard(session)
 
     def discard(self, session: LockConnection) -> None:
-        """Close a connection. The server then releases the locks that it held."""
+        """Close a connection. The server then releases the locks that the connection held."""
         session.close()
         with MUTEX:
             if session in self.sessions:

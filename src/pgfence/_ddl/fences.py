@@ -84,7 +84,7 @@ class _Trigger:
         return f"COMMENT ON TRIGGER {quote(self.name)} ON {self.table} IS {quote_literal(COMMENT)}"
 
     def select_lacking(self, target: Target) -> str:
-        """Return the query that lists the table and its partitions without this trigger, as quoted names."""
+        """Return the query for the quoted names of those tables, of the table and its partitions, that lack this trigger."""
         return _select_tables(target, f"NOT {self.is_there('c.oid')}")
 
     def build_completion(self, target: Target) -> str:

@@ -86,7 +86,7 @@ class Accounts:
         return self.first + TILLS * ACCOUNTS_OF_A_TILL - 1
 
     def pair(self, chance: Random) -> tuple[int, int]:
-        """Choose two accounts at random, of any tills."""
+        """Choose two accounts at random, from any tills."""
         return _pick_pair(chance, range(self.first, self.last + 1))
 
     def till(self, chance: Random) -> range:

@@ -64,7 +64,7 @@ class WorkerContext:
 
     @contextmanager
     def note_wait(self) -> Iterator[None]:
-        """Record a wait for a lock that is too short to be reported immediately."""
+        """Record the duration of the block, a wait for a lock that is too short to be reported immediately."""
         start = clock()
         yield
         self._waits.append(clock() - start)

@@ -51,7 +51,7 @@ class Faults:
 
     @property
     def done(self) -> bool:
-        """Whether each fault was injected and another process has got the lock of the victim."""
+        """Whether each fault was injected and another process has acquired the victim's lock."""
         return not self._due and self._injected is None
 
     @property

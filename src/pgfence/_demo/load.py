@@ -61,7 +61,7 @@ def create_tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
 
 
 def find_program(name: str) -> Path | None:
-    """Return the path of a client program of PostgreSQL: next to the server's binaries, or on PATH."""
+    """Return the path of a PostgreSQL client program next to the server's binaries or on PATH, or None."""
     try:
         beside = _binaries.find() / name
     except UnreachableError:

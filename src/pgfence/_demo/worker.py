@@ -36,7 +36,7 @@ class Orders:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def next(self) -> Message:
-        """Wait for the next act."""
+        """Wait for the next act, and return it."""
         return self._acts.get()
 
     def _listen(self) -> None:

@@ -186,7 +186,7 @@ class BaseHold:
         return LockNotHeldError(f"{self.noun} {format_names(self.names)} is not held: {why}", names=self.names)
 
     def lose(self, reason: LossReason) -> bool:
-        """Mark the hold as lost, once, and call the listeners. Any thread may call it, but not under the mutex."""
+        """Mark the hold as lost, once, and call the listeners. Any thread may call this, but not under the mutex."""
         if not self.ours:
             return False
         with MUTEX:

@@ -62,7 +62,7 @@ class ManagerRegistry:
 
     @classmethod
     def for_carrier(cls, engine: Engine, kind: type[L], make: Callable[[Carrier], L]) -> L:
-        """Return the object that an engine's threads share; for an async engine, the tasks of the running event loop."""
+        """Return the object shared by an engine's threads or, for an async engine, by the tasks of the running event loop."""
         if not engine.dialect.is_async:
             return cls.for_process(engine, kind, kind, lambda: make(THREADS))
         loop = asyncio.get_running_loop()

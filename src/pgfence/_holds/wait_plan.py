@@ -42,7 +42,7 @@ LONGEST_SLEEP = 3.75
 
 
 def choose_sleep(ahead: int) -> float:
-    """Return the jittered seconds for which a waiter with so many tickets ahead sleeps, at most LONGEST_SLEEP."""
+    """Return the jittered seconds for which a waiter with `ahead` tickets before its own sleeps, at most LONGEST_SLEEP."""
     return min(ahead / 8, 3.0) * between(0.75, 1.25)
 
 

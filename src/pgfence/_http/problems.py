@@ -213,7 +213,7 @@ def problem_of(error: PgfenceError) -> Problem:
     name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in OF_ERRORS)
     if isinstance(error, IdempotencyInProgressError) and error.ended_with is not None:
         return KEY_FAILED
-    if isinstance(error, AttemptLostError) and not _describe_retry(error):
+    if isinstance(error, AttemptLostError) and not _is_superseded(error):
         return OUTCOME_UNKNOWN
     if name == "VersionConflictError" and error.http_status == PRECONDITION_FAILED.status:
         return PRECONDITION_FAILED
@@ -224,9 +224,9 @@ def problem_of(error: PgfenceError) -> Problem:
 
 def retry_headers(error: PgfenceError) -> dict[str, str]:
     """Return the header that says when to retry, if a retry helps. A response with this header is not recorded under a key."""
-    return {"retry-after": str(ceil(error.retry_after or SHORT))} if error.retryable or _describe_retry(error) else {}
+    return {"retry-after": str(ceil(error.retry_after or SHORT))} if error.retryable or _is_superseded(error) else {}
 
 
-def _describe_retry(error: PgfenceError) -> bool:
+def _is_superseded(error: PgfenceError) -> bool:
     """Return whether another attempt has taken over, so that a retry of the request can get that attempt's result."""
     return isinstance(error, AttemptLostError) and (error.retry_after is not None or error.newest > error.attempt)

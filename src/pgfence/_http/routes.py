@@ -32,7 +32,7 @@ def compile_routes(routes: Collection[str]) -> re.Pattern[str]:
 
 
 def matches(routes: re.Pattern[str], path: str) -> bool:
-    """Return whether a path matches the routes. A framework may collapse slashes, or accept a path without the first one."""
+    """Return whether a path matches the routes. A framework may collapse slashes, or accept a path without the first slash."""
     return any(routes.fullmatch(read) for read in (path, _SLASHES.sub("/", f"/{path}")))
 
 

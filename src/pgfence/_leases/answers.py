@@ -68,7 +68,7 @@ def statement_error(
 
 
 def is_rejection(session: LockConnection, error: BaseException) -> bool:
-    """Return whether the server or the driver rejected the statement: nothing was granted, and the connection is usable."""
+    """Return whether the server or the driver rejected the statement, so that nothing was granted and the connection is usable."""
     if isinstance(error, TextError):
         return True  # The driver raised this error before anything was sent.
     return (

@@ -94,7 +94,7 @@ class Grant(BaseHold):
             lease_id: the id that this client chose for the grant.
             started: `clock()` from just before the statement was sent.
             config: the engine's configuration, whose `on_event` is called on a loss.
-            family: which statements renew and end it.
+            family: the family of statements that renew and end the grant.
         """
         super().__init__(claim.names, entry)
         self.rows = told.rows or ((claim.stored, told.token),)
@@ -164,7 +164,7 @@ class Grant(BaseHold):
 
     @property
     def row_deadline(self) -> float:
-        """When the server lets the lease expire, as far as this process knows."""
+        """The time at which the server lets the lease expire, as far as this process knows."""
         return self.deadline + terms.compute_margin(self.ttl)
 
     def progress(self) -> None:
@@ -179,7 +179,7 @@ class Grant(BaseHold):
     def lose(self, reason: LossReason) -> bool:
         """Mark the grant as lost, log the loss, emit the event and call the listeners, once.
 
-        Any thread may call it, but not under the mutex.
+        Any thread may call this, but not under the mutex.
         """
         if not super().lose(reason):
             return False
@@ -223,7 +223,7 @@ class Grant(BaseHold):
         return self.state == "lost"
 
     def note_renewed(self, started: float, remaining: float, expires_at: datetime, ttl: float) -> bool:
-        """Record a renewal. Return False if the response arrived after the deadline: the lease is then lost, see `expire`.
+        """Record a renewal. Return False if the response arrived after the deadline. The lease is then lost; see `expire`.
 
         Args:
             started: when the renewal was sent.

@@ -18,7 +18,7 @@ def encode_json(value: object, what: str) -> str | None:
     """Return a value as JSON that PostgreSQL accepts.
 
     Raises:
-        TypeError: the value cannot be JSON.
+        TypeError: the value cannot be represented as JSON.
         ValueError: the value contains NaN, infinity, NUL or a lone surrogate.
     """
     if value is None:

@@ -212,7 +212,7 @@ class LeaseManager(LeaseStatements):
         """Raise the error for a lease that was not granted in time. Return if the caller did not want to wait.
 
         Raises:
-            LockTimeoutError: another process holds it.
+            LockTimeoutError: another holder has the lease.
         """
         if call.waits:
             raise call.build_timeout_error([busy.holder] if busy.holder else [])

@@ -212,7 +212,7 @@ def build_adoption(
 
 
 def read_adoption(claim: AcquireRequest, token: int, row: Row) -> tuple[AcquireRequest, Granted] | str:
-    """Return the adopted lease with the terms that the table has, or the reason why it was not adopted."""
+    """Return the adopted lease with the terms that are stored in the table, or the reason why it was not adopted."""
     outcome, expires_at, remaining, hold_remaining, ttl, checkpoint, purpose, set_back = row
     warn_of_clock(claim, set_back)
     if outcome != "ok":

@@ -230,7 +230,7 @@ class LeaseStatements:
             raise
 
     async def release(self, grant: Grant, *, leaving: bool = False, failing: bool = False) -> None:
-        """Release the lease. If the server does not respond or the call is interrupted, it is retried in the background.
+        """Release the lease. If the server does not respond or the call is interrupted, the release is retried in the background.
 
         Args:
             grant: the lease.
@@ -322,7 +322,7 @@ class LeaseStatements:
         raise grant.lost_error()
 
     def note_unanswered(self, grant: Grant, error: BaseException) -> None:
-        """Retry in the background a release that got no response. At the latest, the TTL ends the lease."""
+        """Retry in the background a release that got no response. The lease ends no later than its TTL."""
         self.heartbeat.release_later(grant)
         why, fields = str(error) or type(error).__name__, grant.build_log_fields("release_failed")
         names = format_names(grant.names)

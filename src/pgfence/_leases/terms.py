@@ -39,7 +39,7 @@ def compute_margin(ttl: float) -> float:
 
 
 def compute_shortest_ttl(pause: float, renewal: float) -> float:
-    """Return the shortest TTL that survives a pause, which begins when a renewal is due, and a slow renewal after it, in seconds.
+    """Return the shortest TTL, in seconds, that survives a pause from the time when a renewal is due, and then a slow renewal.
 
     Args:
         pause: the longest pause to survive, in seconds.

@@ -200,7 +200,7 @@ class Acquisition(Generic[W]):
     async def wait_for_turn(self, carrier: Carrier) -> bool:
         """Wait until this call is first in the queue, or the lock is handed over to it.
 
-        Return False if the timeout ends before.
+        Return False if the timeout passes first.
         """
         event, entry = carrier.make_event(), self.entry
         self.contended = True

@@ -114,7 +114,7 @@ class LockManager:
             sql: the statements for the requested keys.
             timeout: the seconds to wait. None means the default timeout; the call then does not wait for an unreachable server.
             make: creates the handle, whose finaliser is responsible for the lock from then on.
-            on: the caller's own connection; None checks one out of the pool.
+            on: the caller's own connection; with None, one is checked out of the pool.
             budget: the seconds that one statement may take, for a caller that polls; None to derive them from the timeout.
 
         Raises:

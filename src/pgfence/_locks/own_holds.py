@@ -69,8 +69,9 @@ def find_self_deadlock(
         owner: the contender that is about to wait.
         names: the names that the contender would wait for.
         holds: the contender's own session locks on the keys of those names.
-        found: the holders of those keys in the database where it would wait.
-        started: when that server was started. A backend pid alone proves nothing, because another server may use the same pid.
+        found: the holders of those keys in the database where the contender would wait.
+        started: when the server of that database was started. A backend pid alone proves nothing, because another server may
+            use the same pid.
     """
     there = {(holder.key, holder.backend_pid) for holder in found}
     own = tuple(

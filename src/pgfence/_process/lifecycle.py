@@ -163,7 +163,7 @@ def make_weak_method(method: Callable[P, object]) -> Callable[P, object]:
 
 
 def on_disposed(engine: Engine, method: Callable[[Engine], object]) -> None:
-    """Have a bound method called after each `engine.dispose()`, without keeping the method's object alive."""
+    """Call a bound method after each `engine.dispose()`, without keeping the method's object alive."""
     # Not `event.listen`, which marks the engine as having events: every statement on its connections would then look for
     # listeners.
     dispatch = engine.dispatch

@@ -79,7 +79,7 @@ class DaemonThread(threading.Thread):
             self._has_ended.set()
 
     def wait_ended(self) -> None:
-        """Wait until the thread has ended, again in each call, even after an exception has interrupted an earlier wait.
+        """Wait until the thread has ended, even if an exception has interrupted an earlier wait.
 
         `join()` does not guarantee that: after a KeyboardInterrupt in `join()`, Python 3.11 regards a running thread as
         finished.

@@ -70,7 +70,7 @@ class ClaimResult(NamedTuple):
 
 
 def claim(connection: Connection, place: TableNames, row: KeyRow, wait: float) -> ClaimResult:
-    """Claim a key, waiting up to `wait` seconds for its current owner. No result aborts the transaction."""
+    """Claim a key, waiting up to `wait` seconds for its current owner. None of the results aborts the transaction."""
     style = style_of(connection.dialect)
     values = (*row, min(wait, _LONGEST))
     if not wait:

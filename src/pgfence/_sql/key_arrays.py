@@ -35,7 +35,7 @@ def call_on_nth(function: str, n: str) -> str:
 def build_try(function: str, may_start: str) -> str:
     """Return the recursive query `t(i, got)`. Row 0 states whether to start.
 
-    Then there is one row for each key, up to a rejection.
+    After row 0, there is one row for each key, up to the first rejection.
     """
     return (
         f"t(i, got) AS (SELECT 0, {may_start} FROM b UNION ALL SELECT t.i + 1, {call_on_nth(function, 't.i + 1')}"

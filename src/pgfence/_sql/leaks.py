@@ -167,13 +167,13 @@ def _build_holder(row: Row) -> Holder:
 
 
 def release(connection: Connection, order: ReleaseRequest) -> Released:
-    """End the sessions and record that, each session in a separate transaction, on a connection at READ COMMITTED.
+    """End each session, and record this in the audit table, in a separate transaction on a connection at READ COMMITTED.
 
     A session that was used after it was found is not ended.
 
     Raises:
-        SchemaError: the role may not end a session, or not write the audit table. That session was not ended, but the sessions
-            before it were.
+        SchemaError: the role may not end a session, or may not write to the audit table. That session was not ended, but
+            the sessions before it were.
     """
     with connection.begin():
         found = look(connection, order)

@@ -65,7 +65,7 @@ def name_of(place: TableNames, what: str, style: ParamStyle) -> str:
 def call(place: TableNames, style: ParamStyle, function: str, kinds: str, start: int = 1) -> str:
     """Return a function call with parameters of the types in `kinds`, e.g. "text, bigint".
 
-    The first one is the `start`-th parameter.
+    The first of these is the `start`-th parameter of the statement.
     """
     arguments = ", ".join(f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(kinds.split(", "), start))
     return f"{name_of(place, function, style)}({arguments})"

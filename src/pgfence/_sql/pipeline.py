@@ -122,7 +122,7 @@ def is_in_transaction(driver: RawConnection) -> bool:
 
 
 def has_ended(driver: RawConnection) -> bool:
-    """Return whether the server is in no transaction any more, for example after a failed COMMIT."""
+    """Return whether the server is no longer in a transaction, for example after a failed COMMIT."""
     return bool(driver.pgconn.transaction_status == _IDLE)
 
 

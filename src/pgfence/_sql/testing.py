@@ -45,7 +45,7 @@ READ_CLOCK = text("SELECT extract(epoch FROM pg_catalog.clock_timestamp())::doub
 
 
 def build_expiry(place: TableNames) -> TextClause:
-    """Return the statement that changes leases as if they had expired a second ago.
+    """Return the statement that backdates leases, as if they had expired a second ago.
 
     The statement takes the names of the leases, and for each the token, or NULL for any token.
 

@@ -137,7 +137,7 @@ def send(connection: Connection, text: str, values: tuple[object, ...] = ()) -> 
 
 
 def send_quick(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
-    """Send a statement of pgfence that returns one value in the caller's transaction, with half the work on the client.
+    """Send a statement in the caller's transaction, and return its only value, with half the usual work on the client.
 
     If no listener would miss the statement, it bypasses SQLAlchemy and is sent together with BEGIN. Errors are raised as
     SQLAlchemy's errors.
@@ -196,12 +196,12 @@ def wait(
     Args:
         connection: a connection in a transaction, inside pgfence's savepoint.
         keys: the sorted keys.
-        answer: the result of the request before, with the caller's settings.
+        answer: the result of the previous request, with the caller's settings.
         shared: whether the mode is shared.
         milliseconds: the time to wait for all keys together; 0 means to wait indefinitely.
 
     Raises:
-        DBAPIError: 55P03 if the time is over, 40P01 for a deadlock.
+        DBAPIError: 55P03 if the time has passed, 40P01 for a deadlock.
     """
     if answer.statement_timeout != "0":
         send(connection, _LIFT)

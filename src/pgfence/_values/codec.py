@@ -54,7 +54,7 @@ class Codec(Generic[T]):
 
     @staticmethod
     def of(annotation: type[T] | None) -> Codec[T]:
-        """Return the codec for an annotation; None allows only types of the standard library.
+        """Return the codec for an annotation; an annotation of None allows only types of the standard library.
 
         Raises:
             TypeError: the annotation refers to a class whose instances cannot be stored.

@@ -24,8 +24,8 @@ def encode(error: Exception, codec: Codec[Any]) -> str:
     """Return an error as JSON.
 
     Raises:
-        IdempotencyMisuseError: the error's arguments or attributes cannot be stored, or the error could not be created from them
-            again.
+        IdempotencyMisuseError: the error's arguments or attributes cannot be stored, or the error could not be recreated from
+            them.
     """
     _rebuild(type(error), error.args)
     state = {name: value for name, value in vars(error).items() if name != "__notes__"}

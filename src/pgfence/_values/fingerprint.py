@@ -31,7 +31,7 @@ def fingerprint(payload: object) -> bytes | None:
     """Return the fingerprint of a payload, or None if the payload is None.
 
     Raises:
-        TypeError: a value in it has no canonical form, or was never set.
+        TypeError: a value in the payload has no canonical form, or was never set.
         ValueError: the payload contains NaN or infinity, or is nested too deeply.
     """
     if payload is None:

@@ -211,6 +211,6 @@ def count_items(number: int, one: str, many: str) -> str:
 
 
 def join_items(listed: list[str]) -> str:
-    """Join the first items of a list to a text, which ends with the number of further items."""
+    """Join the first items of a list, and append the number of further items, if there are any."""
     more = len(listed) - MOST_LISTED
     return "; ".join(listed[:MOST_LISTED]) + (f"; and {more} more" if more > 0 else "")

@@ -211,7 +211,7 @@ def _ask_with_a_key(number: int) -> ClientAnswer:
 
 
 def _ask_server(number: int, pay: Callable[[Session], Receipt]) -> ClientAnswer:
-    """Send a request until the client gets a response, but at most `_PATIENCE` times, because the server may have stopped."""
+    """Repeat a request, at most `_PATIENCE` times, until the client gets a response, because the server may have stopped."""
     for sent in count(1):
         try:
             with _Client.sessions.begin() as session:

@@ -83,7 +83,7 @@ class RenewalSchedule:
         return True
 
     def next(self) -> float:
-        """Return when the next grant is due."""
+        """Return the time at which the next grant is due."""
         while self._heap and not self._is_current(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
@@ -118,7 +118,7 @@ class RenewalSchedule:
 
 
 def needs_renewal(grant: Grant) -> bool:
-    """Return whether a grant that is due must be renewed. With heartbeat="progress", it must be only if progress was reported."""
+    """Return whether a grant that is due must be renewed. With heartbeat="progress", this requires reported progress."""
     if grant.heartbeat != "progress":
         return True
     # The flag is set before `progressed` is read, so that a later call of `progress()` finds it set and requests the renewal.

@@ -78,7 +78,7 @@ class HeartbeatService:
     # ------------------------------------------------------------ called by lease managers
 
     def keep(self, grant: Grant) -> None:
-        """Renew a grant until it is dropped, released or lost; mark it lost at its deadline."""
+        """Renew a grant until it is dropped, released or lost; mark it as lost at its deadline."""
         if grant.expire():
             return
         grant.request_renewal = self._request_renewal

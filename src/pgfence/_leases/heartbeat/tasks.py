@@ -207,13 +207,13 @@ class RevokeTask(ReleaseTask):
 
 
 def revoke_permits(place: TableNames, name: str, lease_id: UUID, seconds: float) -> RevokeTask:
-    """Return the task that ends a grant of permits whose response was lost, tried for `seconds` (its TTL) at most."""
+    """Return the task that ends a grant of permits whose response was lost. It is tried for at most `seconds`, the TTL."""
     args = name, name, name, str(lease_id)
     return RevokeTask(place, lambda sql: sql.permits.forget_late, args, clock() + seconds)
 
 
 def leave_queue(place: TableNames, name: str, waiter: str, seconds: float) -> ReleaseTask:
-    """Return the task that removes a waiter from the queue of a fair semaphore. After `seconds`, the server removes it itself."""
+    """Return the task that removes a waiter from the queue of a fair semaphore. After `seconds`, the server removes it."""
     return ReleaseTask(place, lambda sql: sql.permits.leave_late, (name, name, name, waiter), clock() + seconds)
 
 
