@@ -246,7 +246,7 @@ def test_a_resource_in_another_table_cannot_be_read_off() -> None:
 @pytest.mark.parametrize(
     ("info", "told"),
     [
-        ({"pgfence_fence": "{a b}"}, "names of columns"),
+        ({"pgfence_fence": "{a b}"}, "only a column name"),
         ({"pgfence_fence": 5}, "str"),
         ({"pgfence_version": 5}, "column"),
     ],
