@@ -113,7 +113,7 @@ async def test_autocommit_is_rejected_on_a_connection_not_on_an_engine(
     """All or nothing needs a transaction: the caller's Connection has none, a Connection of pgfence gets one."""
     engine = engine_at(world, place, isolation_level="AUTOCOMMIT")
     async with connection(world, engine) as open_connection:
-        with pytest.raises(TransactionStateError, match="pass the engine"):
+        with pytest.raises(TransactionStateError, match="Pass the engine"):
             await given(schema.create_all(open_connection))
     await given(schema.create_all(engine))
     assert made(admin, place)[0] == TABLES

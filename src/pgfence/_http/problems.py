@@ -123,8 +123,8 @@ KEY_FAILED = Problem(
 OUTCOME_UNKNOWN = Problem(
     "idempotency_outcome_unknown",
     409,
-    "An earlier request with this Idempotency-Key was interrupted, and it is not known what that request did. An operator of the service"
-    " must find that out before the request can be sent again.",
+    "An earlier request with this Idempotency-Key was interrupted, and it is not known what that request did. An operator of the"
+    " service must find that out before the request can be sent again.",
 )
 PRECONDITION_FAILED = Problem(
     "precondition_failed",
