@@ -75,7 +75,7 @@ async def test_begin_takes_a_factory_and_nothing_else(world: World) -> None:
     async with session(world, world.engine()) as work:
         with pytest.raises(TypeError, match=r"held\.fence"):
             begin(work, {"r": 1})
-    with pytest.raises(TypeError, match="this is not a decorator"):
+    with pytest.raises(TypeError, match="this context manager is not a decorator"):
         begin(world.engine(), {"r": 1})(len)
 
 
