@@ -86,8 +86,8 @@ def test_the_guard_of_a_command_imports_next_to_nothing() -> None:
 def test_the_console_script_collects_no_garbage_while_it_imports() -> None:
     """Afterwards the collector runs again, and exempts what was imported."""
     program = (
-        "import gc; gc.collect(); started = []; gc.callbacks.append(lambda phase, _: started.append(phase));"
-        " import sys; sys.argv = ['pgfence', '--version']; import pgfence_cli; pgfence_cli.main();"
+        "import gc, sys, pgfence_cli; sys.argv = ['pgfence', '--version']; gc.collect(); started = [];"
+        " gc.callbacks.append(lambda phase, _: started.append(phase)); pgfence_cli.main();"
         " print(started, gc.isenabled(), gc.get_freeze_count() > 10_000)"
     )
     assert python(program).splitlines()[1:] == ["[] True True"]
