@@ -99,7 +99,7 @@ PERMIT = hold(lambda engine: Semaphore(engine, "ours", permits=PERMITS, ttl=60).
 READER = hold(lambda engine: ReadWriteLock(engine, "ours").read.hold)
 FIELDS: dict[str, tuple[Make, Make, Make, float]] = {
     "a permit of a semaphore": (raw_permit("raw"), raw_permit("again"), PERMIT, 1.3),
-    "a call of a rate limit": (raw_take("raw"), raw_take("again"), take, 1.3),
+    "a rate limit call": (raw_take("raw"), raw_take("again"), take, 1.3),
     "a read lock": (raw_read("raw"), raw_read("again"), READER, 1.6),
 }
 
@@ -124,8 +124,8 @@ def run(quick: bool) -> dict[str, Any]:
         "scenario": "limits",
         "title": "Semaphores, rate limits, elections, reader/writer locks",
         "method": (
-            "One cycle acquires and releases without contention, on a connection that is already open; a call of"
-            " a rate limit needs no release. The plain driver alternates with pgfence, and calls the same server"
+            "One cycle acquires and releases without contention, on a connection that is already open; a rate"
+            " limit call needs no release. The plain driver alternates with pgfence, and calls the same server"
             " functions or, for the read lock, takes PostgreSQL's own shared lock."
         ),
         "bars": bars,
@@ -141,7 +141,7 @@ def _count_trips(place: Place) -> list[dict[str, Any]]:
         lock = ReadWriteLock(engine, "trips")
         blocks: dict[str, tuple[Callable[[], Any], int]] = {
             "a permit, acquired and released": (Semaphore(engine, "trips", permits=PERMITS, ttl=60).hold, 2),
-            "a call of a rate limit": (lambda: nullcontext(take_one()), 1),
+            "a rate limit call": (lambda: nullcontext(take_one()), 1),
             "a read lock, acquired and released": (lock.read.hold, 2),
             "a write lock, acquired and released": (lock.write.hold, 2),
             "a term, acquired and released": (Election(engine, "elected", ttl=60).lead, 2),

@@ -232,7 +232,11 @@ class StaleFencingTokenError(PgfenceError):
 
 
 class FenceRequiredError(PgfenceError):
-    """A transaction that entered no gate wrote to a fenced table or class (SQLSTATE PF002 if PostgreSQL rejected the write)."""
+    """A write to a fenced table or class was rejected because its transaction has no fencing token for the resource.
+
+    The error is also raised if the resource or the rows of a write cannot be determined. If PostgreSQL rejected the write, the
+    SQLSTATE is PF002.
+    """
 
     def __init__(self, message: str, *, resource: str | None = None, sqlstate: str | None = None) -> None:
         super().__init__(message, sqlstate=sqlstate)

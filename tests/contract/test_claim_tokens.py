@@ -305,8 +305,8 @@ def test_wrong_arguments_of_claims_with_tokens_are_rejected(jobs: Jobs) -> None:
     with jobs.session() as session:
         for args, ttl, kind, advice in (
             ((Job,), 60, TypeError, "put the mixin Claimable on Job"),
-            ((Task,), None, TypeError, "pass claim.. the class and ttl="),
-            ((select(Task),), None, TypeError, "pass claim.. the class and ttl="),
+            ((Task,), None, TypeError, "call claim.. with the class itself and ttl="),
+            ((select(Task),), None, TypeError, "call claim.. with the class itself and ttl="),
             ((select(Task),), 60, TypeError, "takes a class"),
             ((Counted,), 60, TypeError, "only the mode 'client'"),
             ((Task,), 0, ValueError, "ttl must be from 0.3 s"),

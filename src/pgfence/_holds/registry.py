@@ -23,7 +23,7 @@ class Shared(Protocol):
 
 
 class LoopShared(Shared, Protocol):
-    """An object that may belong to the tasks of one event loop."""
+    """An object that the threads of a process share or, if `loop` is set, the tasks of that event loop."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None: ...

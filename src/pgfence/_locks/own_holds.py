@@ -37,7 +37,7 @@ def is_held_by(owner: Contender, queue: LocalQueue, wanted: Contended) -> bool:
     for hold in tuple(owner.holds):
         theirs = hold.entry.queue
         same_place = theirs is queue and not places.isdisjoint(hold.entry.places)
-        # A lease and a session lock with a token wait in different queues, and exclude each other by their row.
+        # A lease and a session lock with a token wait in different queues, but exclude each other because they share a row.
         same_row = row is not None and theirs.home is queue.home is not None and hold.row == row
         if (same_place or same_row) and not hold.dropped and hold.state in ("held", "unknown"):
             return True

@@ -11,8 +11,8 @@ it keeps its place at the end of a slice.
     base + 2**20 + 2**19 ...        the signs: a waiter that sleeps has a shared lock on the second of its last query
     base + 2**21 - 1                the batch: locked by the first of several waiting writers until it is its turn
 
-The server shows since when a session waits for a lock, which here is the beginning of the present slice. The clock shows
-every reader of pg_locks how long the whole wait has lasted.
+For a waiting session, `pg_locks` shows only when the current slice began. The clock shows every reader of `pg_locks` how long the
+whole wait has lasted.
 
 A waiter far from the front of a queue that does not move sleeps on the client instead, without a transaction, and looks from time
 to time whether the queue has moved. An owner of a ticket that neither waits for a lock nor gave such a sign within the last seconds

@@ -70,7 +70,9 @@ def check_form(mapper: Mapper[Any], ttl: Seconds | None) -> float | None:
     if ttl is None:
         if claimable:
             # A claim for the transaction would ignore the claims that other workers have committed.
-            raise TypeError(f"{mapper.class_.__name__} is Claimable: pass claim() the class and ttl=")
+            raise TypeError(
+                f"{mapper.class_.__name__} is Claimable, so its claims need a TTL: call claim() with the class itself and ttl="
+            )
         return None
     if not claimable:
         raise TypeError(f"ttl needs columns for the claim: put the mixin Claimable on {mapper.class_.__name__}")

@@ -116,7 +116,7 @@ def _quote(text: str) -> str:
 
 def _parse_key(text: str) -> LockKey:
     if not re.fullmatch(r"-?\d+", text) and not _PAIR.fullmatch(text.strip("() ")):
-        raise MisuseError(f"--who {text}: give a number, or a pair of numbers as A,B")
+        raise MisuseError(f"--who must be a number, or a pair of numbers such as 12,34, not {text!r}")
     try:
         if (pair := _PAIR.fullmatch(text.strip("() "))) is not None:
             # pg_locks shows the halves of a key as unsigned numbers.

@@ -167,7 +167,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
                     return
             self._log_end(error, attempt, how, describe)
         except Exception as failure:
-            attach(error, failure, "while the attempt was being ended")
+            attach(error, failure, "while ending the attempt")
 
     def _choose_end(self, error: BaseException, attempt: _Attempt) -> tuple[End, str]:
         """Return how an attempt ends with an error, and the JSON of a recorded one."""

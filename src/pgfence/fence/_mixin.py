@@ -155,7 +155,7 @@ def _reject_fenced_secondary(prop: RelationshipProperty[object]) -> None:
 
 
 def _check_post_update(prop: RelationshipProperty[object]) -> None:
-    """Raise an error if a `post_update` writes another table than the one with the token."""
+    """Raise an error if a `post_update` writes a table other than the one with the fencing column."""
     to_many = prop.direction is RelationshipDirection.ONETOMANY
     written = prop.mapper if to_many else prop.parent
     if not issubclass(written.class_, Guarded):

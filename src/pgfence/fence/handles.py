@@ -186,7 +186,7 @@ class HeldLease(_Leased, FencedHeld):
         run_sync(self._leases.renew, self._grant, ttl_of(ttl))
 
     def checkpoint(self, session: SyncWork, data: Json) -> None:
-        """Save a checkpoint, from which the next holder can resume, in your transaction.
+        """Save a checkpoint in your transaction. The next holder can resume from it.
 
         The transaction enters the gate of this lease.
 

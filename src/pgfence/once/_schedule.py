@@ -25,7 +25,7 @@ _NICKNAMES = {
     "@yearly": "0 0 1 1 *",
     "@annually": "0 0 1 1 *",
 }
-_FIELDS = "Its five fields are minute, hour, day of the month, month, day of the week, as in '0 7 * * 1-5'"
+_FIELDS = "The five fields are minute, hour, day of the month, month, day of the week, as in '0 7 * * 1-5'"
 
 
 def schedule_of(
@@ -70,7 +70,7 @@ def _check_schedule(line: str, zone: tzinfo) -> Cron:
         next(CronSim(fields, datetime(2024, 1, 1, tzinfo=zone)))
     except CronSimError as error:
         raise ValueError(
-            f"cron={line!r} is not a crontab line: {str(error)[:1].lower()}{str(error)[1:]}. {_FIELDS}"
+            f"cron={line!r} is not a valid crontab line: {str(error)[:1].lower()}{str(error)[1:]}. {_FIELDS}"
         ) from None
     except StopIteration:
         raise ValueError(f"cron={line!r} matches no day within the next 50 years") from None
@@ -96,7 +96,7 @@ def _parse_fields(line: str) -> str:
     # cronsim also accepts six fields, with the seconds first. A crontab would read the minute of such a line as its hour.
     if len(words) != 5:
         raise ValueError(
-            f"cron={line!r} is not a crontab line: it has {len(words)} {'field' if len(words) == 1 else 'fields'}, not five."
+            f"cron={line!r} is not a valid crontab line: it has {len(words)} {'field' if len(words) == 1 else 'fields'}, not five."
             f" {_FIELDS}"
         )
     return " ".join(words)

@@ -35,7 +35,7 @@ class AsyncPartitions:
     """Divide keys into partitions, each of which one worker owns at a time; see `Partitions`.
 
     Guarantees, limitations, arguments and errors are the same as for `Partitions`, with an AsyncEngine. The work of each
-    partition is a task, which is cancelled when the partition is lost or given up.
+    partition runs as a task, which is cancelled when the partition is lost or given up.
     """
 
     def __init__(

@@ -152,7 +152,7 @@ class Flush:
         return {row for rows_of, parameters, found in self.sent if found == outcome for row in rows_of(parameters)}
 
     def has_added(self, state: State) -> bool:
-        """Return whether the transaction or savepoint that is about to be rolled back has added a row."""
+        """Return whether this row was added in the transaction or savepoint that is about to be rolled back."""
         return self.context is not None and state in self.context.transaction._new
 
     def collect_tables(self) -> set[str]:

@@ -245,8 +245,8 @@ def switched_class_error(state: State, replaced: State) -> PgfenceError:
     name, other = state.class_.__name__, replaced.class_.__name__
     return PgfenceError(
         f"{name} {identity_of(replaced)} was added with the key of a row of class {other} that the same flush deletes. SQLAlchemy"
-        " sends one UPDATE for both, which cannot exchange the rows in the tables of their classes: call flush() after the"
-        f" delete, and add the {name} then"
+        " sends one UPDATE for both, which cannot move the row to the tables of another class: call flush() after the"
+        f" delete, and then add the {name}"
     )
 
 

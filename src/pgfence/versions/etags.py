@@ -71,8 +71,8 @@ def etag(instance: object, /) -> str:
 
     Raises:
         ValueError: the row is not in the database yet, or has unflushed changes, so that its next version is not known.
-        TypeError: the object is not an instance of a versioned class; or its class has `__version_mode__ = "xmin"`, whose
-            version does not survive a dump of the database, as a tag may.
+        TypeError: the object is not an instance of a versioned class, or its class has `__version_mode__ = "xmin"`. An
+            xmin does not survive a dump and restore of the database, but a client may still hold the tag.
     """
     from sqlalchemy import inspect
     from sqlalchemy.orm import InstanceState

@@ -165,7 +165,7 @@ class ReleaseTask(HeartbeatTask):
         self.answer = link.ask(self.text(sql), self.args, limit)
 
     def plan_retry(self, now: float) -> bool:
-        """Plan another try, and return whether there is time for it."""
+        """Plan a retry, and return whether there is time for it."""
         self.failures += 1
         self.at = now + terms.retry_after(self.failures, 10.0)
         return self.at < self.until
