@@ -142,7 +142,7 @@ async def test_begin_rejects_what_it_cannot_open(world: World, name: str) -> Non
     with pytest.raises(ValueError, match="at least one name"):
         begin(world, world.engine())
     twin = world.pick(AsyncTransactionLock, TransactionLock)
-    with pytest.raises(TypeError, match="for a?sync ones"):
+    with pytest.raises(TypeError, match="for an? a?sync factory or engine"):
         twin.begin(world.engine(), name)
 
 

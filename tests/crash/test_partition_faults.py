@@ -36,10 +36,10 @@ def serve(partition, lease):
     lease.wait_lost()
 
 worker = Partitions(engine, sys.argv[2], 4, ttl=float(sys.argv[3])).join(serve, address=str(os.getpid())).__enter__()
-say("owns", len(worker.owned))
+before = dict(worker.owned)  # now, because a worker that was stopped and continues may have lost them
+say("owns", len(before))
 """
 WRITES_LATE = """
-before = dict(worker.owned)  # awake again, it soon owns some of the partitions anew
 park()
 from pgfence import fence
 for partition, lease in before.items():

@@ -120,7 +120,7 @@ def test_an_incomparable_index_is_accepted_by_its_definition(connection: Connect
     build(connection, "ix", [text("f(entry)")], unique=True)
     before = indexes(connection)
     with pytest.raises(
-        ValueError, match=r"does not exist; it is UNIQUE USING btree \(f\(entry\.\*\)\)\): if it is the same,"
+        ValueError, match=r"does not exist; it is UNIQUE USING btree \(f\(entry\.\*\)\)\): if both are the same,"
     ):
         build(connection, "ix", [text("f(entry)")], unique=True)
     build(connection, "ix", [text("f(entry.*)")], unique=True)

@@ -111,7 +111,7 @@ MISFITS: list[tuple[Any, Any, str, str]] = [
     (list[int], (1,), "list[int]", "a tuple"),
     (dict[str, int], {"a": "b"}, "dict[str, int]", "a dict with a str"),
     (dict[str, int], {1: 1}, "dict[str, int]", "a dict with an int"),
-    (tuple[int, str], (1,), "tuple[int, str]", "a tuple with 1 elements"),
+    (tuple[int, str], (1,), "tuple[int, str]", "a tuple with 1 element"),
     (Sequence[int], {1}, "collections.abc.Sequence[int]", "a set"),
     (Literal["a", "b"], "c", "Literal['a', 'b']", "'c'"),
     (Annotated[int, "positive"], "1", "Annotated[int", "a str"),

@@ -66,7 +66,7 @@ def test_lease_is_evicted(engine: Engine) -> None:
 def test_stale_writer_is_rejected(
     engine: Engine, pgfence_faults: PgfenceFaults
 ) -> None:
-    lease = Lease(engine, "report", ttl=30).acquire()
+    lease = Lease(engine, "ledger", ttl=30).acquire()
     with pgfence_faults.steal(lease) as thief:
         assert thief.token == lease.token + 1
         assert lease.state == "held"  # the former holder is not notified
