@@ -56,9 +56,7 @@ class Waiter:
     def wait_for_turn(self, milliseconds: int = 5) -> bool:
         statements = build_wait_for_turn(KEYS, milliseconds, has_ticket=self.has_ticket)
         self.has_ticket = True
-        if self.run(statements):
-            self.check()
-        return self.setting("ahead") == ""
+        return self.run(statements)
 
     def check(self) -> tuple[int | None, int]:
         """Skip stopped owners, and return the first ticket whose owner waits, and the number of tickets ahead."""

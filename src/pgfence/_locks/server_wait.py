@@ -195,9 +195,9 @@ class ServerWait:
         """Wait for up to `length` seconds until this waiter's ticket is the first. The first call takes the ticket."""
         self.slices += 1
         statements = build_wait_for_turn(self.sql.keys, to_milliseconds(length), has_ticket=self.has_ticket)
-        is_free = await self.session.run_script(self.engine, statements, limit=length + WAIT_GRACE)
+        self.has_turn = await self.session.run_script(self.engine, statements, limit=length + WAIT_GRACE)
         self.has_ticket = True
-        if is_free or self.slices % LOOK_EVERY == 0:
+        if not self.has_turn and self.slices % LOOK_EVERY == 0:
             await self._check_tickets()
         return self.has_turn
 
