@@ -16,6 +16,7 @@ from pgfence._sql.key_arrays import encode_keys
 from pgfence._sql.storage import TableNames
 from pgfence._sql.ticket_queue import (
     CHECK_TICKETS,
+    COUNT_TICKETS,
     HAS_TICKETS,
     LEAVE,
     build_look,
@@ -88,7 +89,7 @@ def texts() -> list[str]:
         )
     ]
     looks = [build_look(0, 1, style, gives_sign=sign)[0] for style in STYLES for sign in (False, True)]
-    return [*found, *blocks, *looks, HAS_TICKETS.format("1"), CHECK_TICKETS, LEAVE]
+    return [*found, *blocks, *looks, HAS_TICKETS.format("1"), CHECK_TICKETS, COUNT_TICKETS, LEAVE]
 
 
 @every_row(

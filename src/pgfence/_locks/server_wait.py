@@ -16,6 +16,7 @@ from pgfence._sql.read_write import WriteSql, build_turnstile
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence._sql.ticket_queue import (
     CHECK_TICKETS,
+    COUNT_TICKETS,
     LEAVE,
     build_batch,
     build_look,
@@ -73,8 +74,7 @@ class ServerWait:
         self.has_ticket = False
         self.has_turn = False
         self.has_turnstile = False
-        # The first slice is checked too, but not that of a writer, which is short.
-        self.slices = 0 if isinstance(sql, WriteSql) else LOOK_EVERY - 1
+        self.slices = 0
         self.sleeps = False
         self.looks = 0
         """How often it still looks before it checks the tickets again."""
@@ -98,10 +98,15 @@ class ServerWait:
         return await self.wait_in_turn(min(step.seconds, call.left))
 
     async def _check_tickets(self) -> None:
-        """Find the next ticket ahead whose owner has not stopped, and decide whether to sleep."""
+        """Find the next ticket ahead whose owner has not stopped, and decide whether to go on sleeping."""
         row = await self.session.fetch_row(self.engine, CHECK_TICKETS, (), limit=RELEASE_BUDGET)
-        next_ahead, front, self.ahead = row
+        next_ahead, front, ahead = row
         self.has_turn = not next_ahead
+        self._note_front(front, ahead)
+
+    def _note_front(self, front: int | None, ahead: int) -> None:
+        """Decide whether to sleep: behind enough others that wait in the server, in a queue that does not move."""
+        self.ahead = ahead
         if front != self.front:
             self.front, self.still_since = front, clock()
         self.sleeps = self.session.ours and front is not None and clock() - self.still_since >= STILL_FOR
@@ -115,7 +120,7 @@ class ServerWait:
         if not self.looks:
             await self._check_tickets()
         if not self.sleeps or await self._has_moved():
-            self.sleeps, self.slices = False, LOOK_EVERY - 1
+            self.sleeps, self.slices = False, 0
             return False
         session.alarm = session.carrier.make_event()
         try:
@@ -194,11 +199,17 @@ class ServerWait:
     async def wait_for_turn(self, length: float) -> bool:
         """Wait for up to `length` seconds until this waiter's ticket is the first. The first call takes the ticket."""
         self.slices += 1
-        statements = build_wait_for_turn(self.sql.keys, to_milliseconds(length), has_ticket=self.has_ticket)
+        statements = build_wait_for_turn(
+            self.sql.keys,
+            to_milliseconds(length),
+            has_ticket=self.has_ticket,
+            looks=self.slices % LOOK_EVERY == 0,
+        )
         self.has_turn = await self.session.run_script(self.engine, statements, limit=length + WAIT_GRACE)
         self.has_ticket = True
-        if not self.has_turn and self.slices % LOOK_EVERY == 0:
-            await self._check_tickets()
+        if not self.has_turn and self.slices % LOOK_EVERY == 1 and length:
+            row = await self.session.fetch_row(self.engine, COUNT_TICKETS, (), limit=RELEASE_BUDGET)
+            self._note_front(*row)
         return self.has_turn
 
     async def wait_in_turn(self, length: float) -> bool:

@@ -154,16 +154,18 @@ _IS_FRESH = (
 )
 # This finds the nearest ticket ahead whose owner waits or sleeps. The owner of a skipped ticket does neither, as that of a stopped
 # process. An owner that is between two slices loses one place. pg_locks is read only once.
-CHECK_TICKETS = f"""SELECT
- pg_catalog.set_config('{AHEAD}', COALESCE((x.mine - x.nearest & {_MASK} | {_BASE})::text, ''), false),
- CASE WHEN x.awake >= {AWAKE} THEN x.mine - x.first & {_MASK} | {_BASE} END, x.ahead
- FROM (SELECT pg_catalog.max(t.mine) AS mine, pg_catalog.count(*) AS ahead, pg_catalog.min(t.d) AS nearest,
+_MOVE_UP = f"pg_catalog.set_config('{AHEAD}', COALESCE((x.mine - x.nearest & {_MASK} | {_BASE})::text, ''), false)"
+_FRONT = f"CASE WHEN x.awake >= {AWAKE} THEN x.mine - x.first & {_MASK} | {_BASE} END, x.ahead"
+_TICKETS_AHEAD = f""" FROM (SELECT pg_catalog.max(t.mine) AS mine, pg_catalog.count(*) AS ahead, pg_catalog.min(t.d) AS nearest,
    pg_catalog.max(t.d) FILTER (WHERE t.waits) AS first, pg_catalog.count(*) FILTER (WHERE t.waits) AS awake
   FROM (SELECT q.mine, (q.mine - s.ticket) & {_MASK} AS d, s.waits FROM (SELECT {_MINE} AS mine) AS q,
    (SELECT pg_catalog.max({_VALUE}) FILTER (WHERE {_HELD_HERE} AND {_VALUE} BETWEEN {_BASE} AND {_BASE} + {_MASK}) AS ticket,
      pg_catalog.bool_or(NOT l.granted) AS waits, pg_catalog.bool_or({_IS_FRESH}) AS has_sign
     FROM pg_catalog.pg_locks AS l GROUP BY l.pid) AS s WHERE s.waits OR s.has_sign) AS t
   WHERE t.d BETWEEN 1 AND {_HALF - 1}) AS x"""
+COUNT_TICKETS = f"SELECT {_FRONT}{_TICKETS_AHEAD}"
+"""The statement that returns the last two columns of `CHECK_TICKETS`, and moves nowhere."""
+CHECK_TICKETS = f"SELECT {_MOVE_UP}, {_FRONT}{_TICKETS_AHEAD}"
 """The statement that moves up to the nearest ticket ahead. It has no parameters, so that its plan is kept.
 
 It returns the ticket ahead, or an empty string if it is this session's turn; the first ticket whose owner waits in the server, or
@@ -174,8 +176,8 @@ NULL if fewer than `AWAKE` owners ahead wait there; and the number of tickets ah
 # the processor with the waiter that has just been granted the lock.
 _WAIT_FOR_TURN = f"""DO $$BEGIN
  PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock_shared({_AHEAD});
- PERFORM {CHECK_TICKETS.removeprefix("SELECT")};
-EXCEPTION WHEN lock_not_available THEN NULL;
+ PERFORM {_MOVE_UP}{_TICKETS_AHEAD};
+EXCEPTION WHEN lock_not_available THEN {{look}}
 END$$"""
 _IS_TURN = f"SELECT 1 WHERE pg_catalog.current_setting('{AHEAD}', true) OPERATOR(pg_catalog.=) ''"
 
@@ -224,7 +226,9 @@ _LOCK_EACH = (
 )
 
 
-def build_wait_for_turn(keys: Sequence[LockKey], milliseconds: int, *, has_ticket: bool) -> tuple[str, ...]:
+def build_wait_for_turn(
+    keys: Sequence[LockKey], milliseconds: int, *, has_ticket: bool, looks: bool = False
+) -> tuple[str, ...]:
     """Return the statements that take a ticket if needed and wait for the turn. The last one returns a row if it is the turn.
 
     A DO block takes no parameters, so it contains the numbers as int64 literals, and nothing else from outside.
@@ -233,9 +237,11 @@ def build_wait_for_turn(keys: Sequence[LockKey], milliseconds: int, *, has_ticke
         keys: the sorted keys.
         milliseconds: how long to wait.
         has_ticket: whether the session has a ticket.
+        looks: whether to skip the tickets ahead after the wait if their owners have stopped. The waiter does so in the same
+            statement, because other waiters that are between two slices seem to have stopped.
     """
     numbers = {"base": f"'{find_queue(keys)}'::bigint", "ms": int(milliseconds)}
-    wait = _WAIT_FOR_TURN.format(**numbers)
+    wait = _WAIT_FOR_TURN.format(**numbers, look=f"PERFORM {_MOVE_UP}{_TICKETS_AHEAD};" if looks else "NULL;")
     return (wait, _IS_TURN) if has_ticket else (_TAKE_TICKET.format(**numbers), wait, _IS_TURN)
 
 
