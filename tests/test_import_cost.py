@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import pgfence
+
 OPTIONAL = (
     "alembic",
     "asyncpg",
@@ -70,7 +72,7 @@ def test_pgfence_run_imports_no_lease_and_no_other_command() -> None:
 
 def test_the_guard_of_a_command_imports_next_to_nothing() -> None:
     """The command waits for it. `signal` and `contextlib` alone would take half of the interpreter's own start."""
-    folder = Path(__file__).parents[1] / "src/pgfence/cli"
+    folder = Path(pgfence.__file__).parent / "cli"
     program = f"import os, sys; before = {{*sys.modules}}; sys.path.append({str(folder)!r}); import guard"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"{program}; print(*sorted({{*sys.modules}} - before))"],

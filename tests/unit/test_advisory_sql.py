@@ -276,7 +276,8 @@ def test_no_text_reads_the_list_of_keys_once_for_each_key(session: psycopg.Conne
         for step in steps:
             steps += step.get("Plans", ())
             removed = sum(count for key, count in step.items() if key.startswith("Rows Removed"))
-            assert (step["Actual Rows"] + removed) * step["Actual Loops"] <= 2 * len(keys), step
+            if step.get("Function Name") != "pg_lock_status":  # which reads the locks of all tests on this server
+                assert (step["Actual Rows"] + removed) * step["Actual Loops"] <= 2 * len(keys), step
 
 
 @pytest.mark.parametrize("size", [17, 300])
