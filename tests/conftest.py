@@ -10,7 +10,7 @@ import gc
 import os
 import secrets
 import signal
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -179,6 +179,13 @@ def admin(dsn: str) -> Iterator[psycopg.Connection[Any]]:
     """A superuser's connection in autocommit that is never the one under test."""
     with psycopg.connect(dsn, autocommit=True, application_name="admin") as connection:
         yield connection
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    """An AsyncExitStack that is left after the test, in its event loop."""
+    async with AsyncExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,23 +16,18 @@ from pgfence._locks import server_wait
 from pgfence.errors import LockTimeoutError
 from pgfence.keys import LockKey
 from support.locking import background, elsewhere, give, has_ticket, is_free, labelled, lock, sessions, terminate
-from support.turns import Waiters, front, is_asleep
+from support.turns import Waiters, front, is_asleep, sleeping
 from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
+    from contextlib import AsyncExitStack
 
     import psycopg
 
     from support.worlds import World
 
 pytestmark = pytest.mark.twins
-
-
-@pytest.fixture
-async def stack() -> AsyncIterator[AsyncExitStack]:
-    async with AsyncExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
@@ -92,13 +86,9 @@ async def test_a_sleeper_wakes_when_all_in_front_give_up(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
     """It is the first then."""
-    other = world.other()
-    with elsewhere(dsn, name) as holder, front(dsn, admin, name) as ahead:
-        async with background(other.call(lock(world, labelled(world, name), name).acquire, timeout=60)) as task:
-            await eventually(is_asleep(admin, name))
-            ahead.leave()
-            give(holder, name)
-            await other.call((await asyncio.wait_for(task, FAR)).release)
+    async with sleeping(world, dsn, admin, name, timeout=60) as sleeper:
+        sleeper.ahead.leave()
+        await sleeper.is_served()
 
 
 async def test_a_sleeper_passes_those_in_front_that_stopped(
@@ -106,13 +96,9 @@ async def test_a_sleeper_passes_those_in_front_that_stopped(
 ) -> None:
     """If all of them are stopped at once, no ticket is returned, and only a check of all tickets shows that."""
     monkeypatch.setattr(server_wait, "LOOKS", 1)
-    other = world.other()
-    with elsewhere(dsn, name) as holder, front(dsn, admin, name) as ahead:
-        async with background(other.call(lock(world, labelled(world, name), name).acquire, timeout=60)) as task:
-            await eventually(is_asleep(admin, name))
-            ahead.stop()
-            give(holder, name)
-            await other.call((await asyncio.wait_for(task, FAR)).release)
+    async with sleeping(world, dsn, admin, name, timeout=60) as sleeper:
+        sleeper.ahead.stop()
+        await sleeper.is_served()
 
 
 @pytest.mark.usefixtures("sleeps_long")
@@ -120,16 +106,12 @@ async def test_a_sleeper_whose_session_ends_waits_again_at_once(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
     """It takes another ticket on another connection."""
-    other = world.other()
-    with elsewhere(dsn, name) as holder, front(dsn, admin, name) as ahead:
-        async with background(other.call(lock(world, labelled(world, name), name).acquire, timeout=7200)) as task:
-            await eventually(is_asleep(admin, name))
-            (session,) = sessions(admin, name)
-            terminate(admin, session.pid)
-            await eventually(has_ticket(admin, name, name))
-            ahead.leave()
-            give(holder, name)
-            await other.call((await asyncio.wait_for(task, FAR)).release)
+    async with sleeping(world, dsn, admin, name, timeout=7200) as sleeper:
+        (session,) = sessions(admin, name)
+        terminate(admin, session.pid)
+        await eventually(has_ticket(admin, name, name))
+        sleeper.ahead.leave()
+        await sleeper.is_served()
 
 
 @pytest.mark.async_only
@@ -201,19 +183,16 @@ async def test_a_sleeper_is_listed_as_waiting(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
     """With its whole wait, once, at the lock; the numbers that it locks in its queue are not listed."""
-    engine, other = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}"), world.other()
-    with elsewhere(dsn, name) as holder, front(dsn, admin, name) as ahead:
-        async with background(other.call(lock(world, labelled(world, name), name).acquire, timeout=60)) as task:
-            await eventually(is_asleep(admin, name))
-            (row,) = [row for row in monitoring.ps(engine) if row.holder.key == LockKey.of(name)]
-            (waiter,) = [waiter for waiter in row.waiters if waiter.who.application_name == name]
-            assert waiter.waiting.total_seconds() >= 1
-            assert waiter.blocked_by == (holder.info.backend_pid,)
-            own = [row for row in monitoring.ps(engine) if row.holder.application_name == name]
-            assert own == []
-            ahead.leave()
-            give(holder, name)
-            await other.call((await asyncio.wait_for(task, FAR)).release)
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    async with sleeping(world, dsn, admin, name, timeout=60) as sleeper:
+        (row,) = [row for row in monitoring.ps(engine) if row.holder.key == LockKey.of(name)]
+        (waiter,) = [waiter for waiter in row.waiters if waiter.who.application_name == name]
+        assert waiter.waiting.total_seconds() >= 1
+        assert waiter.blocked_by == (sleeper.holder.info.backend_pid,)
+        own = [row for row in monitoring.ps(engine) if row.holder.application_name == name]
+        assert own == []
+        sleeper.ahead.leave()
+        await sleeper.is_served()
     engine.dispose()
 
 

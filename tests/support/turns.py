@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 
 from pgfence._sql.ticket_queue import AWAKE, find_queue
 from pgfence.keys import LockKey
-from support.locking import background, elsewhere, has_ticket, labelled, lock, sessions, take, waits
+from support.locking import background, elsewhere, give, has_ticket, labelled, lock, sessions, take, waits
 from support.waiting import FAR, blocking, eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from support.worlds import World
 
@@ -62,6 +62,32 @@ def front(dsn: str, admin: psycopg.Connection[Any], name: str) -> Iterator[Front
     """Let as many sessions wait for a lock as never sleep. The lock must be held. Whoever comes after them may sleep."""
     with ExitStack() as stack:
         yield Front(dsn, admin, name, stack)
+
+
+class Sleeper:
+    """A contender that sleeps behind the first waiters of a queue, while another session holds the lock."""
+
+    def __init__(self, holder: Any, ahead: Front, contender: World, task: asyncio.Task[Any], name: str) -> None:
+        self.holder, self.ahead = holder, ahead
+        self._contender, self._task, self._name = contender, task, name
+
+    async def is_served(self) -> None:
+        """Release the lock, and wait until the contender has acquired and released it."""
+        give(self.holder, self._name)
+        await self._contender.call((await asyncio.wait_for(self._task, FAR)).release)
+
+
+@asynccontextmanager
+async def sleeping(
+    world: World, dsn: str, admin: psycopg.Connection[Any], name: str, *, timeout: float
+) -> AsyncIterator[Sleeper]:
+    """Let a contender of another process wait for the lock, and begin the block when it sleeps."""
+    contender = world.other()
+    with elsewhere(dsn, name) as holder, front(dsn, admin, name) as ahead:
+        work = contender.call(lock(world, labelled(world, name), name).acquire, timeout=timeout)
+        async with background(work) as task:
+            await eventually(is_asleep(admin, name))
+            yield Sleeper(holder, ahead, contender, task, name)
 
 
 class Waiters:

@@ -76,8 +76,8 @@ class CallerConnection(LockConnection):
         """Read the facts about the server, check them, and cache them with the pooled connection.
 
         Raises:
-            UnreachableError: the server does not respond within `limit` seconds. PoolerError, StandbyError,
-                UnsupportedServerError: a session lock would not be safe on the connection.
+            UnreachableError: the server does not respond within `limit` seconds.
+            PoolerError, StandbyError, UnsupportedServerError: a session lock would not be safe on the connection.
         """
         engine, driver = self.connection.engine, self.driver.raw
         try:

@@ -153,9 +153,8 @@ class NameRecorder:
                 self._changed.clear()
                 if not PROCESS.ending:
                     self._look()
-        except (
-            BaseException
-        ):  # for example, an error of the application's logging handler; the next lock starts another thread
+        except BaseException:
+            # For example, an error of the application's logging handler. The next lock starts another thread.
             self._thread = None
             raise
 

@@ -90,9 +90,8 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         manager, request = self._prepare()
         try:
             holders = await self._find_holders()
-        except (
-            UnreachableError
-        ):  # the server became unreachable after it reported the lease as held, so the timeout still counts
+        except UnreachableError:
+            # The server became unreachable after it reported the lease as held, so the timeout still counts.
             holders = []
         raise manager.begin_call(request, 0.0).build_timeout_error(holders)
 
