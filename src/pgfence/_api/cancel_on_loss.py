@@ -47,9 +47,8 @@ class CancelOnLoss:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
-        if (
-            not self._cancelled
-        ):  # the event loop runs nothing else before the release below, which ends the subscription
+        # The event loop runs nothing else before the release below, which ends the subscription.
+        if not self._cancelled:
             await self._handle._end_block(exc, flag=self._flag)
             return
         cancel = exc if isinstance(exc, asyncio.CancelledError) else await _count_pending_cancels()

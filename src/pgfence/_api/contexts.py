@@ -82,9 +82,8 @@ class _SafeSteps(_NoDecorator, Generic[T]):
             else:
                 inner.__exit__(kind, error, tb)
         except Exception as failure:
-            if (
-                error is None or failure.__cause__ is error
-            ):  # a failure that was raised `from` the caller's error replaces it
+            # A failure that was raised `from` the caller's error replaces it.
+            if error is None or failure.__cause__ is error:
                 raise
             attach(error, failure, "while the block ended")
 

@@ -214,9 +214,8 @@ class CallerConnection(LockConnection):
         try:
             return await ask()
         finally:
-            with contextlib.suppress(
-                Exception
-            ):  # the error of the statement is more important, and a dead connection has no mode
+            # The error of the statement is more important, and a dead connection has no mode.
+            with contextlib.suppress(Exception):
                 await self.driver.set_autocommit(before)
 
 
