@@ -64,7 +64,7 @@ def run(quick: bool) -> dict[str, Any]:
         "method": (
             f"{waiters} engines, each with one connection and one thread, wait for the same name with a timeout of"
             f" ten minutes. The server is observed for {seconds:g} s, which begin {SETTLED:g} s after the first slice of their"
-            " waits, when all but the first four sleep and each has queried and logged who holds the lock."
+            " waits, when all but the first three sleep and each has queried and logged who holds the lock."
             " Processor time is that of all server processes except the observer's. The kernel's clock ticks,"
             " which `top` shows, miss work that is done between two ticks; the scheduler's own count does not."
         ),

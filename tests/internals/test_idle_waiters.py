@@ -13,6 +13,7 @@ from sqlalchemy import create_engine
 
 from pgfence import AdvisoryLock, ReadWriteLock, WaitCancelledError, cancel_waits, monitoring
 from pgfence._locks import server_wait
+from pgfence._sql.ticket_queue import AWAKE
 from pgfence.errors import LockTimeoutError
 from pgfence.keys import LockKey
 from support.locking import background, elsewhere, give, has_ticket, is_free, labelled, lock, sessions, terminate
@@ -51,11 +52,11 @@ async def test_sleepers_keep_their_order(
     with elsewhere(dsn, name) as holder:
         waiters = Waiters(world, stack, admin, name)
         expected = [await waiters.add() for _ in range(6)]
-        for number in (4, 5):
+        for number in range(AWAKE, 6):
             await eventually(is_asleep(admin, waiters.labelled(number)))
         expected.append(await waiters.add())
         await eventually(is_asleep(admin, waiters.labelled(6)))
-        for number in range(4):
+        for number in range(AWAKE):
             assert not is_asleep(admin, waiters.labelled(number))()
         give(holder, name)
         assert await waiters.finish() == expected
@@ -71,7 +72,7 @@ async def test_the_death_of_the_first_and_of_a_sleeper_changes_no_order(
         waiters = Waiters(world, stack, admin, name)
         for _ in range(7):
             await waiters.add()
-        for number in (4, 5, 6):
+        for number in range(AWAKE, 7):
             await eventually(is_asleep(admin, waiters.labelled(number)))
         for number in (5, 0):
             (session,) = sessions(admin, waiters.labelled(number))

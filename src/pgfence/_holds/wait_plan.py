@@ -43,7 +43,7 @@ LONGEST_SLEEP = 3.75
 
 def choose_sleep(ahead: int) -> float:
     """Return the jittered seconds for which a waiter with `ahead` tickets before its own sleeps, at most LONGEST_SLEEP."""
-    return min(ahead / 6, 3.0) * between(0.75, 1.25)
+    return min(ahead / 5.3, 3.4) * between(0.9, 1.1)
 
 
 WARN_AFTER = 30.0

@@ -15,6 +15,7 @@ from pgfence._process.clock import clock
 from pgfence._sql.read_write import WriteSql, build_turnstile
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence._sql.ticket_queue import (
+    AWAKE,
     CHECK_TICKETS,
     COUNT_TICKETS,
     LEAVE,
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import LockSql
 
 
+COUNT_EVERY = 32
+"""The number of slices after which a waiter at the front of the queue counts the tickets ahead again. They only become fewer,
+unless a count missed an owner between two slices."""
 LOOK_EVERY = 4
 """The number of slices after which a waiter checks again whether the owners of the tickets ahead still make progress."""
 STILL_FOR = 1.5
@@ -51,6 +55,7 @@ class ServerWait:
 
     __slots__ = (
         "ahead",
+        "count_at",
         "engine",
         "front",
         "gave_sign",
@@ -75,6 +80,8 @@ class ServerWait:
         self.has_turn = False
         self.has_turnstile = False
         self.slices = 0
+        self.count_at = 1
+        """The number of slices after which it counts the tickets ahead."""
         self.sleeps = False
         self.looks = 0
         """How often it still looks before it checks the tickets again."""
@@ -120,7 +127,7 @@ class ServerWait:
         if not self.looks:
             await self._check_tickets()
         if not self.sleeps or await self._has_moved():
-            self.sleeps, self.slices = False, 0
+            self.sleeps, self.slices, self.count_at = False, 0, 1
             return False
         session.alarm = session.carrier.make_event()
         try:
@@ -207,9 +214,10 @@ class ServerWait:
         )
         self.has_turn = await self.session.run_script(self.engine, statements, limit=length + WAIT_GRACE)
         self.has_ticket = True
-        if not self.has_turn and self.slices % LOOK_EVERY == 1 and length:
+        if not self.has_turn and self.slices >= self.count_at and length:
             row = await self.session.fetch_row(self.engine, COUNT_TICKETS, (), limit=RELEASE_BUDGET)
             self._note_front(*row)
+            self.count_at = self.slices + (COUNT_EVERY if self.ahead < AWAKE else LOOK_EVERY)
         return self.has_turn
 
     async def wait_in_turn(self, length: float) -> bool:

@@ -58,7 +58,7 @@ AHEAD = "pgfence.ahead"
 """The setting with the ticket ahead. It is empty if it is this session's turn."""
 _SINCE = "pgfence.since"
 """The setting with the key of the clock that the session has locked."""
-AWAKE = 4
+AWAKE = 3
 """The number of waiters at the front of a queue that never sleep, so that the lock is handed over while others wake up."""
 _SIGN = "pgfence.sign"
 """The setting with the key of the last sign that the session gave."""
@@ -147,22 +147,28 @@ BEGIN
   pg_catalog.set_config('{_SINCE}', CASE WHEN ticket IS NULL THEN '' ELSE COALESCE(since::text, '') END, false);
 END$$"""
 
-_BASE = f"({_MINE} >> {_SHIFT} << {_SHIFT})"
 _IS_FRESH = (
-    f"l.objsubid = 1 AND {_VALUE} BETWEEN {_BASE} + {_SIGNS} AND {_BASE} + {_BATCH - 1}"
-    f" AND pg_catalog.mod({_SECOND} - ({_VALUE} - {_BASE} - {_SIGNS}) + {SECONDS}, {SECONDS}) <= {_FRESH}"
+    f"{_VALUE} BETWEEN q.base + {_SIGNS} AND q.base + {_BATCH - 1}"
+    f" AND pg_catalog.mod(q.second - ({_VALUE} - q.base - {_SIGNS}) + {SECONDS}, {SECONDS}) <= {_FRESH}"
 )
 # This finds the nearest ticket ahead whose owner waits or sleeps. The owner of a skipped ticket does neither, as that of a stopped
-# process. An owner that is between two slices loses one place. pg_locks is read only once.
+# process. An owner that is between two slices loses one place. pg_locks is read only once, and `q` is computed only once, because
+# it contains a volatile function.
+_BASE = f"(x.mine >> {_SHIFT} << {_SHIFT})"
 _MOVE_UP = f"pg_catalog.set_config('{AHEAD}', COALESCE((x.mine - x.nearest & {_MASK} | {_BASE})::text, ''), false)"
 _FRONT = f"CASE WHEN x.awake >= {AWAKE} THEN x.mine - x.first & {_MASK} | {_BASE} END, x.ahead"
-_TICKETS_AHEAD = f""" FROM (SELECT pg_catalog.max(t.mine) AS mine, pg_catalog.count(*) AS ahead, pg_catalog.min(t.d) AS nearest,
-   pg_catalog.max(t.d) FILTER (WHERE t.waits) AS first, pg_catalog.count(*) FILTER (WHERE t.waits) AS awake
-  FROM (SELECT q.mine, (q.mine - s.ticket) & {_MASK} AS d, s.waits FROM (SELECT {_MINE} AS mine) AS q,
-   (SELECT pg_catalog.max({_VALUE}) FILTER (WHERE {_HELD_HERE} AND {_VALUE} BETWEEN {_BASE} AND {_BASE} + {_MASK}) AS ticket,
-     pg_catalog.bool_or(NOT l.granted) AS waits, pg_catalog.bool_or({_IS_FRESH}) AS has_sign
-    FROM pg_catalog.pg_locks AS l GROUP BY l.pid) AS s WHERE s.waits OR s.has_sign) AS t
-  WHERE t.d BETWEEN 1 AND {_HALF - 1}) AS x"""
+_TICKETS_AHEAD = f""" FROM (SELECT pg_catalog.max(s.mine) AS mine, pg_catalog.count(*) AS ahead, pg_catalog.min(s.d) AS nearest,
+   pg_catalog.max(s.d) FILTER (WHERE s.waits) AS first, pg_catalog.count(*) FILTER (WHERE s.waits) AS awake
+  FROM (SELECT q.mine, pg_catalog.bool_or(NOT l.granted) AS waits, pg_catalog.bool_or({_IS_FRESH}) AS has_sign,
+    (q.mine - pg_catalog.max({_VALUE}) FILTER (WHERE l.granted AND l.mode = 'ExclusiveLock' AND {_VALUE} <= q.base + {_MASK}))
+     & {_MASK} AS d
+   FROM (SELECT m.mine, m.mine >> {_SHIFT} << {_SHIFT} AS base, {_SECOND} AS second, d.oid AS here
+    FROM (SELECT {_MINE} AS mine) AS m, pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database()) AS q,
+    pg_catalog.pg_locks AS l
+   WHERE NOT l.granted OR l.locktype = 'advisory' AND l.objsubid = 1 AND l.database = q.here
+    AND {_VALUE} BETWEEN q.base AND q.base + {_BATCH}
+   GROUP BY l.pid, q.mine) AS s
+  WHERE (s.waits OR s.has_sign) AND s.d BETWEEN 1 AND {_HALF - 1}) AS x"""
 COUNT_TICKETS = f"SELECT {_FRONT}{_TICKETS_AHEAD}"
 """The statement that returns the last two columns of `CHECK_TICKETS`, and moves nowhere."""
 CHECK_TICKETS = f"SELECT {_MOVE_UP}, {_FRONT}{_TICKETS_AHEAD}"
