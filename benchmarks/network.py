@@ -128,7 +128,7 @@ def _async_table(apart: dict[str, Medians]) -> dict[str, Any]:
         for driver, medians in apart.items()
         for name, base in ((HOLD, f"raw {driver}"), (LOCKED, BARE))
     ]
-    columns = ("Driver", "What", "Ratio to the same without pgfence", "Middle half of the sets")
+    columns = ("Driver", "What", "Ratio to the same operation without pgfence", "Middle half of the sets")
     return report.table("Async, at 1 ms", columns, rows)
 
 

@@ -1,6 +1,6 @@
 """OpenTelemetry metrics and spans for locks, leases, idempotency keys, fences and versions.
 
-This module requires the extra `otel`, which installs the API of OpenTelemetry. An application also needs the SDK and an exporter.
+This module requires the extra `otel`, which installs the OpenTelemetry API. An application also needs the SDK and an exporter.
 """
 
 from __future__ import annotations

@@ -99,8 +99,9 @@ class LockEvent(Event):
         ttl: the TTL in seconds, if the kind has one.
         waited: the seconds from the call until the request was granted, rejected or timed out.
         held: the seconds for which the lock was held, for the events of its release and loss.
-        reason: the `loss_reason` of a loss, the class of the error of a failed renewal or release, the reason that the operator
-            gave for an eviction, or "stale", "missing" or "timeout" for a rejection by a fence.
+        reason: the `loss_reason` of a loss, or of the failed release of an advisory lock; the class of the error of another failed
+            renewal or release; the reason that the operator gave for an eviction; "stale", "missing" or "timeout" for a rejection
+            by a fence; "written" or "deleted" for a conflict of versions.
         attempt: the number of the attempt, for slots and effects.
         contended: whether another holder had the lock when it was requested.
     """

@@ -1,4 +1,4 @@
-"""The problems (RFC 9457) that a client can get. Each has a code for programs, a status, and a sentence that says what to do."""
+"""The problems (RFC 9457) that a client can get. Each has a code for programs, a status, and a text for people."""
 
 from __future__ import annotations
 

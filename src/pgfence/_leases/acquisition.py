@@ -91,7 +91,7 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
             raise SelfDeadlockError(
                 f"waiting for {format_names(self.names)} would deadlock: this {self.owner.kind} holds {held} of {limit}"
                 f" {'permit' if limit == 1 else 'permits'}"
-                f" and requests {weight} more. Release permits first, or acquire all of them at once with weight=",
+                f" and requests {weight} more. Release permits first",
                 names=self.names,
             )
 

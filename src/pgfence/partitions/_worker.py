@@ -139,7 +139,7 @@ class Balancer(Generic[OwnershipT]):
             self.started.set()
 
     async def _try_balance(self) -> float:
-        """Take and give up partitions once, and return the seconds until the next time."""
+        """Take and give up partitions once, and return the number of seconds until the next attempt."""
         try:
             # The event is created before the query, so that a notification during the query ends the sleep after it.
             with self._lock:
@@ -180,7 +180,7 @@ class Balancer(Generic[OwnershipT]):
         return await self._take(manager, request, found, quota - len(kept))
 
     async def _take(self, manager: LeaseManager, request: PartitionRequest, found: Membership, missing: int) -> float:
-        """Take as many free partitions as are missing, and return the seconds until the next time."""
+        """Take as many free partitions as are missing, and return the number of seconds until the next attempt."""
         interval = compute_interval(request.terms.ttl)
         taken_by = clock() + interval  # The membership must be renewed by this time.
         for number in rotate_free(found.free, found.members, found.rank):

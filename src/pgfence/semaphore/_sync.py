@@ -29,11 +29,11 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     token series.
 
     Guarantees: no more than `permits` permits are held at a time, by the server's clock. The permits of a process that dies
-    become free after one TTL at the latest. The permits of one request are acquired together or not at all. With `fair=True`
+    become free after one TTL at the latest. The permits of one request are acquired together or not at all. With `fair=True`,
     waiters are served in the order of their arrival, even if a later one requests fewer permits.
 
     Limitations: a former holder may not have stopped, so write inside `permit.begin()`, which fences that permit. The token of a
-    permit cannot fence a resource that several holders write. Without `fair=True` the order of waiters is not guaranteed, and a
+    permit cannot fence a resource that several holders write. Without `fair=True`, the order of waiters is not guaranteed, and a
     request with a large weight may wait while smaller requests are granted. A fair waiter that sends no request for 3 seconds,
     because its process is paused, is overtaken until it sends a request again. A `Lease` with the name `NAME#i` blocks that
     permit. Each fair waiter queries the server once a second and at each release, even if many of them wait in one process.

@@ -71,7 +71,10 @@ def follow(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[State, o
 
 
 def find_overtaken(state: State, expected: object) -> tuple[object] | None:
-    """Return the version that another session had written to the row of a pending change, before a statement of this session."""
+    """Return the version that another session wrote to the row of a pending change before this session executed a statement.
+
+    It is the only element of a tuple, because a version may be None. Without such a write, the result is None.
+    """
     version, found = _OVERTAKEN.get(state, (None, None))
     return (found,) if version is not None and version == expected else None
 
