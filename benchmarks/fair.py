@@ -45,7 +45,7 @@ class Turns(NamedTuple):
 
 def run(quick: bool) -> dict[str, Any]:
     """Let the processes take turns with pgfence, with a blocking lock of the driver, and with both again."""
-    processes, seconds, rounds = (6, 1.0, 1) if quick else (40, 11.0, 2)
+    processes, seconds, rounds = (6, 1.0, 1) if quick else (40, 11.0, 4)
     found: dict[str, list[list[Turns]]] = {RAW: [], OURS: []}
     with server() as place:
         for _ in range(rounds):
@@ -105,7 +105,7 @@ def _describe(crowd: list[Turns], turn: float) -> dict[str, float]:
 
 def _table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     def show(key: str, digits: int = 0, unit: str = "") -> list[str]:
-        return [" and ".join(f"{each[key]:.{digits}f}{unit}" for each in found) for found in runs.values()]
+        return [", ".join(f"{each[key]:.{digits}f}{unit}" for each in found) for found in runs.values()]
 
     rows = [
         ("grants", *show("grants")),
@@ -114,7 +114,7 @@ def _table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         ("longest wait, in fair turns", *show("longest", 2)),
         (
             "hand-off, p50",
-            *[" and ".join(f"{1e3 * each['hand-off']:.2f} ms" for each in found) for found in runs.values()],
+            *[", ".join(f"{1e3 * each['hand-off']:.2f} ms" for each in found) for found in runs.values()],
         ),
         ("processor time of the clients, for each grant", *show("spent", 2, " ms")),
     ]
@@ -123,7 +123,7 @@ def _table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 def _spread(runs: dict[str, list[dict[str, float]]]) -> list[str]:
     keys = ("fewest", "median", "most")
-    return [" and ".join("/".join(f"{each[key]:g}" for key in keys) for each in found) for found in runs.values()]
+    return [", ".join("/".join(f"{each[key]:g}" for key in keys) for each in found) for found in runs.values()]
 
 
 def _median(values: Any) -> float:

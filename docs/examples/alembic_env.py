@@ -13,7 +13,8 @@ target_metadata = MetaData()  # replace this with your models' MetaData
 engine = create_engine("postgresql+psycopg://")
 async_engine = create_async_engine("postgresql+asyncpg://")
 
-OLD = LockKey.raw(1346918401)  # the number that older releases lock
+# The number that your older releases lock. If there are no such releases, omit `key=`.
+OLD = LockKey.raw(1346918401)
 
 
 def migrate(connection: Connection) -> None:

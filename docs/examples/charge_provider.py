@@ -1,6 +1,6 @@
 """Charge an order once at a payment provider, step by step, sync and async.
 
-pip install "pgfence[psycopg,asyncpg]"
+pip install "pgfence[cli,psycopg,asyncpg]"
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
 pgfence install
 """

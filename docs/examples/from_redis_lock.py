@@ -1,6 +1,6 @@
 """Two releases that replace a lock of redis-py with a lease.
 
-pip install "pgfence[psycopg]" redis
+pip install "pgfence[cli,psycopg]" redis
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
 pgfence install
 """

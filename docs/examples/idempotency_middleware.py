@@ -1,6 +1,6 @@
 """The Idempotency-Key header on FastAPI, for endpoints that contain no code for it.
 
-pip install "pgfence[fastapi,asyncpg]" uvicorn
+pip install "pgfence[cli,fastapi,asyncpg,psycopg]" uvicorn
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
 pgfence install
 uvicorn idempotency_middleware:app

@@ -1,6 +1,6 @@
 """The Idempotency-Key header on Flask, for endpoints that contain no code for it.
 
-pip install "pgfence[psycopg]" flask
+pip install "pgfence[cli,psycopg]" flask
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
 pgfence install
 flask --app idempotency_middleware_flask run

@@ -1,7 +1,8 @@
 """A payment that is made once, however often the client sends the request.
 
-pip install "pgfence[fastapi,asyncpg]" uvicorn
+pip install "pgfence[cli,fastapi,asyncpg,psycopg]" uvicorn
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
+pgfence install
 uvicorn idempotent_payment:app
 """
 

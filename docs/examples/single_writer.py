@@ -1,6 +1,6 @@
 """Apply commands to accounts in order, with one worker at a time for each account.
 
-pip install "pgfence[psycopg]"
+pip install "pgfence[cli,psycopg]"
 pgfence install
 python single_writer.py 10.0.0.7:8000
 """

@@ -1,6 +1,6 @@
 """A webhook inbox on Flask, where each consumer processes each event once.
 
-pip install "pgfence[psycopg]" flask
+pip install "pgfence[cli,psycopg]" flask
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
 pgfence install
 flask --app webhook_inbox run

@@ -249,8 +249,8 @@ class Idempotent(Generic[T]):
 
     Args:
         session: the dependency that provides the endpoint's Session or AsyncSession.
-        principal: a dependency that returns who sent the request. The principal must be unique among all applications that share
-            the tables, and must never be a constant.
+        principal: a dependency that returns who sent the request, as a non-empty str. Convert a number with `str()`. The
+            principal must be unique among all applications that share the tables, and must never be a constant.
         result: the type of the result. A type that cannot be stored raises TypeError.
     """
 

@@ -63,7 +63,7 @@ def list_queries() -> dict[str, list[str]]:
 def test_the_reference_lists_every_metric() -> None:
     """With instrument, unit, attributes and description as in the code, in its order."""
     table = re.findall(
-        r"^\| `(pgfence\.[^`]+)` \| (\w+) \| `([^`]+)` \| (.+) \| (.+) \|$", REFERENCE.read_text("utf-8"), re.MULTILINE
+        r"^\| `(pgfence\.[^`]+)` \| (\w+), `([^`]+)` \| (.+) \| (.+) \|$", REFERENCE.read_text("utf-8"), re.MULTILINE
     )
     assert [
         (name, kind, unit, tuple(re.findall("`([^`]+)`", names)), text) for name, kind, unit, names, text in table
