@@ -135,7 +135,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     "tables-missing": CodeEntry(
         "info",
         "Leases, fences, Once, limits, elections, partitions, idempotency keys and the tokens of advisory locks need tables."
-        " Advisory locks without a token and transaction locks do not.",
+        " Advisory locks without a token and transaction locks do not need them.",
     ),
     "tables-elsewhere": CodeEntry(
         "error", "Every call that needs the tables raises SchemaError, because it does not find them."
@@ -153,8 +153,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "leaked-locks": CodeEntry(
         "warning",
-        "An idle session that holds an advisory lock has often been returned to a connection pool without releasing the"
-        " lock. No other session can acquire that lock until the idle session ends.",
+        "The connection of an idle session that holds an advisory lock has often been returned to a pool without releasing"
+        " the lock. No other session can acquire that lock until the idle session ends.",
     ),
     "long-wait": CodeEntry(
         "warning",
@@ -170,7 +170,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "asynchronous-standbys": CodeEntry(
         "warning",
-        "After a failover the last commits may be missing: a lease can be granted to a second process while the first still"
+        "After a failover, the last commits may be missing: a lease can be granted to a second process while the first still"
         " relies on it. The fence rejects the first holder's writes on the new primary.",
     ),
     "wal-sender-timeout": CodeEntry(
