@@ -267,7 +267,7 @@ _LATE = {
     "partition_for": "pgfence.partitions",
     "run_transaction": "pgfence.retrying",
 }
-"""The modules of the exported names that few programs use. Each module is imported when one of its names is first accessed."""
+"""The module of each exported name that is not imported with pgfence, but only when the name is first accessed."""
 
 _LATE_MODULES = {"compat", "schema"}
 

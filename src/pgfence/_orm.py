@@ -95,7 +95,7 @@ def identity_of(state: State) -> Key:
 
 
 def find_key_in_update(context: UOWTransaction, state: State) -> Key:
-    """Return the key by which a flush finds the row of an instance, by SQLAlchemy's rule for changed primary keys."""
+    """Return the key by which a flush finds the row of an instance, according to SQLAlchemy's rule for changed primary keys."""
     mapper = state.mapper
     if state.key is not None and state.committed_state.keys().isdisjoint(mapper._primary_key_propkeys):
         return identity_of(state)
@@ -120,7 +120,7 @@ def get_key_columns(mapper: Mapper[object], table: FromClause) -> list[Column[ob
 
 
 def upsert_of(statement: object) -> OnConflictDoUpdate | None:
-    """Return the ON CONFLICT DO UPDATE of a statement, or None if it has none."""
+    """Return the ON CONFLICT DO UPDATE clause of a statement, or None if it has none."""
     clause = getattr(statement, "_post_values_clause", None)
     return clause if hasattr(clause, "update_values_to_set") else None
 
@@ -128,11 +128,11 @@ def upsert_of(statement: object) -> OnConflictDoUpdate | None:
 def set_on_conflict(
     statement: Insert, upsert: OnConflictDoUpdate, names: Collection[str], column: str, value: ColumnElement[object]
 ) -> Insert:
-    """Return an upsert that sets a column of the row it conflicts with to a value, whatever it assigned before."""
+    """Return an upsert that sets a column of the conflicting row to a value, in place of its own assignments to `names`."""
     changed, clause = statement._generate(), copy(upsert)
     given = upsert.update_values_to_set
     kept = {key: each for key, each in dict(given).items() if find_value_name(key) not in names} | {column: value}
-    # A list of pairs in SQLAlchemy 2.0, a dict in later versions.
+    # This is a list of pairs in SQLAlchemy 2.0, and a dict in later versions.
     clause.update_values_to_set = type(given)(kept.items())
     changed._post_values_clause = clause
     return changed

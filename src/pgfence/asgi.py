@@ -50,14 +50,15 @@ class IdempotencyMiddleware:
             routes=["/payments"],
         )
 
-    The middleware claims the key in a separate transaction before it calls the application. It stores the response when it is
-    complete, and then sends it. While the application runs, a thread renews the claim, and no connection is held.
+    The middleware claims the key in a separate transaction before it calls the application. When the response is complete, the
+    middleware stores it and then sends it. While the application runs, a thread renews the claim, and no connection is held.
 
-    Guarantees: among the requests with the same key, principal, method and path, at most one runs at a time, and at most one
-    response is stored, whose status is below `record_below`. Later requests get the status, body and headers of that response,
-    without connection-specific headers, `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`. Requests that
-    arrive while the first one runs get a 409 with `Retry-After`. A request whose query, content type or body differs from that of
-    the first one gets a 422. If the client disconnects before the response is sent, the request still runs to completion.
+    Guarantees: among the requests with the same key, principal, method and path, at most one has the claim on the key at a
+    time, and at most one response is stored, whose status is below `record_below`. Later requests get the status, body and
+    headers of that response, without connection-specific headers, `Set-Cookie`, `Date` and `Server`, and with
+    `Idempotent-Replayed: true`. Requests that arrive while the first one runs get a 409 with `Retry-After`. A request whose
+    query, content type or body differs from that of the first one gets a 422. If the client disconnects before the response is
+    sent, the request still runs to completion.
 
     Limitations: a handler that fails or dies may have done part of its work, and the next request runs it again. Do its database
     work in one transaction, and other work in an `IdempotentEffect`, whose steps are stored.
@@ -74,10 +75,10 @@ class IdempotencyMiddleware:
         app: the application.
         engine: an AsyncEngine, or a function that returns one. The tables must exist: run `pgfence install`.
         principal: a function of the ASGI scope that returns who sent the request, after authentication. It must never return a
-            constant, or a value that the client can choose. The principal must be unique among all applications and tenants that
-            share the tables. If the function returns None, the request gets a 400. Without `principal`, a digest of the headers
-            `Authorization` and `Cookie` identifies the client. Omit it only if these headers authenticate the client. A retry
-            with other values of these headers runs again.
+            constant, or a value that the client can choose. The principal must be unique among all applications and tenants
+            that share the tables. If the function returns None, the request gets a 400. Without `principal`, a digest of the
+            headers `Authorization` and `Cookie` identifies the client, and a request without both gets a 400. Omit `principal`
+            only if these headers authenticate the client. A retry with other values of these headers runs again.
         methods: the HTTP methods that the middleware handles.
         routes: paths below the application's root path, such as `/payments`, `/orders/{id}/payments` or `/v1/*`. On these paths,
             a request without a key gets a 400. `{name:path}` matches any number of segments, and a trailing slash makes no
@@ -87,12 +88,12 @@ class IdempotencyMiddleware:
             request may succeed later.
         max_body: the largest request or response body, in bytes. A longer request gets a 413, and a longer response is not
             stored.
-        ttl: seconds until the claim of a dead process expires, from 0.3 s to a day. The ttl does not limit how long a request may
+        ttl: seconds until the claim of a dead process expires, from 0.3 s to a day. The TTL does not limit how long a request may
             take.
-        keep: seconds for which a response is kept, at least the ttl.
+        keep: seconds for which a response is kept, at least the TTL.
         on_failure: what happens to the key after a failure, that is, an error, no response, or a response that is not stored.
-            With "free", the next request runs immediately. With "lapse", the next request runs after the ttl has expired; use
-            "lapse" for handlers that leave work running. After a cancellation the key always lapses.
+            With "free", the next request runs immediately. With "lapse", the next request runs after the claim has expired; use
+            "lapse" for handlers that leave work running. After a cancellation, the key always lapses.
 
     Raises:
         TypeError, ValueError: an argument is unusable.
@@ -126,7 +127,7 @@ class IdempotencyMiddleware:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; the server calls this."""
+        """Serve a request. The server calls this method."""
         request = (
             _parse_request(scope)
             if scope["type"] == "http" and self._rules.is_handled_method(scope["method"])
@@ -224,7 +225,7 @@ class _AsgiExchange(Exchange):
             await self._flush(more=True)
 
     async def _start_streaming(self) -> None:
-        """Send the response as it is produced from now on."""
+        """From now on, send the response as it is produced."""
         assert self._start is not None
         self._open.set()
         await self._forward(self._start)
@@ -302,7 +303,7 @@ async def _read_body(receive: Receive, rules: Rules) -> bytes:
     """Return the body of a request.
 
     Raises:
-        ProblemResponse: the body is too long, or the client has disconnected before its end.
+        ProblemResponse: the body is too long, or the client disconnected before the end of the body.
     """
     chunks, size, more = [], 0, True
     while more:

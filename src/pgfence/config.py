@@ -76,9 +76,9 @@ def configure(
             that returns one.
         max_lock_connections: the maximum number of connections that session locks of this process use at a time. Further requests
             wait for a connection until their timeout.
-        pooler: the pooler between client and server. "auto" rejects session locks if a pooler is detected. "session" asserts that
-            the pooler gives each client a dedicated server session. "transaction" rejects session locks, unless there is a
-            `lock_engine`, whose own `pooler` setting then applies.
+        pooler: the pooler between client and server. "auto" and "direct" reject session locks if a pooler is detected.
+            "session" asserts that the pooler gives each client a dedicated server session. "transaction" rejects session locks,
+            unless there is a `lock_engine`, whose own `pooler` setting then applies.
         on_event: called with every `Event`, in the thread or task in which the event happens. The function must return quickly:
             some events happen on the thread that renews leases, and no lease of the engine is renewed while the function runs.
             Exceptions that it raises are logged.

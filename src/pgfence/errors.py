@@ -110,7 +110,7 @@ class LockLostError(PgfenceError):
 
 
 class LockNotHeldError(PgfenceError):
-    """No lock is held, because the lock was already released, `current()` was called outside a hold, or this is a forked child."""
+    """The caller holds no such lock or claim, for example because it was already released, or because this is a forked child."""
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -133,7 +133,7 @@ class DeadlockError(PgfenceError):
 
 
 class PoolerError(PgfenceError):
-    """A connection pooler between client and server is configured so that session locks do not work."""
+    """A connection pooler is between client and server, and session locks are not safe through it."""
 
     def __init__(self, message: str, *, mode: PoolerMode = "unknown") -> None:
         super().__init__(message)
@@ -279,8 +279,8 @@ class VersionConflictError(PgfenceError):
 class VersionRequiredError(PgfenceError):
     """A change to a versioned row does not say which version it is based on.
 
-    The cause is a request without If-Match (428), a merge() of an object that has no version, or a statement that would leave
-    the versions of its rows unchanged.
+    The cause is a request without If-Match, a merge() of an object that has no version, a change to an instance that was read
+    without its version, or a statement that would leave the versions of its rows unchanged.
     """
 
     http_status = 428
@@ -348,10 +348,10 @@ class AttemptLostError(PgfenceError):
     returns the result of the newest attempt, or runs another one.
 
     For a claim of a row, `scope` is the table, `key` the primary key, `attempt` the token of the claim and `newest` that of the
-    row.
+    row, and `retry_after` is None.
 
     With `takeover=False`, calls after an attempt with an unknown outcome also raise this error, until the key is freed. In that
-    case `retry_after` is None, because waiting does not help.
+    case, `retry_after` is None, because waiting does not help.
     """
 
     http_status = 409

@@ -1,7 +1,7 @@
 """FastAPI dependencies that work in the endpoint's transaction, and responses for pgfence errors.
 
 `session=` takes the application's own dependency that provides the session. Every part of a request that uses the session must
-depend on it with `scope="function"`. Otherwise a dependency with `yield` commits after the client has received the response.
+depend on it with `scope="function"`. Otherwise, a dependency with `yield` commits after the client has received the response.
 With `scope="function"`, FastAPI creates one session for all parts.
 """
 
@@ -58,10 +58,11 @@ def install_error_handlers(app: FastAPI) -> None:
     """Turn each pgfence error into a problem response (RFC 9457), and describe these responses in the OpenAPI document.
 
     The response is `application/problem+json`, with the `http_status` of the error, a `code` for programs and a `detail` for
-    people. The reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is `retryable`.
-    Such a response is not stored by an `IdempotencyMiddleware`. The message of the error, which may name keys and holders, is not
-    sent but logged to `pgfence.fastapi`. If the status is 500 or above, it is logged at ERROR with its traceback. In a WebSocket,
-    the error propagates. Call this function for each mounted application too, because it needs its own handlers.
+    people. The reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is
+    `retryable`, and for an AttemptLostError if another attempt has taken over. Such a response is not stored by an
+    `IdempotencyMiddleware`. The message of the error, which may name keys and holders, is not sent but logged to
+    `pgfence.fastapi`. If the status is 500 or above, it is logged at ERROR with its traceback. In a WebSocket, the error
+    propagates. Call this function for each mounted application too, because it needs its own handlers.
 
     The OpenAPI document lists these problems for the operations that use `idempotency_key`, `Idempotent` or `Locked`, that an
     `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also describes the request header
@@ -176,7 +177,7 @@ class Locked:
         self.__signature__ = build_signature(request=Request, session=Depends(session, scope="function"))
 
     async def __call__(self, *, request: Request, session: Any) -> None:
-        """Acquire the lock; FastAPI calls this."""
+        """Acquire the lock. FastAPI calls this method."""
         root = check_root(request.scope, self._session)
         values = {field: _parse_value(root, field, request.path_params) for field in self._fields}
         names = [name.format(**values) for name in self._names]
@@ -263,7 +264,7 @@ class Idempotent(Generic[T]):
     async def __call__(
         self, *, request: Request, response: Response, session: Any, principal: str, key: str
     ) -> IdempotentCall[T]:
-        """Return the key of the request; FastAPI calls this. The database is accessed only by `run`."""
+        """Return the key of the request. FastAPI calls this method, which does not access the database; only `run` does."""
         check_root(request.scope, self._session)
         payload = await read_payload(request, Request)
         try:

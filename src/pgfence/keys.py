@@ -149,7 +149,7 @@ class LockKey:
 
     @property
     def value(self) -> int:
-        """The signed 64-bit number. For a pair it is `classid << 32 | objid`."""
+        """The signed 64-bit number. For a pair, it is `classid << 32 | objid`."""
         return self._value
 
     @property
@@ -159,7 +159,7 @@ class LockKey:
 
     @property
     def name(self) -> str | None:
-        """The name from which the key was computed, or None if it was created from numbers."""
+        """The name from which the key was computed, or None if the key was created from numbers."""
         return self._name
 
     @property
@@ -276,7 +276,7 @@ def list_labels(names: Iterable[Name]) -> tuple[str, ...]:
 
 
 def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
-    """Return the keys of names, sorted and without duplicates. Every lock of several names acquires them in this order.
+    """Return the keys of names, sorted and without duplicates. Every lock with several names acquires its keys in this order.
 
     Raises:
         ValueError: no name was given, or a name is not usable.

@@ -71,12 +71,12 @@ class AsyncWrapSkip(Protocol):
 
 
 def find_unsafe_time(error: UnreachableError) -> float:
-    """Return how many seconds are left of the TTL of the holder known before the outage, or 0.0 if none was known."""
+    """Return how many seconds are left of the TTL of the holder known before the outage, or 0.0 if no holder was known."""
     return max(0.0, error._held_until - clock()) if error._held_until is not None else 0.0
 
 
 class Policy:
-    """The rules for a decorated call if the lock is held or the server is unreachable."""
+    """The rules for what a decorated call does if the lock is held or the server is unreachable."""
 
     __slots__ = ("_busy", "_unreachable", "timeout", "tries")
 
@@ -88,7 +88,7 @@ class Policy:
             raise ValueError('unreachable="skip" returns None, and therefore requires busy="skip"')
         self.timeout = 0 if timeout is None and busy != "raise" else timeout
         self.tries = busy == "skip" and self.timeout == 0
-        """Whether the call tries once, without waiting, because skipping it needs no round trip for the holder's name."""
+        """Whether the call tries once, without waiting, because a skipped call does not need the name of the holder."""
         self._busy = busy
         self._unreachable = unreachable
 
@@ -104,7 +104,7 @@ class Policy:
         return find_unsafe_time(error) if self._unreachable == "run" and error.retryable else 0.0
 
     def skips(self, error: UnreachableError) -> bool:
-        """Return True if the call is to be skipped, and False if it is to run unprotected. Otherwise raise the error."""
+        """Return True if the call is to be skipped, and False if it is to run unprotected. Otherwise, raise the error."""
         if self._unreachable == "raise" or not error.retryable:
             raise error
         log.warning(
@@ -154,7 +154,7 @@ async def acquire_for_call_async(lock: _AsyncLock[H_co], policy: Policy) -> H_co
 def compile_templates(
     names: Sequence[Name], fn: Callable[..., object], fill: Callable[..., str] = str.format
 ) -> Callable[[tuple[object, ...], Mapping[str, object]], list[Name]] | None:
-    """Return a function that builds the names from a call's arguments, or None if no name depends on them.
+    """Return a function that builds the names from a call's arguments, or None if no name is a template.
 
     Args:
         names: the names of the lock; a str may be a template.

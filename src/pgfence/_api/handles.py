@@ -167,7 +167,7 @@ class Held(_Handle):
         self._hold.subscribe(lambda: MONITOR.call(cb))
 
     def wait_lost(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the lock is lost or released, and return whether it was lost. With `timeout=None` it waits indefinitely."""
+        """Wait until the lock is lost or released, and return whether it was lost. A timeout of None waits indefinitely."""
         over = threading.Event()
         self._hold.add_end_callback(over.set)
         try:
@@ -201,8 +201,8 @@ class Held(_Handle):
 class AsyncHeld(_Handle):
     """A lock that is held. Call `release`, or use the handle as an async context manager, which releases the lock at the end.
 
-    Any task of the same event loop may release the lock, but only once. A release that is cancelled closes the connection, so the
-    lock is released in that case too.
+    Any task of the same event loop may release the lock, but only once. If a release of a session lock is cancelled, the
+    connection is closed, so the lock is released in that case too.
 
     Limitations: work is not protected after a loss, as with `Held`.
     """
@@ -212,14 +212,15 @@ class AsyncHeld(_Handle):
     def on_lost(self, cb: Callable[[], object], /) -> None:
         """Call `cb` once when the lock is lost, or immediately if it is already lost.
 
-        The callback runs in the event loop that acquired the lock; a coroutine function is awaited there. Exceptions are logged.
+        The callback runs in the event loop in which the lock was acquired; a coroutine function is awaited there. Exceptions
+        are logged.
         """
         loop = self._manager.loop
         assert loop is not None
         self._hold.subscribe(lambda: run_on_loop(loop, lambda: _run(cb)))
 
     async def wait_lost(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the lock is lost or released, and return whether it was lost. With `timeout=None` it waits indefinitely."""
+        """Wait until the lock is lost or released, and return whether it was lost. A timeout of None waits indefinitely."""
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 

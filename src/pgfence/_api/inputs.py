@@ -58,32 +58,32 @@ def find_loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
 
 
 def is_session(given: object) -> TypeIs[SyncSession]:
-    """Return whether it is a Session or a scoped_session."""
+    """Return whether an object is a Session or a scoped_session."""
     return isinstance(given, find_loaded_classes(ORM, "Session", "scoped_session"))
 
 
 def is_async_session(given: object) -> TypeIs[AnyAsyncSession]:
-    """Return whether it is an AsyncSession or an async_scoped_session."""
+    """Return whether an object is an AsyncSession or an async_scoped_session."""
     return isinstance(given, find_loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session"))
 
 
 def is_sessionmaker(given: object) -> TypeIs[sessionmaker[Any]]:
-    """Return whether it is a sessionmaker."""
+    """Return whether an object is a sessionmaker."""
     return isinstance(given, find_loaded_classes(ORM, "sessionmaker"))
 
 
 def is_async_sessionmaker(given: object) -> TypeIs[async_sessionmaker[Any]]:
-    """Return whether it is an async_sessionmaker."""
+    """Return whether an object is an async_sessionmaker."""
     return isinstance(given, find_loaded_classes(ASYNCIO, "async_sessionmaker"))
 
 
 def is_async_engine(given: object) -> TypeIs[AsyncEngine]:
-    """Return whether it is an AsyncEngine."""
+    """Return whether an object is an AsyncEngine."""
     return isinstance(given, find_loaded_classes(ASYNCIO, "AsyncEngine"))
 
 
 def is_async_connection(given: object) -> TypeIs[AsyncConnection]:
-    """Return whether it is an AsyncConnection."""
+    """Return whether an object is an AsyncConnection."""
     return isinstance(given, find_loaded_classes(ASYNCIO, "AsyncConnection"))
 
 
@@ -108,7 +108,7 @@ LEASE_OUTLIVES = "a lease outlives transactions and connections. To write under 
 
 
 def check_engine_source(engine: object, what: str, why: str = LEASE_OUTLIVES.format("")) -> EngineSource:
-    """Return an Engine, or a function that returns one.
+    """Return what the caller passed as an engine, after checking that it is an Engine or a function.
 
     Args:
         engine: the object that the caller passed.
@@ -128,7 +128,7 @@ def check_engine_source(engine: object, what: str, why: str = LEASE_OUTLIVES.for
 def check_async_engine_source(
     engine: object, what: str, why: str = LEASE_OUTLIVES.format("async_")
 ) -> AsyncEngineSource:
-    """Return an AsyncEngine, or a function that returns one; see `check_engine_source`."""
+    """Return what the caller passed as an engine, after checking that it is an AsyncEngine or a function."""
     if not is_async_engine(engine):
         _check_source(
             engine, f"{what} needs an AsyncEngine", why, "its sync counterpart" if isinstance(engine, Engine) else ""
@@ -137,7 +137,7 @@ def check_async_engine_source(
 
 
 def _check_source(given: object, needs: str, why: str, twin: str) -> None:
-    """Raise TypeError unless it is a function. A sessionmaker is callable and must be rejected explicitly."""
+    """Raise TypeError unless an object is a function. A sessionmaker is callable and must be rejected explicitly."""
     attributes = ("get_bind", "registry", "exec_driver_sql")
     if is_sessionmaker(given) or is_async_sessionmaker(given) or any(hasattr(given, name) for name in attributes):
         raise TypeError(f"{needs}, not {type(given).__name__}: {why}")
@@ -200,7 +200,7 @@ def reject_generator(fn: Callable[..., object], why: str = "calling it does not 
 
 
 def reject_coroutine(fn: Callable[..., object], why: str) -> None:
-    """Raise TypeError for a coroutine function, or an object that is called like one."""
+    """Raise TypeError for a coroutine function, or for an object whose `__call__` is one."""
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
         raise TypeError(f"{describe_function(fn)} is a coroutine function: {why}")
 
@@ -215,11 +215,11 @@ def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_text(value: object, what: str) -> str:
-    """Return a text that PostgreSQL can store.
+    """Return a text, after checking that it is a str without NUL.
 
     Raises:
-        TypeError: the text is not a str.
-        ValueError: the text contains NUL.
+        TypeError: the value is not a str.
+        ValueError: the text contains NUL, which PostgreSQL cannot store.
     """
     if not isinstance(value, str):
         raise TypeError(f"{what} must be a str, not {type(value).__name__}")
@@ -240,7 +240,7 @@ def check_path(value: object, what: str) -> Path:
 
 
 def check_int(value: object, what: str, most: int | None = None) -> int:
-    """Return an int that is at least 1 and at most `most`.
+    """Return an int, after checking that it is at least 1 and at most `most`.
 
     Raises:
         TypeError: the value is not an int.
@@ -265,7 +265,7 @@ def check_key(value: object, what: str) -> str:
 
     Args:
         value: what the caller, or a client, passed.
-        what: its name in messages.
+        what: the name of the value in messages.
 
     Raises:
         TypeError: the value is not a str.
@@ -286,7 +286,7 @@ def check_key(value: object, what: str) -> str:
 
 
 def check_keep(keep: Seconds) -> float:
-    """Return for how many seconds a result is kept.
+    """Return the number of seconds for which a result is kept, after checking it.
 
     Raises:
         TypeError, ValueError: the value is not a duration between a second and a hundred years.

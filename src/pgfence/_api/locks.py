@@ -1,6 +1,6 @@
-"""The methods that all locks share: `try_acquire`, `acquire`, `hold`, and `wrap` for functions.
+"""The base classes of locks, with the methods `try_acquire`, `acquire`, `hold`, `wrap`, `holders` and `is_held`.
 
-A lock class implements one attempt. The base classes in this module build the sync and async methods from it.
+A lock class implements `try_acquire`, `acquire` and `holders`. The base classes in this module add the other methods.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LockBase(Guided, ABC, Generic[H]):
 
     @abstractmethod
     def try_acquire(self) -> H | None:
-        """Try once, without waiting. Returns None if the lock is held, even if the caller itself holds it."""
+        """Try once to acquire the lock, without waiting. Returns None if the lock is held, even if the caller itself holds it."""
 
     @abstractmethod
     def acquire(self, *, timeout: Seconds | None = None) -> H:
@@ -88,7 +88,7 @@ class LockBase(Guided, ABC, Generic[H]):
 
         Args:
             timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
-            on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag" it does not, so check `lost`.
+            on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag", it does not, so check `lost`.
 
         Raises:
             PgfenceError: on entering, the same errors as `acquire`.
@@ -123,8 +123,8 @@ class LockBase(Guided, ABC, Generic[H]):
     ) -> object:
         """Return a decorator that runs a function while holding the lock.
 
-        Names that are str are `str.format` templates over the arguments of the call, such as `"close:{tenant_id}"`. Double a
-        brace that is meant literally.
+        Names that are str are `str.format` templates, which are filled with the arguments of the call, for example
+        `"close:{tenant_id}"`. To write a literal brace, double it.
 
         Args:
             timeout: seconds to wait. None means the configured default or, if `busy` is "skip" or a callable, no waiting.
@@ -138,7 +138,8 @@ class LockBase(Guided, ABC, Generic[H]):
         Raises:
             TypeError: at decoration, for a coroutine function (use the Async class) or a generator function (use `hold()` inside
                 it).
-            ValueError: at decoration, if a template field is not an argument; immediately, if options contradict each other.
+            ValueError: at decoration, if a field of a template is not an argument of the function; when `wrap` is called, if an
+                option has an unknown value, or two options contradict each other.
         """
         policy = Policy(timeout, busy, unreachable)
 
@@ -208,7 +209,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
 
     @abstractmethod
     async def try_acquire(self) -> AH | None:
-        """Try once, without waiting. Returns None if the lock is held, even if the caller itself holds it."""
+        """Try once to acquire the lock, without waiting. Returns None if the lock is held, even if the caller itself holds it."""
 
     @abstractmethod
     async def acquire(self, *, timeout: Seconds | None = None) -> AH:
@@ -240,8 +241,8 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
 
         Args:
             timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
-            on_loss: with "cancel", a loss cancels the block, and leaving it raises LockLostError. With "flag" it does neither, so
-                check `lost`.
+            on_loss: with "cancel", a loss cancels the block, and leaving it raises LockLostError. With "flag", neither
+                happens, so check `lost`.
 
         Raises:
             PgfenceError: on entering, the same errors as `acquire`.

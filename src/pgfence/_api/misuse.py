@@ -46,7 +46,7 @@ HANDLE_NAMES = (
     "token",
     "wait_lost",
 )
-"""The public names of `HeldLease`, which locks of other libraries have on the lock itself."""
+"""The public names of `HeldLease`, some of which other libraries have on the lock itself."""
 
 
 class Guided:
@@ -57,7 +57,7 @@ class Guided:
     _decorator: ClassVar[str]
     """The correct form of a decorator."""
     _absent: ClassVar[Mapping[str, str]] = {}
-    """Attributes that other libraries have, each with what to use instead."""
+    """Attributes that locks of other libraries have, each with what to use instead."""
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

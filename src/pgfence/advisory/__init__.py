@@ -1,6 +1,6 @@
 """`AdvisoryLock` and `AsyncAdvisoryLock`: session-level advisory locks.
 
-The server holds the lock for as long as the database session of the lock's own connection lives.
+The lock is held until it is released, or until the database session of its connection ends.
 
 Sources: PostgreSQL manual, "Explicit Locking" (advisory locks) and "Advisory Lock Functions".
 """

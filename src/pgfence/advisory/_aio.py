@@ -190,7 +190,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
     def _place(self) -> tuple[LockManager, LockSql, AsyncConnection | None]:
         engine = self._engine
         found = self._found
-        # Reused by repeated calls on one event loop. A forked child must not use its parent's manager.
+        # Repeated calls on one event loop reuse the manager. A forked child must not use its parent's manager.
         if (
             found is not None
             and found[0].engine is getattr(engine, "sync_engine", None)

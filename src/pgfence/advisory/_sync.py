@@ -54,31 +54,32 @@ class AdvisoryLock(LockNames, LockBase[H]):
     Guarantees: each key has at most one holder per database and server, among all clients that use PostgreSQL's advisory locks.
     The lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or
     SIGKILL of the holder, the release takes milliseconds. The holder is notified of a loss within milliseconds if the socket is
-    closed, and after about 20 s if the network is cut. The server ends the session later than that. An interrupt or cancellation
-    at any point closes the connection, and thereby releases the lock. `engine.dispose()` does not release it. A forked child
-    holds no lock and cannot affect the parent's lock. Locking on a standby, through a pooler in transaction mode or on a server
-    that is not PostgreSQL raises an error that says what to do.
+    closed, and after about 20 s if the network is cut. After a network cut, the server ends the session later than the holder
+    is notified. An interrupt or cancellation while the lock is being acquired or released does not leave it held.
+    `engine.dispose()` does not release the lock. A forked child holds no lock and cannot affect the parent's lock. Locking on a
+    standby, through a pooler in transaction mode or on a server that is not PostgreSQL raises an error that says what to do.
 
     Limitations: a paused or disconnected holder may still be writing. Do its database work on the connection of `connect()`,
     which is closed when the lock is lost, or use a fence. Within one process, waiters are served in the order of their arrival.
-    Between processes, only waits of more than 0.5 s are ordered. A deadlock between separate locks of two processes is not
-    detected, so acquire both names with one lock. The lock exists in one database on one server. Other databases and standbys
-    have no record of it, and it does not survive a failover. On a cluster it is therefore one lock per primary: while a former
-    primary is paused, hangs or is cut off, another process can hold the lock on the new primary. A watchdog, or a proxy that
-    closes the sessions of a former primary, limits that time. `token=True` with a fence rejects the former holder's writes, and a
-    lease does not have this limitation. The lock is not re-entrant. A second `acquire` by the thread that holds it raises
-    SelfDeadlockError, and a second `try_acquire` returns None.
+    Between processes, the order is approximate, and only among waits of more than 0.5 s. A deadlock between separate locks of
+    two processes is not detected, so acquire both names with one lock. The lock exists in one database on one server. Other
+    databases and standbys have no record of it, and it does not survive a failover. On a cluster, it is therefore one lock per
+    primary: while a former primary is paused, hangs or is cut off, another process can hold the lock on the new primary. A
+    watchdog, or a proxy that closes the sessions of a former primary, limits that time. `token=True` with a fence rejects the
+    former holder's writes. A lease on a cluster with synchronous replication does not have this limitation. The lock is not
+    re-entrant. A second `acquire` by the thread that holds it raises SelfDeadlockError, and a second `try_acquire` returns
+    None.
 
     Args:
         engine: an Engine; a function that returns one, called at each use; or your own Connection, outside a transaction. That
             Connection then holds the lock, which must be released outside a transaction too. Release the lock before you close
-            the Connection. Otherwise closing it releases the lock, and the pool opens another connection.
+            the Connection. Otherwise, closing it releases the lock, and the pool opens another connection.
         names: one or more names or LockKeys.
         namespace: replaces the configured namespace, for names that are str.
         token: whether each grant has a fencing token (`FencedHeld`), a number that only grows for this name. It is issued in
-            the same round trip. This requires a single name that is a str, and pgfence's tables. A token alone does not stop
-            any writer, so enter a gate with it (`held.begin(...)`, `held.fence(session)`). A lease of the same name uses the
-            same series of tokens, and while it is held, this lock cannot be acquired.
+            the same round trip. `token=True` requires a single name that is a str, and pgfence's tables. A token alone does not
+            stop any writer, so enter a gate with it (`held.begin(...)`, `held.fence(session)`). A lease of the same name uses
+            the same series of tokens, and while it is held, this lock cannot be acquired.
 
     Raises:
         TypeError: `engine` is a different kind of object, such as a Session; or a name is a LockKey and `token=True`.
@@ -222,7 +223,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
     def _place(self) -> tuple[LockManager, LockSql, Connection | None]:
         engine = self._engine
         found = self._found
-        # Repeated calls reuse it. A forked child must not use its parent's manager, whose connections belong to the parent.
+        # Repeated calls reuse the manager. A forked child must not, because the connections of the manager belong to the parent.
         if found is not None and found[0].engine is engine and found[0].pid == PROCESS.pid:
             return *found, None
         if isinstance(engine, Connection):

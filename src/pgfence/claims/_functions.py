@@ -72,21 +72,22 @@ def claim(
                 job.state = "done"
 
     Guarantees: each row is returned to one transaction at a time, and a call returns at most `limit` rows. Rows that another
-    transaction has locked are skipped, so the statement does not wait. The rows are locked until the transaction ends (FOR NO KEY
-    UPDATE). They become free again if it is rolled back or its process dies. Rows of other tables in the statement are not
-    locked, and an INSERT of a row that refers to a claimed one does not wait. Attributes are read again even if the session
-    already has the row. If the session has autoflush, its pending changes are flushed first, as before any query.
+    transaction has locked are skipped, so the statement does not wait. The rows are locked until the transaction ends (FOR NO
+    KEY UPDATE). They become free again if the transaction is rolled back or its process dies. Rows of other tables in the
+    statement are not locked, and an INSERT of a row that refers to a claimed one does not wait. Attributes are read again even
+    if the session already has the row. If the session has autoflush, its pending changes are flushed first, as before any
+    query.
 
     With `ttl`, which requires the mixin `Claimable`, a row that has no claim, or whose claim has expired by the server's clock,
     gets a new claim, whose token is larger by one. Commit, then work without a transaction; see `Claimable`. If the transaction
     is rolled back, the row is not claimed.
 
-    Limitations: if the result has fewer rows than `limit`, other rows may match that were skipped because they were locked. If a
-    join returns a row several times, the row counts several times towards `limit`, so use `where(Job.tags.any(...))` instead. The
-    rows are in the order of `order_by` as of the start of the statement. The order in which different workers finish is not
-    guaranteed. In REPEATABLE READ and SERIALIZABLE a row that was changed after the snapshot causes an error with SQLSTATE 40001.
-    A statement that does not lock the row, such as a plain SELECT, reads it as unclaimed, and a transaction that writes the row
-    waits.
+    Limitations: if the result has fewer rows than `limit`, there may be other matching rows that were locked and therefore
+    skipped. If a join returns a row several times, the row counts several times towards `limit`, so use
+    `where(Job.tags.any(...))` in place of the join. The rows are in the order of `order_by` as of the start of the statement.
+    The order in which different workers finish is not guaranteed. In REPEATABLE READ and SERIALIZABLE, a row that was changed
+    after the snapshot causes an error with SQLSTATE 40001. A statement that does not lock the row, such as a plain SELECT,
+    reads it as unclaimed, and a transaction that writes the row waits.
 
     Args:
         session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited.
@@ -94,7 +95,7 @@ def claim(
         statement: a select() of one mapped class, with joins, criteria, order and loader options, in place of `entity`,
             `criteria` and `order_by`.
         criteria: SQL expressions that a row must satisfy.
-        ttl: seconds after which the claim expires, from 0.3 s to a day (a timedelta may be longer), for a class with `Claimable`.
+        ttl: seconds after which the claim expires, from 0.3 s to a day (as a timedelta, to a year), for a class with `Claimable`.
             Call `extend_claim` if the work takes longer.
         order_by: an expression, or several of them as a list, that determines which rows come first.
         limit: the largest number of rows to claim, from 1 to 10,000.
@@ -103,10 +104,11 @@ def claim(
         TransactionStateError: the connection is in autocommit; or autoflush is off, and there are unflushed changes, which
             could be lost when the rows are read.
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
-        ValueError: `limit` is out of range; the statement has LIMIT, OFFSET, FOR UPDATE, GROUP BY, HAVING or DISTINCT; or the
-            table has no primary key.
-        TypeError: `session` is not a session, `entity` is not a mapped class, or `statement` returns anything other
-            than its instances; or `ttl` was passed for a class without `Claimable`, or omitted for a class with it.
+        ValueError: `limit` or `ttl` is out of range; the statement has LIMIT, OFFSET, FOR UPDATE, GROUP BY, HAVING or DISTINCT;
+            or the table has no primary key.
+        TypeError: `session` is not a session, `entity` is not a mapped class, or `statement` returns anything other than the
+            instances of one mapped class or was passed with an argument other than `limit`; or `ttl` was passed for a class
+            without `Claimable`, or omitted for a class with it; or the class is also `Versioned`, in another mode than "client".
     """
     query, mapper = _read_query(entity, criteria, order_by, ttl)
     life = check_form(mapper, ttl)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 10_000
 
-# Clauses of a SELECT with which PostgreSQL rejects row locks, or which claim() adds itself.
+# Clauses of a SELECT that cannot be combined with a claim, each with what to do instead.
 _CLAUSES = {
     "_limit_clause": "LIMIT: pass limit= to claim()",
     "_fetch_clause": "FETCH FIRST: pass limit= to claim()",
@@ -51,7 +51,7 @@ _STANDBY = ErrorContext(
 
 
 def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> tuple[AnySelect, Mapper[Any]]:
-    """Return a SELECT that locks rows of a mapped class, and the class.
+    """Return a SELECT that locks rows of a mapped class, and the mapper of the class.
 
     Raises:
         TypeError: `entity` is not a mapped class whose rows are in a table, or a criterion is not a SQL expression.
@@ -73,7 +73,7 @@ def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> tuple[An
 
 @lru_cache(maxsize=1000)
 def _build_base(mapper: Mapper[Any], order_by: InstrumentedAttribute[Any] | None) -> AnySelect:
-    """Return the SELECT of all rows of a class. It is built once, because that takes most of a claim's time in Python."""
+    """Return the SELECT of all rows of a class. It is kept, because building it takes most of a claim's time in Python."""
     query = select(mapper.class_)
     return _lock_rows(query if order_by is None else query.order_by(order_by), mapper)
 
@@ -112,7 +112,7 @@ def _lock_rows(query: AnySelect, mapper: Mapper[Any]) -> AnySelect:
         raise ValueError(
             f"{table.description} has no primary key, so two of its rows could become one object: add one to the table"
         )
-    # The tables of a joined subclass and of its bases. Other tables of the statement are not locked.
+    # These are the tables of a joined subclass and of its bases. Other tables of the statement are not locked.
     tables = list(dict.fromkeys(each.local_table for each in mapper.iterate_to_root()))
     # NO KEY: an INSERT of a row that refers to a claimed row does not wait.
     return query.limit(_LIMIT).with_for_update(key_share=True, skip_locked=True, of=tables)
@@ -165,11 +165,11 @@ def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: i
 
     Raises:
         TransactionStateError: the connection is in autocommit, or reading the rows could lose unflushed changes.
-        StandbyError: the server is read-only.
+        StandbyError: the server is a standby, or the transaction is read-only.
     """
     check_int(limit, "limit", MOST_ROWS)
     connection = find_connection(session, mapper)
-    # A row that the Session has loaded before may have been changed by another transaction since. Without such a row the option
+    # A row that the Session has loaded before may have been changed by another transaction since. Without such a row, the option
     # only costs time.
     options = {"populate_existing": True} if session.identity_map or session.new else {}
     if not session.autoflush:

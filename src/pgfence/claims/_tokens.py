@@ -64,7 +64,9 @@ def check_form(mapper: Mapper[Any], ttl: Seconds | None) -> float | None:
     """Return the time to live of a claim with a token, or None for a claim that ends with the transaction.
 
     Raises:
-        TypeError: `ttl` was passed for a class without `Claimable`, or omitted for a class with it.
+        TypeError: `ttl` was passed for a class without `Claimable`, or omitted for a class with it; or the class is also
+            `Versioned`, in another mode than "client".
+        ValueError: `ttl` is out of range.
     """
     claimable = issubclass(mapper.class_, Claimable)
     if ttl is None:
@@ -96,10 +98,10 @@ def _check_ttl(ttl: Seconds) -> float:
 
 
 def claim_until(session: Session, query: AnySelect, mapper: Mapper[Any], limit: int, ttl: float) -> Sequence[Any]:
-    """Lock rows without a live claim, and write a new claim into each."""
+    """Lock rows without a live claim, write a new claim into each, and return them."""
     columns = _Columns.of(mapper)
     # statement_timestamp() is not later than the present time, so a claim that has expired by that time has certainly
-    # expired. Unlike clock_timestamp() it can be used with an index. A row that another transaction extends in the meantime
+    # expired. Unlike clock_timestamp(), it can be used with an index. A row that another transaction extends in the meantime
     # is checked again.
     expired = columns.until <= func.pg_catalog.statement_timestamp()
     rows = claim_rows(session, query.where(or_(columns.until.is_(None), expired)), mapper, limit)

@@ -55,7 +55,7 @@ def _end_output(code: int) -> int:
             sys.stdout.flush()
         return code
     except OSError as error:
-        # Otherwise the interpreter would flush stdout again when it exits, and print a traceback.
+        # Otherwise, the interpreter would flush stdout again when it exits, and print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(error, BrokenPipeError):
             return code or Code.SIGNAL + signal.SIGPIPE

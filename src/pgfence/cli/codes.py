@@ -19,7 +19,7 @@ class Code(IntEnum):
     server have different rules for a time zone.
     """
     NOBODY = 67
-    """No holder has that name, or nothing is stuck under that key, so there was nothing to do."""
+    """There is no such holder, stuck key, leaked lock or known key, so there was nothing to do."""
     UNAVAILABLE = 69
     """No connection to the server, or the server has no room for another lock."""
     BUG = 70
@@ -27,13 +27,13 @@ class Code(IntEnum):
     OUTPUT = 74
     """The command is done, but its output could not be written."""
     BUSY = 75
-    """Another process holds the lock. A later attempt may succeed."""
+    """The command could not do its work now, for example because another process holds the lock. A later call may succeed."""
     LOST = 76
     """The lock was lost before it was released; a command that was still running was stopped."""
     DECLINED = 77
     """The user did not confirm, and nothing was done."""
     REFUSED = 78
-    """The server responded, but pgfence cannot use it, for example because it is a standby or because tables are missing."""
+    """The server responded, but pgfence cannot use it (it is a standby, or tables are missing); or a package is not installed."""
     NOT_EXECUTABLE = 126
     NOT_FOUND = 127
     SIGNAL = 128

@@ -206,7 +206,7 @@ def _resign(member: Member, stopped: threading.Event) -> None:
 
 
 def _has_stop_signal(ended: Ended) -> bool:
-    """Return whether a signal to this process ended the command. HUP may only have made the command reload its configuration."""
+    """Return whether a signal to this process ended the command. SIGHUP may only have made it reload its configuration."""
     return bool(ended.received - {signal.SIGHUP}) or (ended.signal == signal.SIGHUP and signal.SIGHUP in ended.received)
 
 

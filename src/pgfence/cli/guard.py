@@ -1,8 +1,8 @@
 """The guard process of a command. It ends the command if the `pgfence run` that started the command is killed.
 
-If `pgfence run` is killed with SIGKILL, the server frees the lock immediately, and `pgfence run` can no longer stop the command.
-This small second process then sends SIGTERM to the command and to everything that the command started, and SIGKILL after the
-grace period.
+If `pgfence run` is killed with SIGKILL, it can no longer stop the command, and the server frees an advisory lock immediately and
+a lease after its TTL. This small second process therefore sends SIGTERM to the command and to everything that the command
+started, and SIGKILL after the grace period.
 
 The guard is a separate program (see `supervise`) and imports nothing of pgfence, so that it starts quickly and
 `pkill -f "pgfence run"` does not match it. When the command has ended, `pgfence run` ends the guard with SIGKILL.
@@ -98,8 +98,8 @@ class Ending:
     """Ends processes. Each of them gets SIGTERM when it is found, and SIGKILL if it still runs after the grace period.
 
     Args:
-        find: returns those of the processes that still run. Called repeatedly, because these processes may start others.
-        grace: seconds; `math.inf` for no SIGKILL.
+        find: a function that returns the processes that still run. It is called repeatedly, because they may start others.
+        grace: seconds between SIGTERM and SIGKILL; `math.inf` for no SIGKILL.
         told: processes that have already received SIGTERM.
     """
 

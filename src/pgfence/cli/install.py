@@ -52,7 +52,7 @@ def install(
 ) -> None:
     """Create pgfence's tables and server functions.
 
-    Leases, elections, fences, slots, semaphores, rate limits, partitions and idempotency keys need them. Advisory and
+    Leases, elections, tokens, fences, slots, semaphores, rate limits, partitions and idempotency keys need them. Advisory and
     transaction locks need no tables.
 
     Run it once per database, or in every deployment; a second run changes nothing.

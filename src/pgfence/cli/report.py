@@ -115,7 +115,7 @@ class Console(NamedTuple):
 
 
 class AdminReport(NamedTuple, Generic[F]):
-    """The result of a command that ends a hold or frees a key.
+    """The result of a command that ends holds or frees a key.
 
     Attributes:
         outcome: how the command ended, in one word.
@@ -133,7 +133,7 @@ class AdminReport(NamedTuple, Generic[F]):
         """Print the report, and end the command.
 
         Args:
-            as_json: print one JSON object.
+            as_json: whether to print one JSON object.
             target: the arguments that select the lock or key.
             found: what the command found.
         """
@@ -199,7 +199,7 @@ def format_in_color(text: str, color: str) -> str:
 
 
 def write_wrapped(text: str, indent: int = 0) -> None:
-    """Print a paragraph to stdout, wrapped at the width of the terminal (at most 100 columns), elsewhere at 80 columns."""
+    """Print a paragraph to stdout, wrapped at the width of the terminal (at most 100 columns), or at 80 columns without one."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     blank = " " * indent
     # Long words are not broken, so that a statement or a command in the text can still be copied.

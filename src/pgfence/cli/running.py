@@ -71,7 +71,7 @@ def end_command(report: Report, speaker: Console, *, as_json: bool = False) -> N
 
 
 def check_seconds(value: float, option: str) -> float:
-    """Return the value of an option that is a number of seconds.
+    """Return the value of an option that is a number of seconds, after checking it.
 
     Raises:
         MisuseError: the value is negative or not a number.
@@ -83,7 +83,7 @@ def check_seconds(value: float, option: str) -> float:
 
 def fill_standard_descriptors() -> None:
     """Open the null device where stdin, stdout or stderr is closed."""
-    # Otherwise the socket of a lock would get the number of a closed descriptor, and the command would write to the socket.
+    # Otherwise, the socket of a lock would get the number of a closed descriptor, and the command would write to the socket.
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

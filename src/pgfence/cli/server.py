@@ -119,7 +119,7 @@ def describe_pooler(engine: Engine, error: PoolerError) -> PoolerError:
 
 
 def _create_unnamed(name: str) -> Engine:
-    """Return an engine for libpq's default server. If it cannot be reached, the error says how to choose another one."""
+    """Return an engine for libpq's default server. If that server cannot be reached, the error says how to choose another one."""
     engine = _create(URL.create("postgresql"), "the environment", name)
 
     @event.listens_for(engine, "do_connect")
@@ -156,10 +156,10 @@ def _create(url: URL, source: str, name: str) -> Engine:
     if driver and driver not in DRIVERS:
         raise MisuseError(f"{source} selects the driver {driver}: the command line supports {' and '.join(DRIVERS)}")
     url = url.set(drivername=f"postgresql+{_find_driver(driver)}")
-    # Other processes see this as the holder of the lock, unless the user has set an application name.
+    # Other processes see this text as the holder of the lock, unless the user has set an application name.
     arguments = {"fallback_application_name": _build_application_name(name)}
     if "client_encoding" not in url.query and not os.environ.get("PGCLIENTENCODING"):
-        # Otherwise psycopg uses the encoding of the database and, with SQL_ASCII, returns bytes that SQLAlchemy cannot handle.
+        # Otherwise, psycopg uses the encoding of the database and, with SQL_ASCII, returns bytes that SQLAlchemy cannot handle.
         arguments["client_encoding"] = "utf8"
     try:
         # Looking up the hstore type would take three round trips, and no command reads one.

@@ -52,7 +52,7 @@ class HoldSeen:
 
     Attributes:
         kind: the kind of lock.
-        seconds: how long the name had been held when this hold was last seen.
+        seconds: how long this hold had lasted when it was last seen.
         holder: the holder.
     """
 

@@ -1,26 +1,27 @@
-"""Run one command while the lock is held: signals, terminal, loss of the lock, end of the command.
+"""Run one command while the lock is held, and handle signals, the terminal, the loss of the lock and the end of the command.
 
 Guarantees:
 
 - the command gets the descriptors that were open and inheritable when this process started, and none that this process opened.
   The exit status of the command is returned as in shells;
-- HUP, INT, QUIT, TERM, USR1, USR2, CONT and WINCH that this process receives reach the command and what it started in its
-  process group exactly once. A signal that was ignored at the start (nohup) stays ignored for this process and the command;
-- without a terminal the command leads its own process group, to which signals are passed on;
-- with a terminal the command stays in the group of this process, as under time(1) or flock(1), so that the shell's job control,
+- each HUP, INT, QUIT, TERM, USR1, USR2, CONT or WINCH signal that this process receives is delivered exactly once to the
+  command and to what it started in its process group. A signal that was ignored at the start (nohup) stays ignored for this
+  process and the command;
+- without a terminal, the command leads its own process group, to which signals are passed on;
+- with a terminal, the command stays in the group of this process, as under time(1) or flock(1), so that the shell's job control,
   pipelines and scripts work as usual;
 - when the lock is lost and the caller wants to stop the command, the command and everything that it started get SIGTERM (and
-  CONT, because they may be stopped), and SIGKILL after the grace period. On Linux this process is the reaper of the orphans, so
+  CONT, because they may be stopped), and SIGKILL after the grace period. On Linux, this process is the reaper of the orphans, so
   it also finds orphans that left the group or session;
 - when this process has passed on HUP, INT, QUIT or TERM, the processes that the command left behind are ended in the same
-  way. After HUP and TERM this applies to all of these processes, and after INT and QUIT to the command's process group;
+  way. After HUP and TERM, this applies to all of these processes, and after INT and QUIT, to those in the command's process group;
 - if this process is killed with SIGKILL, a guard ends the command and what it started (see `guard`);
-- as PID 1 of a container this process reaps orphans, and signals work although PID 1 has no default actions.
+- as PID 1 of a container, this process reaps orphans, and signals work although PID 1 has no default actions.
 
-Limitations: processes that the command leaves behind on a normal end are neither stopped nor waited for, unless the caller
-asks for that (`ends_rest`). A command of another user (sudo) cannot be signalled. The guard does not find an orphan that left its
-process group, and neither does this process if PID 1 is the only reaper of the system. The guard gets the command's process
-id immediately after the start; if this process is killed before that, the command continues.
+Limitations: processes that the command leaves behind on a normal end are neither stopped nor waited for, unless the caller asks
+for that (`ends_rest`). A command of another user (sudo) cannot be signalled. The guard does not find an orphan that left the
+command's process group, and neither does this process if PID 1 is the only reaper of the system. The guard gets the command's
+process id immediately after the start; if this process is killed before that, the command continues.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _START_GUARD = "import sys; sys.path.append(sys.argv[2].rpartition('/')[0]); imp
 
 
 class Interrupted(BaseException):
-    """A signal asked to stop before a command was running. Like KeyboardInterrupt, this class is not an `Exception`."""
+    """A signal asked this process to stop while no command was running. Like KeyboardInterrupt, it is not an `Exception`."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)

@@ -1,4 +1,4 @@
-"""Effects outside the database: claimed first, done once, and resumed where they stopped."""
+"""Effects outside the database, which are claimed first, done once, and resumed where they stopped."""
 
 from __future__ import annotations
 

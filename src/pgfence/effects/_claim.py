@@ -35,7 +35,8 @@ class EffectKey(NamedTuple):
         key: the text that the client sends again with each retry.
         fingerprint: the fingerprint of the request; None means that nothing is compared.
         ttl: seconds after which the claim of a dead attempt expires.
-        keep: seconds for which a result is kept after the work has ended, and an unfinished attempt's steps after its claim.
+        keep: seconds for which a result is kept after the work has ended, and the steps of a lost attempt after its claim has
+            ended.
         takeover: whether another attempt follows a lost attempt.
     """
 

@@ -68,7 +68,7 @@ class _Attempt:
     def number(self) -> int:
         """The number of the attempt, starting at 1.
 
-        It only grows while the key is kept, so a provider can reject older attempts.
+        The number only grows while the key is kept, so a provider can reject older attempts.
         """
         return self._running.number
 
@@ -182,7 +182,7 @@ class Attempt(_Attempt):
         key = self._prepare_step(name, fn)
         if (value := self._load(name)) is NOTHING:
             with self._mark_step(name):
-                # Another thread may have saved it since then, or it was done, and saving it got no response.
+                # By now, another thread may have saved the step; or the step was done, and saving it got no response.
                 if (value := self._load(name, unsaved=True)) is NOTHING:
                     value = check_value(fn(key), fn)
                 run_sync(self._save, name, value)

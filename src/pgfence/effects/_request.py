@@ -93,10 +93,10 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
     # ------------------------------------------------------------ the function and its result
 
     def _check_function(self, fn: Callable[..., object]) -> None:
-        """Reject a function whose annotation shows that its result could not be stored without `result`.
+        """Reject a function whose annotation shows that its result could not be stored with the `result` of this effect.
 
         Raises:
-            IdempotencyMisuseError: the function returns a type that only `result` could declare.
+            IdempotencyMisuseError: the result could not be stored.
         """
         if why := _find_unstorable(fn, self._reached):
             raise IdempotencyMisuseError(f"{describe_function(fn)} was not called: {why}")
@@ -170,7 +170,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
             attach(error, failure, "while ending the attempt")
 
     def _choose_end(self, error: BaseException, attempt: _Attempt) -> tuple[End, str]:
-        """Return how an attempt ends with an error, and the JSON of a recorded one."""
+        """Return how an attempt ends with an error, and the JSON of a recorded error."""
         if isinstance(error, AttemptLostError):
             return "lost", ""
         # If something may have been done without being saved, such as a running step, the outcome is unknown whatever the error
@@ -188,7 +188,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         return ("free" if errors.is_among(error, self._free) else "lapse"), ""
 
     def _log_end(self, error: BaseException, attempt: _Attempt, how: End, describe: Callable[[str], str]) -> None:
-        """Add a note to an error that says what happens to the key of the attempt, and log the note."""
+        """Note on an error what happens to the key of the attempt, and log it."""
         if not attempt._running.ours:  # this is a forked child, and the parent still runs the attempt
             return
         unsaved = attempt.unsaved or attempt.in_progress

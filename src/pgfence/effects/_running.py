@@ -202,7 +202,7 @@ class RunningAttempt:
         await self._finish(self._finish_values(status, text, None))
 
     async def finish_reply(self, reply: Reply) -> None:
-        """Store an HTTP response; otherwise like `finish`."""
+        """Store an HTTP response, with the same errors as `finish`."""
         await self._finish(self._finish_values("done", None, reply))
 
     async def _finish(self, values: Values) -> None:
@@ -272,7 +272,7 @@ class RunningAttempt:
             return None  # the caller gets the attempt's own error, not the failure to note it
 
     def let_lapse(self, ended: str = "") -> None:
-        """Stop renewing, so that the outcome is unknown until the claim expires.
+        """Stop renewing, and leave the claim to expire, because the outcome is unknown.
 
         The call does no I/O; a note is sent in the background.
 

@@ -29,14 +29,14 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
     The key is claimed first, in a separate transaction. Then the function runs, outside any transaction of pgfence, and its
     result is stored. While the function runs, a thread renews the claim.
 
-    Guarantees: among all callers with the same key and scope, at most one runs at a time, and at most one result is stored. Later
-    callers get an equal result of the same type. If an attempt dies, another one follows when its claim has expired, and reuses
-    the steps that were saved. If the first attempt continues later, its results are rejected. No connection is held while the
-    function runs.
+    Guarantees: among all callers with the same key and scope, at most one has the claim on the key at a time, and at most one
+    result is stored. Later callers get an equal result of the same type. If an attempt dies, the first call after its claim has
+    expired starts another attempt, which reuses the saved steps. If the first attempt continues later, its results are
+    rejected. No connection is held while the function runs.
 
-    Limitations: a step may be done twice. An attempt may die after it has done a step and before the step is saved, so a provider
-    that does not honour the derived key of the step may do it twice; see `Attempt.step`. Use `takeover=False` for such a
-    provider.
+    Limitations: a step may be done twice. An attempt may die after it has done a step and before the step is saved, so a
+    provider that does not honour the derived key of the step may execute the step twice; see `Attempt.step`. Use
+    `takeover=False` for such a provider.
 
     After a result or an error listed in `record`, the key is done. After an error listed in `free`, the next caller runs
     immediately. After any other error, a cancellation or a crash, the outcome is unknown, and the claim is left to expire.
@@ -53,15 +53,15 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
             that nothing is compared.
         result: the type of the result. Dataclasses and models in the result, or in what a step returns, can be stored only if
             this type contains their classes; see `idempotent`.
-        ttl: seconds after which the claim of a dead attempt expires, from 0.3 s to a day. The ttl does not limit how long the
+        ttl: seconds after which the claim of a dead attempt expires, from 0.3 s to a day. The TTL does not limit how long the
             work takes.
         keep: seconds for which the result is kept after the work has ended, and for which the steps of a lost attempt are kept
-            after its claim has ended. `keep` must be at least the ttl. After that the key counts as new and its steps are
-            deleted, so `keep` must be longer than the time for which the client retries.
+            after its claim has ended. `keep` must be at least the TTL. When `keep` has passed, the key counts as new and its steps
+            are deleted, so `keep` must be longer than the time for which the client retries.
         timeout: seconds to wait for a running attempt; 0 means not to wait.
         record: exception classes whose errors count as results. Such an error is stored, and raised again each time. `record`
             takes precedence over `free`.
-        free: exception classes after which it is known that nothing was done, or that repeating the work is harmless.
+        free: exception classes that mean that nothing was done, or that repeating the work is harmless.
         takeover: whether another attempt follows a lost attempt. With False, calls raise AttemptLostError, because the outcome is
             unknown, until an operator frees the key or `keep` has passed.
 
@@ -72,7 +72,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
     _engines = SYNC_ENGINES
 
     def run(self, fn: Callable[[Attempt], T], /) -> T:
-        """Run a function in a new attempt, or return the result that an earlier attempt has stored. You may call it again.
+        """Run a function in a new attempt, or return the result that an earlier attempt has stored. `run` may be called repeatedly.
 
         Args:
             fn: called with the attempt.
@@ -83,13 +83,15 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
             IdempotencyInProgressError: another attempt is running, or it ended with the error `ended_with` and its claim has not
                 expired yet. Respond with 409. `retry_after` is the number of seconds after which to retry.
             AttemptLostError: this attempt is no longer valid; or, with `takeover=False`, an earlier attempt was lost.
-            IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored. If the annotation shows that, the
-                error is raised before the function runs. Otherwise the work was done, and other callers do not get its result.
+            IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored. If the annotation shows that,
+                the error is raised before the function runs. Otherwise, the work was done, and other callers do not get its
+                result. The error is also raised if the key was used over HTTP, or if the transaction of `Attempt.complete` was not
+                committed.
             UnreachableError: the server did not respond. If this happened before the function ran, nothing was done. If it
                 happened after that, the result is stored in the background if the server recovers in time, and calling again is
                 safe.
-            SchemaError: pgfence's tables are missing, or older than version 2.
-            StandbyError: the server is a standby.
+            SchemaError: pgfence's tables are missing or older than version 2, or this role may not use them.
+            StandbyError: the server accepts no writes.
             TypeError: `fn` is a coroutine or generator function.
             Exception: the error that the function raised, with a note that says what happens to the key; or the recorded error.
         """

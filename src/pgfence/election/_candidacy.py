@@ -69,11 +69,11 @@ class Candidacy(Generic[TermT]):
         self._lock = threading.Lock()
         self._ending = False
         self._sleep: WakeEvent | None = None
-        """The event for which the member waits: the name may be free, or its term has ended."""
+        """The event for which the member waits. It is set when the name may be free or the term of the member has ended."""
         self._runner: WakeEvent | None = None
-        """The event for which `run` waits: a term has begun, or the member has resigned."""
+        """The event for which `run` waits. It is set when a term has begun or the member has resigned."""
         self._work: WakeEvent | None = None
-        """The event for which the member waits while work runs in its term: the work has ended."""
+        """The event for which the member waits while work runs in its term. It is set when the work has ended."""
         self._term: TermT | None = None
         self._has_runner = False
         self._leader: tuple[str | None, int | None] | None = None
@@ -250,7 +250,7 @@ class Candidacy(Generic[TermT]):
             self._stop_listening = None
 
     def _note_failure(self, error: Exception) -> float:
-        """Log that no query was possible, as a warning only once, and return the seconds to pause."""
+        """Log that the member cannot be a candidate now, as a warning only for the first failure in a row, and return the pause."""
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
         names = format_names((self._candidate._name,))

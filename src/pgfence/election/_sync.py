@@ -62,7 +62,7 @@ class Election:
     Guarantees: at most one leader has the newest token. A transaction of `term.begin()` that begins after a later term was
     granted is rejected, and the next leader waits at the gate for a transaction that was already open. A leader that cannot
     renew its term is notified before another leader is elected. A leader that resigns stops working before it releases the
-    term, and another candidate then takes over within moments. After a crash, another candidate takes over after one TTL.
+    term, and another candidate then takes over within moments. After a crash, another candidate takes over within about one TTL.
 
     Limitations: unfenced work of a paused former leader may overlap with that of the new leader, until the former leader checks
     its term. It is not guaranteed which candidate wins.
@@ -115,7 +115,8 @@ class Election:
             on_gained: called when this member becomes the leader.
             on_lost: called after `on_gained` when the member is no longer the leader, for whatever reason. It should stop the
                 work, because the term is released when it returns.
-            on_changed: called with each new leader that this member sees, including itself.
+            on_changed: called with each new leader that this member sees, which may be the member itself, and with None when it
+                sees that there is no leader.
 
         Raises:
             TypeError: a callback is a coroutine function, or `owner` is not a str.
@@ -141,7 +142,7 @@ class Election:
             timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
 
         Raises:
-            LockTimeoutError: another leader did not resign in time; the message names it.
+            LockTimeoutError: another process was still the leader at the timeout; the message names it.
             PgfenceError: the same errors as `Lease.acquire`.
         """
         return self._candidate.with_owner(owner).acquire(timeout=timeout)
@@ -154,7 +155,7 @@ class Election:
         Args:
             owner: the name that operators see for the leader.
             timeout: seconds to wait on entering.
-            on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag" it does not, so check `lost`.
+            on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag", it does not, so check `lost`.
 
         Raises:
             PgfenceError: on entering, the same errors as `campaign`.

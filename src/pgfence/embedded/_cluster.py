@@ -1,4 +1,4 @@
-"""The folders of a server: its data, the template they are copied from, and the files of one run."""
+"""The folders of a server, for its data, for the template that the data are copied from, and for the files of one run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _find_template(bindir: Path, version: str) -> Path | None:
 
 def _find_cache() -> Path | None:
     """Return the folder for templates in the user's cache, or else one in the temporary folder, or else None."""
-    # Without a home directory "~" is not expanded, and the path is not absolute.
+    # Without a home directory, "~" is not expanded, and the path is not absolute.
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for place in (home / "pgfence", Path(tempfile.gettempdir()) / f"pgfence-{os.geteuid()}"):
         if place.is_absolute() and _is_private(place):
@@ -141,7 +141,7 @@ def _remove(template: Path) -> None:
 
 
 def _publish(data: Path, template: Path) -> None:
-    """Save a copy as the template for the next start. An existing template is kept, and an incomplete copy has another name."""
+    """Save a copy as the template for the next start. An existing template is kept, and a copy in progress has another name."""
     partial = template.with_name(f"{_PARTIAL}{secrets.token_hex(8)}")
     try:
         for old in template.parent.iterdir():

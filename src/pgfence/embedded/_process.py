@@ -35,7 +35,7 @@ def _works(prefix: tuple[str, ...]) -> bool:
 
 
 def find_other_user() -> pwd.struct_passwd | None:
-    """Return the OS user that must run the server instead, or None if this process can run it, directly or in a namespace."""
+    """Return the OS user that must run the server in place of root, or None if this process can run it, perhaps in a namespace."""
     if os.geteuid() != 0 or _works(_NAMESPACE):
         return None
     return pwd.getpwnam("nobody")

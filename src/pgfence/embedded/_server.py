@@ -34,7 +34,7 @@ class Server:
         host: the address on which it listens.
         folder: the folder of this run, with the log, the unix socket, which needs no password, and the data unless they are kept.
         bindir: the folder of its programs.
-        version: e.g. "18.6".
+        version: the version of the programs, e.g. "18.6".
         data: its data folder.
         log: the file that it logs to.
         port: the port of both the socket and 127.0.0.1; 0 before the first start.
@@ -103,7 +103,7 @@ class Server:
         _cluster.give(hba)
 
     def start(self) -> None:
-        """Start the server and wait until it accepts connections. After a stop it uses the same port.
+        """Start the server and wait until it accepts connections. After a stop, it uses the same port.
 
         Raises:
             UnreachableError: the server did not start. The message ends with the last lines of the server's log.

@@ -204,7 +204,7 @@ def save_checkpoint(
     data: str | None,
     issued: TableNames | None = None,
 ) -> None:
-    """Save a checkpoint for the next holder in the caller's transaction, and enter the gate if necessary.
+    """In the caller's transaction, save a checkpoint for the next holder, and enter the gate if necessary.
 
     Args:
         work: the session or connection, whose transaction is begun if necessary.

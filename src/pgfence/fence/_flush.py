@@ -1,4 +1,4 @@
-"""Check each row that a flush writes: its resource before and after the change.
+"""Check the resource of each row that a flush writes, before and after the change.
 
 Mapper events cover most rows. An UPDATE that a flush sends without an event is checked in `_updates`.
 """
@@ -92,7 +92,7 @@ def before_insert(mapper: Mapper[object], connection: Connection, target: Guarde
 
 
 def before_update(mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
-    """Check the tokens of a changed row's resource, and of the resource that the row had before."""
+    """Check the tokens for a changed row's resource, and for the resource that the row had before."""
     if not sends_update(instance_state(target)):
         return
     cls, flush = type(target), _flush_of(target)
@@ -109,7 +109,7 @@ def before_delete(mapper: Mapper[object], connection: Connection, target: Guarde
 
 def forget_token(_mapper: Mapper[object], _connection: Connection, target: object) -> None:
     """Make a later UPDATE of the row in the same flush check its token again."""
-    # By then the row may have moved to another resource.
+    # By then, the row may have moved to another resource.
     written = instance_state(target).dict
     if ATTRIBUTE in written:
         set_committed_value(target, ATTRIBUTE, written[ATTRIBUTE])

@@ -44,7 +44,7 @@ def fence(
     even if the error is swallowed, so roll back.
 
     Limitations: nothing is guaranteed about writers that enter no gate, unless `pgfence.schema.add_fence` guards the tables, or
-    about effects outside this transaction. In REPEATABLE READ and SERIALIZABLE the snapshot is older than the wait, so use READ
+    about effects outside this transaction. In REPEATABLE READ and SERIALIZABLE, the snapshot is older than the wait, so use READ
     COMMITTED for the first transaction with a new token.
 
     Args:
@@ -93,7 +93,7 @@ def fenced(
 ) -> object:
     """Enter the gate of a resource for the rest of the transaction, as a block. Leaving the block does not leave the gate.
 
-    The block shows which statements are fenced. Entering it enters the gate as `fence` does, with the same guarantees.
+    The block shows which statements are fenced. Entering the block enters the gate as `fence` does, with the same guarantees.
 
     Args:
         session: a Session, scoped_session or Connection, or their async counterpart, in which case the block is `async with`.

@@ -38,23 +38,23 @@ class Fenced(Guarded):
             session.add(Entry(id=1, book="2026-04"))
 
     Use the mixin for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument) and SQLModel. It adds a column
-    with the highest token that wrote the row. Values that the program assigns to this column are ignored.
+    with the highest token under which the row was written. Values that the program assigns to this column are ignored.
 
     Guarantees:
         A Session writes such a row only in a transaction that has a token for the row's resource before the change and for its
         resource after the change. The rule applies to a flush, whatever hook it calls for the row (also `post_update`, and a
         DELETE and an INSERT of the same key that become one UPDATE), and to insert(), update() and delete() of the class. A write
         without the token raises an error. No row is skipped silently. Rows of other classes need no token. With `__fence__ =
-        "gate"` the transaction has entered the gate, so its token was the newest at that time and stays the newest until the
+        "gate"`, the transaction has entered the gate, so its token was the newest at that time and stays the newest until the
         transaction ends.
 
         `__fence__ = "row"` needs none of pgfence's tables. The transaction's token is that of the gate, if it has entered one.
-        Otherwise it is that of the lease or lock that this task or thread holds under the resource's name. The token is compared
+        Otherwise, it is that of the lease or lock that this task or thread holds under the resource's name. The token is compared
         with the column of each row, which is locked first. In AUTOCOMMIT, where a row lock does not last, a write raises
         TransactionStateError.
 
     Limitations:
-        In mode "row" the column cannot reject stale INSERTs of new rows, stale writes to rows that the newer holder has not
+        In mode "row", the column cannot reject stale INSERTs of new rows, stale writes to rows that the newer holder has not
         written, or any stale write before the newer holder's first write.
 
         The mixin does not detect SQL in plain text, a DELETE of the Table or changes that the server makes itself (`ON DELETE
@@ -103,7 +103,7 @@ class Fenced(Guarded):
 
 
 def check_mapping(mapper: Mapper[object], cls: type[Guarded]) -> None:
-    """Raise an error unless a table has the mixin's column and all classes of its rows have the same fence settings.
+    """Raise an error unless the table of a class has the mixin's column and all classes of its rows have the same settings.
 
     Raises:
         TypeError: the column is missing or not the mixin's, or the settings differ.

@@ -38,7 +38,7 @@ _SCHEMAS = "schema_translate_map"
 
 
 class Guarded:
-    """The base of the mixin, for the modules below it. The class has no annotations at run time, because pydantic reads them."""
+    """The base of the mixin, for the modules that it imports. There are no annotations at run time, because pydantic reads them."""
 
     if TYPE_CHECKING:
         __fence__: ClassVar[Literal["gate", "row"]]
@@ -84,7 +84,7 @@ class View:
 
         Args:
             cls: the class of the row.
-            look: returns the value of an attribute.
+            look: a function that returns the value of an attribute.
             exact: False if the row may belong to a subclass. Reading what subclasses define differently then raises an error.
         """
         self._cls = cls
@@ -191,7 +191,7 @@ def choose_token(cls: type[Guarded], resource: str, connection: Connection) -> i
     """
     name = qualify_name(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
     token = get_entered_token(connection, name)
-    # In mode "row" the stored token is compared under the row's lock, so the token of a lock that this task holds is sufficient,
+    # In mode "row", the stored token is compared under the row's lock, so the token of a lock that this task holds is sufficient,
     # without a gate.
     if token is None and cls.__fence__ == "row":
         if read_driver_state(connection).autocommit:

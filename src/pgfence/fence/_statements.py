@@ -1,6 +1,6 @@
 """Check insert(), update() and delete() of a fenced class before they are sent.
 
-If all rows belong to one resource in mode "gate", checking its token is enough. Otherwise the rows that the statement will
+If all rows belong to one resource in mode "gate", checking its token is enough. Otherwise, the rows that the statement will
 change are read and locked first, and each is checked as in a flush.
 """
 
@@ -65,7 +65,7 @@ class Work(NamedTuple):
 
 
 def guard(state: ORMExecuteState) -> AnyResult | None:
-    """Check that this transaction has a token for each row that a statement writes. Return the result if it was executed here."""
+    """Check that this transaction has a token for each row that a statement writes. Return the result if it is executed here."""
     mapper = state.bind_mapper
     if mapper is None or not (state.is_insert or state.is_update or state.is_delete):
         return None

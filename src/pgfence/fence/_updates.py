@@ -71,7 +71,7 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
     table = column_of(mapped(cls)).table
     named = _find_named_row(context)
     columns = get_key_columns(mapped(cls), table)
-    # Without the whole key the statement may write several rows, of several resources.
+    # Without the whole key, the statement may write several rows, of several resources.
     if not named.keys() >= set(columns):
         raise undetermined_error(cls, "the rows of this UPDATE cannot be determined before it runs")
     query = select(*table.c).where(*[column == named[column] for column in columns]).with_for_update()
@@ -84,7 +84,7 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
 
 
 def _find_named_row(context: DefaultExecutionContext) -> dict[object, object]:
-    """Return the column values that the WHERE of a statement requires: its equalities joined by AND."""
+    """Return the column values that the WHERE clause of a statement requires, from its equalities that are joined by AND."""
     parameters, compiled = context.current_parameters, context.compiled
     assert parameters is not None
     assert isinstance(compiled, SQLCompiler)

@@ -175,7 +175,7 @@ class HeldLease(_Leased, FencedHeld):
     def renew(self, ttl: Seconds | None = None) -> None:
         """Renew the lease now. If a TTL is given, it applies from now on.
 
-        With `heartbeat="manual"` you must call this method yourself. Otherwise it is rarely needed.
+        With `heartbeat="manual"`, you must call this method yourself. Otherwise, it is rarely needed.
 
         Raises:
             LockLostError: the lease is lost.

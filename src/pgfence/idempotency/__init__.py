@@ -1,4 +1,4 @@
-"""Idempotency keys allow one effect for each key, in the caller's own transaction."""
+"""Idempotency keys, under each of which work is done once, in the caller's own transaction."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class KeyCall(KeyName, Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Claim(Generic[T]):
-    """The outcome of a request for a key: claimed, or found with its result."""
+    """The outcome of a request for a key, which was either claimed, or found with its result."""
 
     row: sql.KeyRow
     replayed: bool

@@ -65,8 +65,8 @@ def idempotent_call(
     function runs in the session's transaction, which the caller commits.
 
     Args:
-        key: a `str.format` template over the call's arguments. If the template has several fields, separate them with a
-            character that none of the values contains.
+        key: a `str.format` template, which is filled with the call's arguments. If the template has several fields, separate
+            them with a character that none of the values contains.
         scope: a template like `key`.
         payload: the names of the arguments that must be equal in all calls with the same key. None means that nothing is
             compared.

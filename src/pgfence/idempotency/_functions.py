@@ -112,14 +112,15 @@ def idempotent(
     in which the work was begun and not finished cannot commit. If the work raises, roll back the whole transaction, or to a
     savepoint around the call.
 
-    With psycopg the result is sent together with the COMMIT, unless an event listener for statements is registered. The result is
+    With psycopg, the result is sent together with the COMMIT, unless an event listener for statements is registered. The result is
     sent before the COMMIT if a savepoint, a setting or another key follows. Commit through SQLAlchemy, because the driver's own
     `commit()` does not send the result, and PostgreSQL rejects that COMMIT.
 
-    A key that is requested and then neither run nor entered causes a RuntimeWarning when it is garbage-collected.
+    If you neither call `run` on the returned object nor enter it as a block, it causes a RuntimeWarning when it is
+    garbage-collected.
 
     Limitations: nothing is guaranteed about effects outside the database, or after `keep` has passed. If a Session has several
-    engines, only writes through the engine of the key are committed with it. In REPEATABLE READ and SERIALIZABLE a transaction
+    engines, only writes through the engine of the key are committed with it. In REPEATABLE READ and SERIALIZABLE, a transaction
     cannot read a result that was committed after its own snapshot, and gets IdempotencyInProgressError with SQLSTATE 40001.
 
     Args:
@@ -131,15 +132,15 @@ def idempotent(
         payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means
             that nothing is compared.
         result: the type of the result. Dataclasses, pydantic models, named tuples and enumerations can be stored if this type
-            contains them, and a result of another type is rejected. With None only JSON and the standard library's types of
+            contains them, and a result of another type is rejected. With None, only JSON and the standard library's types of
             numbers, texts, times and collections can be stored.
         timeout: seconds to wait for another transaction that has claimed the key. None means the configured default, `math.inf`
             waits indefinitely, and 0 does not wait.
-        keep: seconds for which the result is kept after the work has ended. After that the key counts as new.
-        record: exception classes that count as a result. An error of these classes, or of their subclasses, rolls back what was
-            done since the claim (through a savepoint, which costs two more round trips), is stored, and is raised again for
-            each retry. You must still commit the transaction, or nothing is stored. An error of the flush at the end counts as
-            an error of the work.
+        keep: seconds for which the result is kept after the work has ended. After that, the key counts as new.
+        record: exception classes whose errors count as results. An error of these classes, or of their subclasses, rolls back
+            what was done since the claim (through a savepoint, which costs two more round trips), is stored, and is raised
+            again for each retry. You must still commit the transaction, or nothing is stored. An error of the flush at the end
+            counts as an error of the work.
 
     Raises:
         IdempotencyKeyReusedError: on entering, if the key belongs to a request with another payload, finished or in progress.
@@ -148,10 +149,10 @@ def idempotent(
         IdempotencyMisuseError: on leaving, if the block has not read `op.replayed` or not called `op.complete()`, or if the
             result is not of the type `result` or cannot be stored. On entering, if this transaction has already claimed the key,
             or the stored result cannot be read. From COMMIT, if the work was begun and not finished (SQLSTATE PF004), or the
-            claim was rolled back inside the block. In these cases nothing is committed.
+            claim was rolled back inside the block. In these cases, nothing is committed.
         TransactionStateError: the connection is in autocommit.
         DeadlockError: this transaction waits for a key of another transaction, which waits for a key of this one.
-        SchemaError: pgfence's tables are missing, or older than version 2.
+        SchemaError: pgfence's tables are missing or older than version 2, or this role may not use them.
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
         CapacityError: the server's lock table is full; PostgreSQL has aborted the transaction.
         TypeError, ValueError: an argument is unusable; nothing was sent.
@@ -189,12 +190,12 @@ def insert_once(
             session, Payment(order_id=7, amount=100), key=[Payment.order_id]
         )
 
-    Guarantees: if the row was inserted, the instance itself is flushed and returned. Otherwise the existing row's instance is
+    Guarantees: if the row was inserted, the instance itself is flushed and returned. Otherwise, the existing row's instance is
     returned, and the instance that was passed is not in the session. There is no IntegrityError for this key, and the transaction
     remains usable. The server waits for an unfinished insert of another transaction, up to the session's `lock_timeout`.
 
-    Limitations: the existing row may have other values. In REPEATABLE READ and SERIALIZABLE a row that was committed after the
-    snapshot cannot be read, and raises IdempotencyInProgressError with SQLSTATE 40001.
+    Limitations: the existing row may have other values. In REPEATABLE READ and SERIALIZABLE, a row that was committed after the
+    snapshot cannot be read, so the call raises IdempotencyInProgressError with SQLSTATE 40001.
 
     Args:
         session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. Pending
@@ -204,11 +205,12 @@ def insert_once(
             constraint must not be deferred, and the index must not be partial or over an expression.
 
     Raises:
-        ValueError: no such unique key is declared, an attribute belongs to another class, or an attribute is None.
+        ValueError: no such unique key is declared, an attribute of the key belongs to another class or is None, or the instance is
+            already in the database.
         TypeError: `instance` is not of a mapped class, `session` is not a session, or `key` is not a list.
         IntegrityError: another constraint is violated; or the constraint of `key` is violated, but a query of the class does not
             find the row that has the key, because the row belongs to another class of the same table, a filter or a policy hides
-            it, or the server rounds the value. Under row-level security the server does not say which constraint was violated.
+            it, or the server rounds the value. Under row-level security, the server does not say which constraint was violated.
         IdempotencyInProgressError: see Limitations.
         UnreachableError: the server cannot be reached.
     """

@@ -57,7 +57,7 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
                 session.add(instance)
                 session.flush()
         except IntegrityError as error:
-            # Under row-level security the server does not say which constraint was violated.
+            # Under row-level security, the server does not say which constraint was violated.
             if (met := find_duplicate_columns(error)) is None or (met and met != wanted.columns):
                 raise
             refused = error
