@@ -101,8 +101,8 @@ def hashtext_key(connection: Connection | AsyncConnection, name: str) -> object:
     """Return the key of `pg_advisory_lock(hashtext(name))`, which the server computes in one round trip.
 
     Only the server can compute this key, because PostgreSQL does not guarantee that `hashtext` is the same in every release. Use
-    the server on which the lock is held, and do not store the result. The call neither begins nor ends a transaction on the
-    connection. The key is that of `pg_advisory_lock` with a single argument. For `pg_advisory_lock(hashtext(a), hashtext(b))`,
+    the server on which the lock is held, and do not store the result. The call leaves no transaction open that was not open
+    before. The key is that of `pg_advisory_lock` with a single argument. For `pg_advisory_lock(hashtext(a), hashtext(b))`,
     query the server for both hash values and pass them to `LockKey.pair`.
 
     Raises:

@@ -179,7 +179,7 @@ class TransactionStateError(PgfenceError):
 
 
 class CapacityError(PgfenceError):
-    """The server's lock table is nearly full. If it were full, no client could log in."""
+    """The server's lock table is full or nearly full. While it is full, no client can log in."""
 
     http_status = 503
     retryable = True

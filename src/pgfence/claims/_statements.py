@@ -114,7 +114,7 @@ def _lock_rows(query: AnySelect, mapper: Mapper[Any]) -> AnySelect:
         )
     # These are the tables of a joined subclass and of its bases. Other tables of the statement are not locked.
     tables = list(dict.fromkeys(each.local_table for each in mapper.iterate_to_root()))
-    # NO KEY: an INSERT of a row that refers to a claimed row does not wait.
+    # The lock is FOR NO KEY UPDATE, so that an INSERT of a row that refers to a claimed row does not wait.
     return query.limit(_LIMIT).with_for_update(key_share=True, skip_locked=True, of=tables)
 
 

@@ -53,7 +53,7 @@ LONGEST_SLEEP = 3600.0
 SAME_SIGNAL = 0.5
 ANSWER = 5.0
 PR_SET_CHILD_SUBREAPER = 36
-# Imported, not run as a script, because Python compiles a script at each start.
+# The guard is imported, not run as a script, because Python compiles a script at each start.
 _START_GUARD = "import sys; sys.path.append(sys.argv[2].rpartition('/')[0]); import guard; guard.main()"
 
 

@@ -134,7 +134,7 @@ class _Attempt:
         del self.unsaved[name]
 
     def _complete(self, session: Session, value: object) -> None:
-        # What this process knows is not checked, because the server rejects a late attempt so that its transaction cannot commit.
+        # The claim is not checked in this process, because the server rejects a late attempt, whose transaction cannot commit.
         self._running.check_unfinished()
         self._codec.check(value, str(self._running.wanted))
         text = self._codec.encode(value)

@@ -6,8 +6,8 @@ One line starts a real server for demonstrations, tests and first steps, without
 Guarantees:
     The server listens only on 127.0.0.1, protected by a random password, and on a unix socket in a private folder, so other users
     of the machine cannot connect. The server stops when the block ends and when this process dies, even by SIGKILL. Any number of
-    servers can run at the same time. Nothing in the system is changed. No user is created, and the mode of existing folders stays
-    the same.
+    servers can run at the same time. No user is created, and the mode of existing folders stays the same. A template of the data
+    is kept in the user's cache folder, so that the next server starts sooner.
 
 Limitations:
     It is not a server for production. The files of a killed process are removed at the next start, not immediately. The binaries
@@ -53,7 +53,7 @@ def server(
 
     Raises:
         ValueError: `data_dir` is neither empty nor a folder that this function created, or contains data of another major
-            version; or a setting does not exist or is set by this function itself.
+            version; or the name of a setting is not valid, its value contains NUL, or this function sets it itself.
         TypeError: a name or value in `settings` is not a string.
         UnreachableError: no binaries were found, or the server did not start (the message ends with the last lines of the server's
             log). The error is not retryable.
