@@ -126,7 +126,7 @@ class SelfDeadlockError(PgfenceError):
 
 
 class DeadlockError(PgfenceError):
-    """PostgreSQL detected a deadlock (SQLSTATE 40P01) and has aborted the transaction. Roll back and retry."""
+    """PostgreSQL detected a deadlock (SQLSTATE 40P01). Roll the transaction back and retry."""
 
     http_status = 409
     retryable = True
@@ -143,8 +143,8 @@ class PoolerError(PgfenceError):
 class StandbyError(PgfenceError):
     """The server is a standby, whose locks exclude no process on the primary, or it is a primary that rejects writes.
 
-    A primary rejects writes if it is configured to be read-only. The error is `retryable`, because a cluster that fails over will
-    soon have a primary again. If the engine's URL leads to a standby, change the URL.
+    A primary rejects writes if it is configured to be read-only, or if the transaction is read-only. The error is `retryable`,
+    because a cluster that fails over will soon have a primary again. If the engine's URL leads to a standby, change the URL.
     """
 
     http_status = 503
@@ -158,7 +158,7 @@ class UnsupportedServerError(PgfenceError):
 class UnreachableError(PgfenceError):
     """The server cannot be reached. It is not known whether the lock is free or held.
 
-    The error is not `retryable`, and `http_status` is 500 instead of 503, if the server rejected the password, the user or the
+    The error is not `retryable`, and `http_status` is 500 instead of 503, if the server rejected the login, the encryption or the
     database, or if the host does not exist. A wait then ends immediately, and `unreachable=` does not apply. Correct the
     configuration.
     """
@@ -175,7 +175,7 @@ class UnreachableError(PgfenceError):
 
 
 class TransactionStateError(PgfenceError):
-    """The caller's transaction is in a state in which the lock or fence would not protect it."""
+    """The caller's connection or transaction is in a state, such as autocommit, in which pgfence cannot do what it guarantees."""
 
 
 class CapacityError(PgfenceError):
@@ -201,8 +201,9 @@ class KeyCollisionError(PgfenceError):
 class SchemaError(PgfenceError):
     """pgfence's tables or functions are missing, too old or altered, or this role may not use them.
 
-    `command` is the command or statement that fixes the problem: a `pgfence install`, an ALTER TABLE or a GRANT. `command` is
-    empty if another role must fix the problem.
+    `command` is the command, call or statement that fixes the problem, such as `pgfence install`, an ALTER TABLE or a GRANT. If
+    another role must run it, the message says so. `command` is empty if there is none, for example because the owner of a table
+    must run the rejected statement.
     """
 
     def __init__(
@@ -368,7 +369,7 @@ class AttemptLostError(PgfenceError):
 
 
 class IdempotencyMisuseError(PgfenceError):
-    """A block ended without completing its key correctly, or a result cannot be stored or read. Roll the transaction back.
+    """A key or an attempt was used incorrectly, or a result cannot be stored or read. Roll the transaction back.
 
     If COMMIT raises this error, with SQLSTATE PF004, work under a key was begun and not finished, and nothing of the transaction
     is committed.
