@@ -76,20 +76,20 @@ def evict(
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
-        name: the name, in the configured namespace. For a permit of the semaphore `NAME` it is `NAME#i`, as `holders()` shows,
-            and for a partition `NAME/i`.
+        name: the name, in the configured namespace. For a permit of the semaphore `NAME`, it is `NAME#i`, as `holders()` shows;
+            for a partition, it is `NAME/i`.
         reason: the reason, for the audit table. It must not be empty.
         actor: the person or program that acts, for the audit table; None means this process's user and host.
-        dry_run: whether to evict nothing and only return who would be evicted.
+        dry_run: whether to evict nothing and only return the holders that would be evicted.
 
     Returns:
-        The holders that were evicted, or, with `dry_run`, would be evicted.
+        The holders that were evicted, or that would be evicted without `dry_run`.
 
     Raises:
         ValueError: the name, the reason or the actor cannot be used; or the name is that of a semaphore or of partitions.
-        TypeError: one of these arguments is not a str, or `engine` is not an engine.
-        LockTimeoutError: a transaction that writes with the old token is still open, and `holders` lists the candidates. Nothing
-            was done.
+        TypeError: the name, the reason or the actor is not a str, or `engine` is not an engine.
+        LockTimeoutError: a transaction that writes with the old token is still open, and `holders` lists the transactions that
+            may be this one. Nothing was done.
         SchemaError: the tables are missing, or this role lacks privileges. Nothing was done.
         StandbyError: the server accepts no writes. Nothing was done.
         UnreachableError: the server did not respond. If the connection was lost partway, check what was done before you retry.
@@ -128,7 +128,7 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
 
     Raises:
         ValueError: the holder of the name is not the leader of an election; or the name, the reason or the actor cannot be used.
-        TypeError: one of these arguments is not a str, or `engine` is not an engine.
+        TypeError: the name, the reason or the actor is not a str, or `engine` is not an engine.
         SchemaError: the tables are missing or older than version 5, or this role lacks privileges.
         StandbyError: the server accepts no writes.
         UnreachableError: the server did not respond.
@@ -146,9 +146,9 @@ def stuck_keys(engine: Engine, *, older_than: Seconds = 0, prefix: str = "") -> 
 def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix: str = "") -> object:
     """Return the idempotency keys whose effect was begun and not finished, the oldest first.
 
-    These are keys of `IdempotentEffect` and of the middlewares whose attempt is running or was lost. A key that was freed after a
-    known failure is not listed. A key in a caller's transaction is not listed either, because other sessions cannot read it
-    before it has a result.
+    These are the keys of `IdempotentEffect` and of the middlewares for which an attempt is running or was lost. A key that was
+    freed after a known failure is not listed. A key in a caller's transaction is not listed either, because other sessions cannot
+    read it before it has a result.
 
     `prefix` applies to scopes. On the command line, the same filter is `--scope`, while `--prefix` is the prefix of the tables.
 
@@ -180,7 +180,7 @@ def free_key(engine: Engine, scope: str, key: str, *, reason: str, actor: str | 
 def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None = None) -> object:
     """Free an idempotency key whose attempt was lost or is running, and record who freed it. The next caller begins immediately.
 
-    In one transaction the claim of the attempt ends and a row with reason and actor is written to the audit table. The next
+    In one transaction, the claim of the attempt ends and a row with reason and actor is written to the audit table. The next
     caller runs the next attempt, which does not repeat the steps that were saved. An attempt that is still running gets
     AttemptLostError at its next renewal or step, and PostgreSQL rejects any result that it tries to store after that.
 
@@ -201,7 +201,7 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
 
     Raises:
         ValueError: `scope`, `key`, `reason` or `actor` cannot be used.
-        TypeError: one of these arguments is not a str.
+        TypeError: `scope`, `key`, `reason` or `actor` is not a str, or `engine` is not an engine.
         LockTimeoutError: a transaction that is about to store the result is open. Nothing was done.
         SchemaError: the tables are missing or older than version 2, or this role lacks privileges. Nothing was done.
         StandbyError: the server accepts no writes. Nothing was done.
@@ -306,10 +306,9 @@ def release_leaked(
     ended in a separate transaction, which also writes a row to the audit table, if the tables are installed. Only sessions of
     this database are examined.
 
-    Limitations: PostgreSQL does not record whether a program still needs a lock. A program that holds a lock on an idle
-    session while it works on another connection looks the same, as does the connection of `AdvisoryLock.connect()` while
-    you run no statement on it. Check the list first, with `dry_run`. A lock that pgfence took itself is not listed; use
-    `evict`.
+    Limitations: PostgreSQL does not record whether a program still needs a lock. A program that holds a lock on an idle session
+    while it works on another connection looks the same, as does the connection of `AdvisoryLock.connect()` between two of your
+    statements. Check the list first, with `dry_run`. A lock on one of pgfence's own connections is not listed; use `evict`.
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.

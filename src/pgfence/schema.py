@@ -41,7 +41,7 @@ def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfe
     """Add pgfence's tables to a MetaData and return them, for migrations that compare it with the database.
 
     A second call adds nothing. `metadata.create_all()` alone is not sufficient, because it creates these tables without the
-    functions and the version. Use `create_all` of this module.
+    functions and without the version number that is stored in the tables. Use `create_all` of this module.
 
     Args:
         metadata: the MetaData to which the tables are added.
@@ -58,8 +58,8 @@ def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfe
 def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
     """Return the SQL script that creates pgfence's tables and functions in one transaction. Running it again changes nothing.
 
-    Without a schema, both are created in the first schema of the search path. The functions find the tables by the caller's
-    search path, so every writer needs the same search path.
+    Without a schema, the tables and functions are created in the first schema of the search path. The functions find the tables
+    by the caller's search path, so every writer needs the same search path.
 
     Args:
         schema: the schema of the tables, which is created if it does not exist.
@@ -79,8 +79,8 @@ def create_all(engine: Engine | Connection) -> None: ...
 def create_all(engine: AnyEngine) -> object:
     """Create the tables and functions that do not exist yet.
 
-    A second call changes nothing and needs no CREATE privilege. Several processes may call it at the same time. On a
-    Connection it is part of the caller's transaction. Existing tables that differ are not altered.
+    A second call changes nothing and needs no CREATE privilege. Several processes may call it at the same time. On a Connection,
+    the call is part of the caller's transaction. Existing tables that differ are not altered.
 
     Args:
         engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
@@ -102,8 +102,8 @@ def drop_all(engine: Engine | Connection) -> None: ...
 def drop_all(engine: AnyEngine) -> object:
     """Drop the tables and functions with all their data. It is not an error if they do not exist.
 
-    Tokens start at 1 again afterwards, so all writers that hold older ones must have ended. Idempotency keys and finished
-    slots are lost, so their work may run again. The schema itself is not dropped.
+    Tokens start at 1 again afterwards, so all writers that hold older tokens must have ended. Idempotency keys and finished slots
+    are lost, so their work may run again. The schema itself is not dropped.
 
     Args:
         engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
@@ -132,15 +132,15 @@ def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
 
     The table and its partitions (in a repeated call, only those whose fence is incomplete) are locked in SHARE ROW EXCLUSIVE
     mode. The call waits for transactions that have written to them, and new writers wait for the call, up to the session's
-    `lock_timeout`. By default there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, only if a resource
-    for the whole table replaces one for each row.
+    `lock_timeout`. By default, there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, only if a resource for
+    the whole table replaces one for each row.
 
     Args:
         engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. The role must own
             the table.
         table: a name (or schema.name), a Table, or a mapped class; with joined inheritance, the class's own table.
         resource: the name that is fenced, in the configured namespace, like the name of a lease. With columns in braces
-            ("close:{book}") each row has its own resource, and TRUNCATE is always rejected. The columns may be text, integer,
+            ("close:{book}"), each row has its own resource, and TRUNCATE is always rejected. The columns may be text, integer,
             uuid, date or enum; a row with NULL in one of them is rejected.
 
     Raises:
@@ -161,10 +161,10 @@ def drop_fence(
 @overload
 def drop_fence(engine: Engine | Connection, table: str | Table | type[object]) -> None: ...
 def drop_fence(engine: AnyEngine, table: object) -> object:
-    """Remove the fence from a table. After this transaction every writer may write. It is not an error if there is no fence.
+    """Remove the fence from a table. After this transaction, every writer may write. It is not an error if there is no fence.
 
     The table and its partitions are locked in ACCESS EXCLUSIVE mode. The call waits for transactions that have read or written
-    them, and new readers and writers wait for the call, up to the session's `lock_timeout`. By default there is no limit.
+    them, and new readers and writers wait for the call, up to the session's `lock_timeout`. By default, there is no limit.
 
     Args:
         engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
@@ -189,25 +189,25 @@ def add_version_trigger(engine: Engine | Connection, table: str | Table | type[o
 def add_version_trigger(engine: AnyEngine, table: object) -> object:
     """Add the trigger that increments the version of each row of a table, for `__version_mode__ = "server"`.
 
-    Every UPDATE of a row adds 1, including upserts, plain SQL and other programs. A value that a statement assigns to the column
-    is ignored. A repeated call changes nothing. The trigger needs none of pgfence's tables, only a function, which this call
-    creates in the same schema.
+    Every UPDATE of a row adds 1, including those of upserts, of plain SQL and of other programs. A value that a statement assigns
+    to the column is ignored. A repeated call changes nothing. The trigger needs none of pgfence's tables, only a function, which
+    this call creates in the schema that `create_all` uses.
 
     Limitations: the trigger does not count changes by a superuser who disables triggers, or by the apply process of logical
     replication. Tables that inherit from this one with INHERITS need separate triggers. Partitions are covered.
 
     Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode. The call waits for
-    transactions that have written to them, and new writers wait for the call, up to the session's `lock_timeout`. By default
+    transactions that have written to them, and new writers wait for the call, up to the session's `lock_timeout`. By default,
     there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, if the call replaces a trigger for another column
     or a disabled one.
 
     Args:
         engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. Creating the
-            trigger needs TRIGGER on the table, and CREATE on the schema of pgfence's tables, or on the first schema of the
-            search path.
-        table: a name (or schema.name), a Table, or a mapped class. With joined inheritance pass the base class, whose table has
-            the version. An UPDATE of another table alone does not increment the version. If it is a name, or a Table without the
-            mixin, the table must have a column `version`.
+            trigger needs the TRIGGER privilege on the table, and the CREATE privilege on the schema of pgfence's tables, or on
+            the first schema of the search path.
+        table: a name (or schema.name), a Table, or a mapped class. With joined inheritance, pass the base class, whose table has
+            the version. An UPDATE of another table alone does not increment the version. If `table` is a name, or a Table that
+            does not belong to a class with the mixin, it must have a column `version`.
 
     Raises:
         ValueError: the table or the column does not exist, the column is not an integer, or the table has an unrelated trigger of
@@ -232,7 +232,7 @@ def drop_version_trigger(engine: AnyEngine, table: object) -> object:
 
     The function remains, because other tables may use it. The table and its partitions are locked in ACCESS EXCLUSIVE mode. The
     call waits for transactions that have read or written them, and new readers and writers wait for the call, up to the session's
-    `lock_timeout`. By default there is no limit.
+    `lock_timeout`. By default, there is no limit.
 
     Args:
         engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.

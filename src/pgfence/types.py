@@ -24,16 +24,17 @@ class Holder:
     Attributes:
         name: the readable name, if known.
         key: the key of the lock.
-        kind: "advisory", "session lock" (an advisory lock with a token), "transaction", "lease", "slot", ...
+        kind: for example "advisory", "session lock" (an advisory lock with a token), "transaction", "lease" or "slot".
         mode: "exclusive" or "shared".
         owner: the `owner=` that the holder passed, or by default its host name and process id, if its kind has an owner.
-        host: the address of the client, or None on a unix socket.
+        host: the address of the client, or None on a Unix socket; for a kind with a token, the name of the holder's host.
         pid: the process id of the client, if the kind of the lock records it.
         backend_pid: the process id of the server process, or None for a prepared transaction.
         application_name: the `application_name` of the client.
         purpose: the `purpose=` that the holder passed.
         token: the fencing token, if its kind has one.
-        since: when the state of the holder's session last changed or, for a transaction, when the transaction began.
+        since: for a kind with a token, when the lock was granted; otherwise, when the transaction of the holder's session began,
+            or if it has none, when the state of the session last changed.
         expires_at: when the hold expires by the server's clock, if its kind expires.
         user: the role of the holder's session; only `monitoring.ps()` fills it in.
         address: the address that the owner of a partition registered.
@@ -75,7 +76,7 @@ class Event:
     Attributes:
         event: what happened.
         name: the name of the lock or key, without the namespace; several names are separated by commas.
-        owner: the `owner=` that the holder passed, for leases, slots, permits and terms.
+        owner: the `owner=` that the holder passed, for leases, permits, partitions and terms.
         lease_id: identifies one grant of a lease.
         token: the fencing token of the grant.
         at: the time of the event, on the clock of this process, in UTC.

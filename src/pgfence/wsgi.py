@@ -54,9 +54,10 @@ class IdempotencyMiddleware:
     this middleware claims and stores nothing.
 
     An iterable, a generator, the function `write` and the server's file wrapper are supported. The whole output is collected
-    before the response is stored and sent, and `close()` is called when the server has sent the response. The status code is
-    stored, but the reason phrase is not. A server that joins repeated headers turns two keys into one malformed key, which gets a
-    400. A body needs a length, or a server that terminates it (`wsgi.input_terminated`). Otherwise the request gets a 411.
+    before the response is stored and sent, unless the response is larger than `max_body` or of type `text/event-stream`.
+    `close()` is called when the server has sent the response. The status code is stored, but the reason phrase is not. A server
+    that joins repeated headers turns two keys into one malformed key, which gets a 400. A request body needs a length, or a
+    server that terminates it (`wsgi.input_terminated`). Otherwise, the request gets a 411.
 
     Raises:
         TypeError, ValueError: an argument is unusable.

@@ -1,4 +1,4 @@
-"""Leases: locks that expire, are renewed automatically and have a fencing token, sync and async."""
+"""Leases, sync and async: locks that expire, are renewed automatically and have a fencing token."""
 
 from __future__ import annotations
 

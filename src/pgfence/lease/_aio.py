@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[AsyncHeldLease]):
     """Hold a lock that expires and has a fencing token. The async counterpart of `Lease`.
 
-    Guarantees, limitations, arguments and errors are the same as for `Lease`, with an AsyncEngine. The heartbeat runs in a
-    dedicated thread, so that a blocked event loop does not cause the loss of the lease. A loss cancels the block of `hold()`.
+    Guarantees, limitations, arguments and errors are the same as for `Lease`, except that the engine is an AsyncEngine. The
+    heartbeat runs in a dedicated thread, so that a blocked event loop does not cause the loss of the lease. A loss cancels the
+    block of `hold()`.
     """
 
     _engines = ASYNC_ENGINES
@@ -31,7 +32,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         Returns None if the lease is held, even by this task. A try never waits, so it cannot deadlock.
 
         Raises:
-            PgfenceError: the same errors as `acquire`.
+            PgfenceError: the same errors as `acquire`, except LockTimeoutError and SelfDeadlockError.
         """
         return await self._take(0.0)
 
@@ -66,7 +67,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
 
         Raises:
             LockLostError: the lease has expired, was already adopted, or was evicted.
-            TypeError, ValueError: `ref` is not a reference.
+            TypeError, ValueError: `ref` is not a valid reference.
             PgfenceError: the same errors as `acquire`.
         """
         return await adopt(ASYNC_ENGINES, engine, ref, AsyncHeldLease, "AsyncLease.adopt")

@@ -50,16 +50,16 @@ class EngineKind(Generic[EngineSourceT]):
     """The checks that differ between a sync class and its async counterpart.
 
     Attributes:
-        check: a function that raises TypeError for any object that is not an engine source of this kind; `why` explains why a
-            session is rejected.
-        resolve: a function that returns the sync engine beneath.
+        check: a function that raises TypeError for any object that is not an engine source of this kind; its argument `why`
+            explains why a session is rejected.
+        resolve: a function that returns the engine from an engine source.
     """
 
     check: _Check[EngineSourceT]
     resolve: Callable[[EngineSourceT, str], Engine]
 
     def bind(self, given: object, what: str, *why: str) -> EngineFinder:
-        """Return the engine's finder. A function is called at each use, and an engine is resolved once.
+        """Return the engine's finder. If the value is a function, it is called at each use; an engine is resolved once.
 
         Raises:
             TypeError: the value is not an engine source of this kind.

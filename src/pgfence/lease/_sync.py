@@ -36,7 +36,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
             limit how long the work takes.
         max_hold: seconds after which the lease ends even if the holder is alive. None means no limit.
         min_hold: seconds for which no other holder gets the lease, even if it is released earlier; at most the TTL.
-        lock_delay: seconds for which no holder gets the lease after it has expired without a release.
+        lock_delay: seconds for which no holder, not even the last one, gets the lease after it has expired without a release.
         heartbeat: "auto" renews the lease while the process lives, "progress" only while `progress()` is called, and "manual"
             never.
         owner: the name that operators see for the holder. None means the host name and the process id.
@@ -58,7 +58,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         Returns None if the lease is held, even by this thread. A try never waits, so it cannot deadlock.
 
         Raises:
-            PgfenceError: the same errors as `acquire`.
+            PgfenceError: the same errors as `acquire`, except LockTimeoutError and SelfDeadlockError.
         """
         return run_sync(self._take, 0.0)
 
@@ -94,7 +94,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
 
         Raises:
             LockLostError: the lease has expired, was already adopted, or was evicted.
-            TypeError, ValueError: `ref` is not a reference.
+            TypeError, ValueError: `ref` is not a valid reference.
             PgfenceError: the same errors as `acquire`.
         """
         return run_sync(adopt, SYNC_ENGINES, engine, ref, HeldLease, "Lease.adopt")

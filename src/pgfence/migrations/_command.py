@@ -49,7 +49,7 @@ def _find_environment() -> EnvironmentContext | None:
 
 
 def is_read_only() -> bool:
-    """Return whether the command only reads the version: `current`, `check`, `history`, `revision` or `show`."""
+    """Return whether the command, such as `check`, `current` or `revision`, only reads the version."""
     environment = _find_environment()
     if environment is None or (function := _function_of(environment)) not in _LOOKS:
         return False
@@ -81,7 +81,11 @@ def explain(error: BaseException) -> None:
 
 
 def expect_one_head() -> None:
-    """Reject an upgrade to `head` if there are several heads, or revisions with the same id, before anything is locked."""
+    """Reject an upgrade that cannot succeed, before anything is locked.
+
+    An upgrade is rejected if two revisions have the same id, if the revisions form a cycle, or if it leads to `head` and there are
+    several heads.
+    """
     environment = _find_environment()
     if environment is None or _function_of(environment) != "upgrade":
         return

@@ -46,11 +46,11 @@ def migration_lock(
                     context.run_migrations()
 
     Guarantees: the session that migrates holds the lock from before the version is read until the block ends, whatever commits in
-    between, so it is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY. During the wait,
-    the connection is in autocommit and holds no snapshot. The block gets the connection without an open transaction. No revision
-    is recorded after the lock is lost. If the process dies, even in the middle of a statement, the server releases the lock after
-    at most a second (on Linux). `alembic current`, `check` and other commands that only read take no lock. An upgrade for which
-    Alembic finds nothing to apply takes no lock either.
+    between, so the lock is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY. During the
+    wait, the connection is in autocommit and holds no snapshot. The block gets the connection without an open transaction. No
+    revision is recorded after the lock is lost. If the process dies, even in the middle of a statement, the server releases the
+    lock after at most a second (on Linux). `alembic current`, `check` and other commands that only read take no lock. An upgrade
+    for which Alembic finds nothing to apply takes no lock either.
 
     Limitations: waiters are not ordered. Processes that migrate without this lock, or migrate another version table with
     another key, are not excluded.
@@ -61,20 +61,22 @@ def migration_lock(
         timeout: seconds to wait. None means the configured default (30 s), and `math.inf` waits indefinitely.
         key: replaces the key that is computed from the version table's schema and name, which are read from the ini file
             (`version_table`, `version_table_schema`). Pass the key that older releases of the project use, or one key for several
-            version tables. With a key the lock is always taken, even if the default version table shows nothing to apply.
+            version tables. With a key, an upgrade takes the lock even if the default version table shows nothing to apply.
         unsupported: what to do on a database other than PostgreSQL. "skip" logs a line and does nothing, and "raise" raises an
             error.
 
     Raises:
         LockTimeoutError: another process is migrating. The message names that process and its current statement.
-        LockLostError: in the block, before a revision is recorded, if the session that held the lock has ended or released it. If
-            the session has ended, it is also raised in place of a driver error that ends the block.
-        TransactionStateError: the connection is in a transaction, on entering or on leaving; or the returned block is entered a
-            second time.
-        alembic.util.CommandError: the command upgrades to `head` and there are several heads, two revisions have the same id,
-            or the revisions form a cycle.
+        LockLostError: before a revision is recorded, or at the end of the block, if the session that held the lock has ended or
+            released it. If the session has ended, it is also raised in place of a driver error that ends the block.
+        TransactionStateError: the connection is in a transaction on entering; the block ends in a transaction that has written
+            something, which is rolled back; a revision is about to be recorded without the lock, because no revision was left to
+            apply on entering; or the returned block is entered a second time.
+        alembic.util.CommandError: the command is an upgrade, and two revisions have the same id or the revisions form a cycle; or
+            it upgrades to `head`, and there are several heads.
         PoolerError, StandbyError: session locks are not safe on this server.
-        UnsupportedServerError: pgfence does not support the server, and `unsupported="raise"` was passed.
+        UnsupportedServerError: the database is not PostgreSQL, and `unsupported="raise"` was passed; or pgfence does not support
+            the driver or the version of the server.
         UnreachableError: the connection was lost, which ends the wait because pgfence cannot replace your connection; or the
             server does not respond. Without a response, a wait ends a few seconds after its timeout, and a release after 30 s.
         TypeError, ValueError: an argument cannot be used.

@@ -51,7 +51,7 @@ UNKNOWN = "The state of the migration lock is unknown"
 
 
 class MigrationLock:
-    """One lock on the caller's connection, which is returned in its original state."""
+    """One lock on the caller's connection, whose original state is restored on release."""
 
     def __init__(self, connection: Connection, key: LockKey, limit: float) -> None:
         """Create a lock that is not held.
@@ -215,7 +215,7 @@ class MigrationLock:
 
     @contextmanager
     def watch(self, before_a_revision: Callable[[], None]) -> Iterator[None]:
-        """Note whether the block writes, and call `before_a_revision` before a revision is recorded."""
+        """Record whether the block writes, and call `before_a_revision` before a revision is recorded."""
 
         def begin(_: Connection) -> None:
             self._wrote = False

@@ -31,8 +31,8 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         @AsyncOnce(engine, "digest", cron="0 7 * * *", tz="Europe/Vienna").wrap()
         async def send_digest() -> int: ...
 
-    Guarantees, limitations, arguments and errors are the same as for `Once`, with an AsyncEngine. A run whose slot is lost is
-    cancelled.
+    Guarantees, limitations, arguments and errors are the same as for `Once`, except that the engine is an AsyncEngine. A run
+    whose slot is lost is cancelled.
     """
 
     _engines = ASYNC_ENGINES
@@ -41,10 +41,10 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
     async def try_acquire(self) -> AsyncSlot | None:
         """Request the current slot, without waiting. This takes two round trips.
 
-        Returns None if the slot is done, or if it is being run, even by this task.
+        Returns None if the slot is done or was missed, or if it is being run, even by this task.
 
         Raises:
-            PgfenceError: the same errors as `acquire`.
+            PgfenceError: the same errors as `acquire`, except SlotOverError, LockTimeoutError and SelfDeadlockError.
         """
         return await self._try()
 
@@ -62,6 +62,8 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
             SlotClockError: the slot is done although, by the server's clock, it has not begun. This is a subclass of
                 `SlotOverError`.
             SlotZoneError: the server, or the host that ran the last slot, has different rules for `tz` than this host.
+            SelfDeadlockError: this task is running a slot of this name, or waiting would deadlock within this process. Not raised
+                with `timeout=0`.
             LockTimeoutError: another process held the slot until the timeout. The message and `holders` name the holder.
             UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
                 background.
@@ -95,9 +97,9 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
     ) -> object:
         """Return a decorator that runs a function once in each slot. Further calls in the same slot return None.
 
-        With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned.
-        `pgfence.current(AsyncSlot).slot` is the slot that is being run. Otherwise this method works like `wrap` of a lock, except
-        that `busy="skip"` is the default.
+        With `catch_up="all"`, the function runs once for each slot that is due, and the last result is returned.
+        `pgfence.current(AsyncSlot).slot` is the slot that is being run. Otherwise, this method works like `wrap` of a lock,
+        except that `busy="skip"` is the default.
         """
         once = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]
         if self._catch_up != "all":

@@ -121,8 +121,8 @@ class Due:
 
     Attributes:
         slot: its beginning.
-        until: the time from which another slot is current, or None if the clock is not considered. The slot is not current before
-            its beginning either.
+        until: the time from which the slot may no longer be begun, or None if it may be begun at any time. Unless it is None, the
+            slot may not be begun before its beginning either.
     """
 
     slot: datetime

@@ -37,8 +37,9 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     time.
 
     Guarantees: a slot that was finished never runs again. If several callers request a slot at the same time, one of them gets
-    it. An attempt that died partway is reported to the next attempt (`Slot.resumed`). A slot that was finished while the server's
-    clock was ahead raises `pgfence.once.SlotClockError`, which is also logged at WARNING.
+    it. An attempt that died partway is reported to the next attempt (`Slot.resumed`). If a slot was finished while the server's
+    clock was ahead, `acquire()` raises `pgfence.once.SlotClockError` until the slot begins, and the error is also logged at
+    WARNING.
 
     Limitations: a run that died partway may have left partial work behind, so make the work resumable. A slot runs only if it is
     requested. Hosts with different schedules for the name, or different versions of pgfence or cronsim, may compute different
@@ -49,8 +50,8 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         name: a str, at most 255 characters including its namespace.
         every: the length of a slot. Whole days go from midnight to midnight in `tz`, and weeks begin on Monday. Any other
             length is a fixed amount of elapsed time.
-        cron: a crontab line of five fields, or `@hourly`, `@daily`, `@weekly`, `@monthly` or `@yearly`, in `tz`, with cron's own
-            rules for daylight saving time.
+        cron: a crontab line of five fields, or a nickname such as `@hourly` or `@daily`, in `tz`, with cron's own rules for
+            daylight saving time.
         at: the slot itself, as a datetime with a time zone or a str in ISO 8601 (UTC if it has no zone), for callers that choose
             the slot. Such slots may run in any order and at the same time, each of them once. Their rows are named
             `name@slot`, and are never deleted.
@@ -59,7 +60,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         catch_up: how slots that were not run are handled. With "last", the newest one runs late. With "all", all of them run in
             order, since the first slot that was ever requested. With "none", a slot may be begun only within its first minute.
         ttl: seconds after which the run of a host that died is given up.
-        max_hold: seconds after which a run that hangs is given up. None means no limit.
+        max_hold: seconds after which a run is given up even if its host is alive. None means no limit.
         namespace: replaces the configured namespace.
 
     Raises:
@@ -73,10 +74,10 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     def try_acquire(self) -> Slot | None:
         """Request the current slot, without waiting. This takes two round trips.
 
-        Returns None if the slot is done, or if it is being run, even by this thread.
+        Returns None if the slot is done or was missed, or if it is being run, even by this thread.
 
         Raises:
-            PgfenceError: the same errors as `acquire`.
+            PgfenceError: the same errors as `acquire`, except SlotOverError, LockTimeoutError and SelfDeadlockError.
         """
         return run_sync(self._try)
 
@@ -94,6 +95,8 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
             SlotClockError: the slot is done although, by the server's clock, it has not begun. This is a subclass of
                 `SlotOverError`.
             SlotZoneError: the server, or the host that ran the last slot, has different rules for `tz` than this host.
+            SelfDeadlockError: this thread is running a slot of this name, or waiting would deadlock within this process. Not
+                raised with `timeout=0`.
             LockTimeoutError: another process held the slot until the timeout. The message and `holders` name the holder.
             WaitCancelledError: the event of `cancel_waits()` was set.
             UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
@@ -128,9 +131,9 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     ) -> object:
         """Return a decorator that runs a function once in each slot. Further calls in the same slot return None.
 
-        With `catch_up="all"` the function runs once for each slot that is due, and the last result is returned.
-        `pgfence.current(Slot).slot` is the slot that is being run. Otherwise this method works like `wrap` of a lock, except that
-        `busy="skip"` is the default.
+        With `catch_up="all"`, the function runs once for each slot that is due, and the last result is returned.
+        `pgfence.current(Slot).slot` is the slot that is being run. Otherwise, this method works like `wrap` of a lock, except
+        that `busy="skip"` is the default.
         """
         once = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]
         if self._catch_up != "all":

@@ -17,7 +17,7 @@ _ADVICE = "Or use UTC for this job on all hosts"
 
 
 class SlotZoneError(PgfenceError):
-    """This host and the server, or the host that ran the last slot, disagree on a time zone. Nothing runs on this host.
+    """This host and the server, or this host and the one that ran the last slot, disagree on a time zone. The call ran nothing.
 
     Attributes:
         names: the names of the job.

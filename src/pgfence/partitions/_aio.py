@@ -34,8 +34,8 @@ class _AsyncOptions(PartitionOptions[AsyncEngineSource, AsyncPartitionLease]):
 class AsyncPartitions:
     """Divide keys into partitions, each of which one worker owns at a time; see `Partitions`.
 
-    Guarantees, limitations, arguments and errors are the same as for `Partitions`, with an AsyncEngine. The work of each
-    partition runs as a task, which is cancelled when the partition is lost or given up.
+    Guarantees, limitations, arguments and errors are the same as for `Partitions`, except that the engine is an AsyncEngine. The
+    work of each partition runs as a task, which is cancelled when the partition is lost or given up.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class AsyncPartitions:
         owner: str | None = None,
         address: str | None = None,
     ) -> AsyncWorker:
-        """Join as a worker, which owns a share of the partitions until it leaves, in tasks of the running loop.
+        """Join as a worker, which runs in tasks of the running loop and owns a share of the partitions until it leaves.
 
         The call works as in the sync class, but `serve(partition, lease)` runs in a separate task, which is cancelled when the
         partition is lost or given up.

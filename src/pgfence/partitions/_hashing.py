@@ -22,8 +22,8 @@ def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = 
 
     The server computes the same number with `pgfence_partition_for_v1(key, count, hash)`, in SQL.
 
-    Guarantees: the result depends only on the arguments, and no release changes it. With "murmur2" it is the partition that
-    Kafka's default partitioner chooses for the key.
+    Guarantees: the result depends only on the arguments, and no release of pgfence changes it. With "murmur2", it is the
+    partition that Kafka's default partitioner chooses for the key.
 
     Limitations: another count moves most keys to another partition.
 
@@ -35,7 +35,7 @@ def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = 
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: `count` or `hash` is invalid; the key contains NUL or a lone surrogate, which PostgreSQL cannot store.
+        ValueError: `count` or `hash` is invalid, or the key contains NUL or a lone surrogate, which PostgreSQL cannot store.
     """
     return compute_partition(check_text(key, "key"), check_count(count), check_hash(hash))
 
@@ -70,7 +70,7 @@ def compute_murmur2(data: bytes) -> int:
 
 
 def check_count(value: object) -> int:
-    """Return a number of partitions.
+    """Check a number of partitions, and return it.
 
     Raises:
         TypeError: the number is not an int.
@@ -80,7 +80,7 @@ def check_count(value: object) -> int:
 
 
 def check_hash(value: PartitionHash) -> PartitionHash:
-    """Return the name of a hash.
+    """Check the name of a hash, and return it.
 
     Raises:
         ValueError: the hash is unknown.

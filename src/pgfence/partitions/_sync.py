@@ -54,17 +54,17 @@ class Partitions:
 
     Guarantees: at most one owner of a partition has its newest token. A transaction of `lease.begin()` that begins after another
     worker took the partition is rejected, and the new owner waits at the gate for a transaction that was already open, so the
-    writes of a key are in order. The partitions of a worker that crashes are owned by other workers after at most two TTLs, if
-    such workers are alive and own fewer than their even share.
+    writes of a key are in order. The partitions of a worker that crashes are owned by other workers after at most two TTLs,
+    provided that other workers are alive and own fewer than their even share.
 
-    Limitations: a function that does not return is not stopped. After a TTL another worker takes its partition, and only writes
-    inside `lease.begin()` are rejected. Calls to services that do not check the token may overlap. The numbers of
-    partitions that two workers own may differ by more than one while partitions move. A worker that crashes and joins again
-    immediately counts as a new one, so some partitions move twice. A `Lease` with the name `NAME/i` blocks that partition.
+    Limitations: a function that does not return is not stopped. After a TTL, another worker takes its partition, and only writes
+    inside `lease.begin()` are rejected. Calls to services that do not check the token may overlap. The numbers of partitions that
+    two workers own may differ by more than one while partitions move. A worker that crashes and joins again immediately counts as
+    a new one, so some partitions move twice. A `Lease` with the name `NAME/i` blocks that partition.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.
-        name: text, at most 250 characters with its namespace; it must not end in `#` or `/` and digits.
+        name: text, at most 250 characters with its namespace; it must not end in `#` or `/` followed by digits.
         count: how many partitions there are, from 1 to 1,000. Choose several times the number of workers. The first worker
             stores the number; see `resize`.
         hash: how a key is assigned to a partition; see `partition_for`. The first worker stores it.
@@ -138,8 +138,8 @@ class Partitions:
 
         `serve(partition, lease)` is called for each partition that this worker owns, on a separate thread. `lease.lost` becomes
         True when the partition is to move to another worker, when this worker leaves, and when the lease is lost. `serve` must
-        return soon after that. `lease.wait_lost(seconds)` is a pause that ends early in these cases. `lease.begin()` then
-        raises LockLostError, which `serve` may let propagate.
+        return soon after that. `lease.wait_lost(seconds)` is a pause that ends early in these cases. After a loss,
+        `lease.begin()` raises LockLostError, which `serve` may let propagate.
 
         Other exceptions of `serve` are logged to `pgfence.partitions`. The partition is then released, and this worker takes it
         again after 2 seconds at the earliest; the pause doubles with each further error, up to a minute. After an eviction,
@@ -195,9 +195,9 @@ class Worker:
     def leave(self) -> None:
         """Give up all partitions and stop being a worker.
 
-        The call returns when every function has returned; a second call does nothing.
+        The method returns when all calls of `serve` have returned; a second call does nothing.
 
-        If the function itself calls `leave`, the call returns immediately, and the worker leaves afterwards.
+        If `serve` itself calls this method, it returns immediately, and the worker leaves afterwards.
 
         Raises:
             ValueError: the worker had already ended, because another number of partitions or another hash is stored.

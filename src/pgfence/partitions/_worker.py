@@ -38,10 +38,10 @@ log = logging.getLogger("pgfence.partitions")
 OwnershipT = TypeVar("OwnershipT", bound="PartitionLease | AsyncPartitionLease")
 
 LONGEST_PAUSE = 1.0
-"""Seconds between two queries while this worker owns less than its quota."""
+"""Seconds between two queries while this worker owns fewer partitions than its quota."""
 LONGEST_RETRY = 5.0
 SHORTEST_REST = 1.0
-"""Seconds before this worker takes a partition again whose function returned early. Each further error doubles the pause."""
+"""The pause in seconds after the function of a partition returned early. Each consecutive error doubles the pause."""
 LONGEST_REST = 60.0
 
 
@@ -100,7 +100,7 @@ class Balancer(Generic[OwnershipT]):
         self._runs: dict[int, _Run[OwnershipT]] = {}
         self._sleep: WakeEvent | None = None
         self._is_short = False
-        """Whether this worker owns less than its quota, so that a release by another worker matters."""
+        """Whether this worker owns fewer partitions than its quota, so that a release by another worker matters."""
         self._is_aside = False
         """Whether this worker has given up everything, because a function does not return."""
         self._rests: dict[int, float] = {}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class AsyncRateLimit(RateLimitOptions[AsyncEngineSource]):
     """Allow at most `limit` units in any window of `per` seconds, across all processes; see `RateLimit`.
 
-    Guarantees, limitations, arguments and errors are the same as for `RateLimit`, with an AsyncEngine.
+    Guarantees, limitations, arguments and errors are the same as for `RateLimit`, except that the engine is an AsyncEngine.
     """
 
     _engines = ASYNC_ENGINES

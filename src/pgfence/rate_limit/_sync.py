@@ -30,8 +30,8 @@ class RateLimit(RateLimitOptions[EngineSource]):
     clock is set back, the stored times are moved back too.
 
     Limitations: the order of waiters is not guaranteed. Only the time at which a unit is taken counts. Calls that you make
-    afterwards may reach their destination later, and therefore closer together. A unit may have counted although the response was
-    lost. A limit that was lowered and raised again within one window forgets units; see `change`.
+    afterwards may reach their destination later, and therefore closer together. If a response is lost, the units of that call may
+    count nevertheless. A limit that was lowered and raised again within one window forgets units; see `change`.
 
     Each call updates one small row for each unit, so taking `n` units is O(n), whatever the limit. Calls for one name are
     serialized by the row of the name in the database.
@@ -58,7 +58,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
             n: how many units to take, from 1 to `limit`. Either all of them are taken or none.
 
         Raises:
-            ValueError: `n` is out of range, or another limit is stored.
+            ValueError: `n` is out of range, or another limit or period is stored.
             TypeError: `n` is not an int.
             UnreachableError: the server did not respond, and the units may have been taken.
             SchemaError: the tables are missing or too old, or this role may not use them.

@@ -23,7 +23,7 @@ class AsyncWriteHeld(AsyncHeld):
     __slots__ = ()
 
     async def downgrade(self) -> AsyncHeld:
-        """Replace the write lock with the read lock, and return its handle; errors are the same as for the sync class."""
+        """Replace the write lock with the read lock, and return the new handle; errors are the same as for the sync class."""
         return await downgrade(cast("LockManager", self._manager), cast("SessionHold", self._hold), AsyncHeld)
 
 
@@ -47,7 +47,7 @@ class _AsyncWriteLock(AsyncAdvisoryLock[AsyncHeld]):
 class AsyncReadWriteLock:
     """Admit many readers or one writer of a name at a time, across processes; see `ReadWriteLock`.
 
-    Guarantees, limitations, arguments and errors are the same as for `ReadWriteLock`, with an AsyncEngine.
+    Guarantees, limitations, arguments and errors are the same as for `ReadWriteLock`, except that the engine is an AsyncEngine.
     """
 
     def __init__(self, engine: AsyncEngineSource, name: Name, *, namespace: str | None = None) -> None:
@@ -63,7 +63,7 @@ class AsyncReadWriteLock:
 
     @property
     def write(self) -> AsyncLockBase[AsyncWriteHeld]:
-        """The lock of writers, with the methods of `read`. Its handle can be downgraded."""
+        """The lock of writers, with the same methods as `read`. Its handle can be downgraded."""
         return cast("AsyncLockBase[AsyncWriteHeld]", self._write)
 
     def __repr__(self) -> str:

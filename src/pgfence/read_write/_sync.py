@@ -26,9 +26,10 @@ class WriteHeld(Held):
     __slots__ = ()
 
     def downgrade(self) -> Held:
-        """Replace the write lock with the read lock, and return the handle of the read lock. This handle is released.
+        """Replace the write lock with the read lock, and return the handle of the read lock.
 
-        No other writer gets the lock in between. Other readers are admitted from then on.
+        The handle of the write lock is then released. No other writer gets the lock in between. Other readers are admitted from
+        then on.
 
         Raises:
             LockLostError: the lock was lost.
@@ -66,13 +67,14 @@ class ReadWriteLock:
             write_config()
 
     The lock is a session-level advisory lock, shared for readers and exclusive for the writer. A writer excludes, and is excluded
-    by, an `AdvisoryLock` or `TransactionLock` of the same name. Readers exclude these locks too.
+    by, an `AdvisoryLock` or `TransactionLock` of the same name. Readers exclude these locks too, except a `TransactionLock` with
+    `shared=True`.
 
     Guarantees: those of `AdvisoryLock`. A writer cannot be starved: once it waits, readers of any process that arrive later wait
     behind it. All writers that wait for the same readers are served one after the other, before the next readers; a writer that
     arrives while another one holds the lock is served after the readers that are already waiting.
 
-    Limitations: those of `AdvisoryLock`. Within the first half second of a reader's wait the order between processes is not
+    Limitations: those of `AdvisoryLock`. Within the first half second of a reader's wait, the order between processes is not
     guaranteed. Clients that lock the same key by other means, in shared mode, do not wait behind a writer. A reader cannot become
     a writer, and cannot acquire the read lock twice; both attempts raise SelfDeadlockError.
 
@@ -99,7 +101,7 @@ class ReadWriteLock:
 
     @property
     def write(self) -> LockBase[WriteHeld]:
-        """The lock of writers, with the methods of `read`. Its handle can be downgraded."""
+        """The lock of writers, with the same methods as `read`. Its handle can be downgraded."""
         return cast("LockBase[WriteHeld]", self._write)
 
     def __repr__(self) -> str:

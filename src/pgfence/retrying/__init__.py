@@ -7,8 +7,8 @@ committed anything, and only after one of these errors:
 - `VersionConflictError` from a flush, and SQLAlchemy's own StaleDataError;
 - SQLSTATE 40001, serialization failure, and 40P01, deadlock, wherever they arise, including COMMIT; also `DeadlockError`.
 
-Attempts and total time are bounded, and the last error is raised. Attempts are separated by a random backoff of at most 5 ms,
-doubled each time up to 500 ms, so that conflicting transactions do not collide again.
+Attempts and total time are bounded, and the last error is raised. Attempts are separated by a random backoff whose upper limit is
+5 ms at first and doubles each time, up to 500 ms, so that conflicting transactions do not collide again.
 
 Limitations: nothing is guaranteed about effects outside the transaction. An email that the function sends is sent again in each
 attempt. Return what must be done, and do it after the commit. A running attempt is never interrupted.
@@ -17,8 +17,8 @@ These errors are never retried: a lost connection (during COMMIT it raises `Comm
 have committed), a conflict with the version that a client sent (`VersionConflictError` with `retryable` False), which no
 attempt can resolve, and all errors of the caller's own code.
 
-A transaction that is already open is never retried. Under REPEATABLE READ and SERIALIZABLE a savepoint keeps the snapshot of
-the surrounding transaction, so every attempt in a savepoint would end with the same 40001.
+A transaction that is already open is never retried. Under REPEATABLE READ and SERIALIZABLE, a savepoint keeps the snapshot of the
+surrounding transaction, so every attempt in a savepoint would end with the same 40001.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class AttemptRun:
         self._met.clear()
 
     def find_doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
-        """Return the error to raise if the transaction may be committed in spite of an error, or None if it is not committed."""
+        """Return the error to raise if the transaction may have been committed despite an error, or None if it was not."""
         # A savepoint commits nothing, and an error before the COMMIT leaves no doubt.
         if not self._ending or self.joined or not (isinstance(error, OSError) or is_driver_error(error)):
             return None
@@ -102,7 +102,7 @@ class AttemptRun:
         return None if bind is None else find_connect_error(bind.engine, error, NOT_COMMITTED)
 
     def use(self, connection: Connection) -> None:
-        """Track a connection on which the session begins.
+        """Track a connection on which the session begins a transaction.
 
         Raises:
             UnsupportedServerError: the server is not PostgreSQL.
@@ -122,13 +122,16 @@ class AttemptRun:
             event.listen(connection.engine, "handle_error", _record_error)
 
     def record_error(self, connection: Connection, error: BaseException) -> None:
-        """Keep the last error of a connection, which the function may swallow. 25P02 only reports an earlier error."""
+        """Keep the last error of a connection, which the function may swallow.
+
+        SQLSTATE 25P02 is ignored, because it only reports an earlier error.
+        """
         if sqlstate_of(error) != _ABORTED:
             self._met[connection] = error
 
 
 def _listen_to_sessions() -> None:
-    """Track every connection on which a Session begins."""
+    """Track every connection on which a Session begins a transaction."""
     from sqlalchemy.orm import Session
 
     # One listener for the class, because adding one to each Session is expensive.
@@ -170,7 +173,7 @@ def _record_error(context: ExceptionContext) -> None:
 
 
 def bind_of(session: Session) -> Engine | Connection | None:
-    """Return the Engine or Connection that a Session uses for no particular class, or None if there is none."""
+    """Return the Engine or Connection that a Session uses if no class is given, or None if there is none."""
     try:
         return session.get_bind()
     except UnboundExecutionError:

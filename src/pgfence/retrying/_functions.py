@@ -91,20 +91,21 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
 
         balance = run_transaction(SessionLocal, pay_interest)
 
-    Guarantees: the returned result is that of an attempt that was committed, and only one attempt is committed. Each attempt
-    has a fresh session and reads everything again. The call retries version conflicts of a flush (`VersionConflictError`,
+    Guarantees: the returned result is that of an attempt that was committed, and only one attempt is committed. Each attempt has
+    a fresh session and reads everything again. The call retries version conflicts of a flush (`VersionConflictError`,
     StaleDataError), serialization failures (SQLSTATE 40001) and deadlocks (40P01, `DeadlockError`), also at COMMIT, after a
-    random backoff of at most 5 ms, doubled each time up to 500 ms.
+    random backoff whose upper limit is 5 ms at first and doubles each time, up to 500 ms.
 
     Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called `attempts` times. The number of
     the attempt is in `session.info["pgfence_attempt"]`. Use `attempts=1` for work that must not be done twice. A running attempt
     is not interrupted. A lost connection is never retried, nor is a conflict with the version that a client sent. After a
-    cancellation during COMMIT the outcome is unknown.
+    cancellation during COMMIT, the outcome is unknown.
 
     Instances that `fn` returns belong to a closed session, so return plain values instead.
 
     Args:
-        sessionmaker: creates the session of each attempt. With an async_sessionmaker the result and `fn` are awaited.
+        sessionmaker: creates the session of each attempt. With an async_sessionmaker, `fn` is awaited, and the call itself must
+            be awaited.
         fn: called with the session. It must neither commit nor roll back. If it raises, the transaction is rolled back.
         attempts: the maximum number of attempts, 1 or more.
         timeout: seconds after which no further attempt begins. None means the configured default, `math.inf` means no limit,
@@ -115,12 +116,13 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
 
     Raises:
         CommitOutcomeUnknownError: the connection was lost during COMMIT, so the transaction may have been committed; or, for a
-            session with several databases, one of them rejected its COMMIT after others had committed.
+            session with several databases, one of them rejected its COMMIT, and others may have committed.
         TransactionStateError: the call is inside another transaction of `run_transaction` on the same database; or the
             sessionmaker is bound to a Connection whose transaction is open and would be rolled back; or its engine is in
-            autocommit.
-        TypeError: `sessionmaker` is not a session factory; or `fn` is a generator function, or async with a sync factory, or sync
-            with an async factory.
+            autocommit; or a session with an open transaction was passed instead of a factory.
+        TypeError: `sessionmaker` is not a session factory; or `fn` is not a function, is a generator function, requires more
+            arguments than the session, is async although the factory is sync, or does not return an awaitable although the
+            factory is async.
         ValueError: `attempts` is below 1.
         Exception: the last attempt's error, or the first error that another attempt cannot resolve.
     """
@@ -163,8 +165,9 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
         timeout: see `run_transaction`.
 
     Raises:
-        TypeError: at decoration, if `sessionmaker` is not a session factory, or the function takes no argument, is a generator
-            function, or does not match the factory (sync or async). At a call, if a session is passed.
+        TypeError: at decoration, if `sessionmaker` is not a session factory, or the function takes no positional argument, is a
+            generator function, or is async although the factory is sync. At a call, if a session is passed, or if the function
+            does not return an awaitable although the factory is async.
         ValueError: `attempts` is below 1.
         PgfenceError: at a call, under the same conditions as in `run_transaction`.
     """

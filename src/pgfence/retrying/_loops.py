@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgfence.retrying")
 
 _RUNNING: ContextVar[tuple[tuple[object, object], ...]] = ContextVar("pgfence_transactions", default=())
-"""The thread or task of each running transaction, and its database. A task started inside one counts as another owner."""
+"""The thread or task of each running transaction, and its database. A task started in a transaction counts as another owner."""
 
 
 class Plan(NamedTuple):

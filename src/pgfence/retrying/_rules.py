@@ -49,7 +49,7 @@ def pick_pause(attempt: int) -> float:
 
 
 def is_curable(error: Exception) -> bool:
-    """Return whether another attempt can succeed after this error, regardless of the error that caused it."""
+    """Return whether another attempt can succeed after this error. The error that caused it is not considered."""
     if isinstance(error, PgfenceError):
         # With 40001 the key is in progress only in this snapshot, which is older than the other commit. A new snapshot contains
         # the result.

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLockBase[AsyncPermit]):
     """Admit at most `permits` holders of one name at a time, across all processes; see `Semaphore`.
 
-    Guarantees, limitations, arguments and errors are the same as for `Semaphore`, with an AsyncEngine. The heartbeat runs in a
-    dedicated thread. A loss cancels the block of `hold()`.
+    Guarantees, limitations, arguments and errors are the same as for `Semaphore`, except that the engine is an AsyncEngine. The
+    heartbeat runs in a dedicated thread. A loss cancels the block of `hold()`.
     """
 
     _engines = ASYNC_ENGINES
@@ -31,7 +31,7 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
         Returns None if too few permits are free.
 
         Raises:
-            PgfenceError, ValueError: the same errors as `acquire`.
+            PgfenceError, ValueError: the same errors as `acquire`, except LockTimeoutError and SelfDeadlockError.
         """
         return await self._take(0.0)
 

@@ -35,12 +35,13 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     Limitations: a former holder may not have stopped, so write inside `permit.begin()`, which fences that permit. The token of a
     permit cannot fence a resource that several holders write. Without `fair=True`, the order of waiters is not guaranteed, and a
     request with a large weight may wait while smaller requests are granted. A fair waiter that sends no request for 3 seconds,
-    because its process is paused, is overtaken until it sends a request again. A `Lease` with the name `NAME#i` blocks that
-    permit. Each fair waiter queries the server once a second and at each release, even if many of them wait in one process.
+    for example because its process is paused, is overtaken until it sends a request again. A `Lease` with the name `NAME#i`
+    blocks that permit. Each fair waiter queries the server once a second and at each release, even if many of them wait in one
+    process.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.
-        name: text, at most 250 characters with its namespace; it must not end in `#` or `/` and digits.
+        name: text, at most 250 characters with its namespace; it must not end in `#` or `/` followed by digits.
         permits: the number of permits, from 1 to 1,000. The first process that requests a permit stores the number; see `resize`.
         ttl: seconds after which a dead holder loses a permit, from 0.3 s to a day (a timedelta may be longer).
         weight: how many permits each call of `acquire` takes.
@@ -68,7 +69,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         Returns None if too few permits are free.
 
         Raises:
-            PgfenceError, ValueError: the same errors as `acquire`.
+            PgfenceError, ValueError: the same errors as `acquire`, except LockTimeoutError and SelfDeadlockError.
         """
         return run_sync(self._take, 0.0)
 

@@ -33,7 +33,7 @@ PATIENCE = 10.0
 
 
 class OtherThread:
-    """A separate thread with an event loop. pgfence treats it as another contender, like another process."""
+    """A separate thread with an event loop. pgfence treats it as another contender, like a thread of another process."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pgfence-testing")
@@ -111,7 +111,7 @@ class PgfenceHolds(Protocol):
     Names are held as a session-level advisory lock, which excludes the `AdvisoryLock`, the `TransactionLock` and the
     `ReadWriteLock` of these names. A str is a name in the namespace of the test, if the test or one of its fixtures uses
     `pgfence_namespace`, and otherwise has no namespace. A LockKey contains its own namespace. With `shared=True`, one name is
-    held in shared mode, as a reader does.
+    held in shared mode, as by a reader.
 
     A lock is an AdvisoryLock, a Lease, a Once, a Semaphore, the `read` or `write` of a ReadWriteLock, or the async counterpart of
     one of these. It is acquired on a separate thread, which pgfence treats as another contender.

@@ -64,9 +64,9 @@ Row: TypeAlias = "tuple[str, int | None]"
 class PgfenceFaults:
     """The type of the fixture `pgfence_faults`, which injects faults in tests.
 
-    The methods block for a few milliseconds and can be called in async tests, too. A str is a name in the namespace of the
-    test, as for `pgfence_holds`. The helpers connect with the URL of the handle's engine, or of `pgfence_server` if there is no
-    handle.
+    The methods block for a few milliseconds and can be called in async tests, too. A str is a name in the namespace of the test,
+    as for `pgfence_holds`. The helpers connect with the URL of the handle's engine, or with that of `pgfence_server` if there is
+    no handle.
     """
 
     def __init__(self, url: Callable[[], str], namespace: str, engines: Engines) -> None:
@@ -109,15 +109,15 @@ class PgfenceFaults:
         return SafeContext(_processes.pause(*map(_get_pid, processes)))
 
     def kill(self, target: Held | AsyncHeld | Name | Process) -> None:
-        """End the session that holds a lock, or a process.
+        """End a process, or the session that holds a lock.
 
         For a handle in this process, the call returns when the handle is lost, with the reason "killed". A lease does not
         depend on a session: use `expire` or `steal`.
 
         Args:
             target: the handle or the name of a session or transaction lock, whose server session is terminated; or a process, or
-                its id, which is ended with SIGKILL. The call waits until a process has ended, but does not wait for an asyncio
-                process: await its `wait()`.
+                its id, which is ended with SIGKILL. The call waits until the process has ended, unless only its id is given or it
+                is an asyncio process, whose `wait()` you must await.
 
         Raises:
             LockNotHeldError: no session holds the lock.
@@ -171,7 +171,7 @@ class PgfenceFaults:
     def cut(self, *, silent: bool = False) -> AbstractContextManager[None, None]:
         """Break the connections through `url` inside a `with` block.
 
-        At the end of the block new connections work again. A connection that was broken inside the block stays broken.
+        At the end of the block, new connections work again. A connection that was broken inside the block stays broken.
 
         Args:
             silent: False resets the connections and rejects new ones. True drops everything that is sent, without an error, as a

@@ -91,14 +91,14 @@ class PgfenceHistory:
             return count
 
     def check(self) -> set[str]:
-        """Raise an error unless each holder was alone, and return the holders that had not left when another one entered.
+        """Raise an error if two holders were inside together, and return the holders that had not left when another one entered.
 
         Only a holder that was killed, or whose lock was lost, may have failed to leave. Assert that each holder in the
         returned set was one of these.
 
         Raises:
-            AssertionError: a holder was still inside after another one had entered, a token was smaller than an earlier
-                one, or two holders had the same token. The message lists all of these.
+            AssertionError: a holder left after another one had entered, a token was smaller than an earlier one, or two holders
+                had the same token. The message lists all of these violations.
         """
         wrong, unfinished = judge_history(self._read())
         if wrong:

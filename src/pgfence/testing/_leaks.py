@@ -109,13 +109,13 @@ def find_names(connection: Connection) -> dict[tuple[int, str], str]:
     if connection.execute(statements.HAS_TABLE, {"table": _PLACE.name("lock_name")}).scalar_one():
         rows = connection.execute(statements.build_name_query(_PLACE))
         names |= {(key, "bigint"): unqualify_name(name) for key, name in rows}
-    # This is slow, and runs only if a test fails. Names of transaction locks are not stored.
+    # This is slow, and runs only if a test fails. The database does not contain the names of all locks.
     keys = [each for each in gc.get_objects() if type(each) is LockKey]
     return names | {(key.value, key.space): key.name for key in keys if key.name is not None}
 
 
 class LeakCheck:
-    """Compares the locks after a test with those before it."""
+    """A comparison of the locks after a test with those before it."""
 
     def __init__(self, engine: Engine) -> None:
         self._connection = engine.execution_options(isolation_level="AUTOCOMMIT").connect()

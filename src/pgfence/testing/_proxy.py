@@ -20,7 +20,7 @@ _HOST = "127.0.0.1"
 
 
 class Proxy:
-    """Forwards every connection to one server. It runs on a separate thread.
+    """A TCP proxy that forwards every connection to one server. It runs on a separate thread.
 
     Limitations: when it swallows packets, its kernel still acknowledges them, as a middlebox does, so TCP keepalives are
     answered. The proxy therefore does not simulate a cable that is cut.

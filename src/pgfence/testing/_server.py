@@ -65,7 +65,7 @@ def open_database(worker: str, *, movable_clock: bool = False) -> Iterator[str]:
 
 @contextmanager
 def create_database(dsn: str, label: str) -> Iterator[str]:
-    """Create a database with a new name on a server, yield its URL for psycopg, and drop it."""
+    """Create a database with a new name on a server, yield its URL for a sync driver, and drop it."""
     name = f"pgfence_test_{secrets.token_hex(4)}_{label}"
     # CREATE DATABASE is not allowed in a transaction.
     engine = open_engine(dsn)

@@ -106,7 +106,7 @@ class TransactionLock(TransactionLockBase):
         Returns True if the lock is now held until the transaction ends, and False otherwise.
 
         Raises:
-            PgfenceError: the same errors as `acquire`, except LockTimeoutError and DeadlockError.
+            PgfenceError: the same errors as `acquire`, except LockTimeoutError, SelfDeadlockError and DeadlockError.
         """
         return self._try(self._unwrap())
 
@@ -122,7 +122,8 @@ class TransactionLock(TransactionLockBase):
         Raises:
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holders; the
                 transaction is as it was before.
-            SelfDeadlockError: this thread holds one of the names as an AdvisoryLock on another connection.
+            SelfDeadlockError: this thread holds one of the names as an AdvisoryLock on another connection. Not raised with
+                `timeout=0`.
             DeadlockError: PostgreSQL detected a deadlock and has aborted the transaction.
             TransactionStateError: the connection is in autocommit or a pipeline, the snapshot is older than the lock, there are
                 unflushed changes, or the lock is held in shared mode and requested in exclusive mode. Nothing was requested,
@@ -141,7 +142,7 @@ class TransactionLock(TransactionLockBase):
 
         The lock is held until the transaction ends.
 
-        The block shows which statements the lock protects. For a block that ends together with its transaction use `begin`.
+        The block shows which statements the lock protects. For a block that ends together with its transaction, use `begin`.
 
         Args:
             timeout: the same as for `acquire`.

@@ -50,10 +50,11 @@ class Flush:
         ahead: a function that is called after these listeners, before any row is compared or written.
         emitting: whether rows are being written together, so that mappers hide their version column.
         locked: the version of each row that was compared and has been locked since.
-        expected: the rows whose statement compares them, with their versions, by their keys in that statement.
+        expected: the instance and the expected version of each row that its own statement compares, by the key of the row in that
+            statement.
         written: the rows that are written together and whose version is read after the flush, in order.
         deleted: the rows that are deleted together after they were locked.
-        sent: for each executed statement, a function that returns its rows, its parameters, and the outcome.
+        sent: the executed statements, each as the function that computes its rows, its parameters, and the outcome.
         failed_rows: the rows as they were when the flush failed.
     """
 
@@ -126,7 +127,7 @@ class Flush:
         compare(self, [*changed, *deleted], deleting=bool(deleted))
 
     def expect(self, state: State, version: object) -> None:
-        """Record the version with which the statement that writes a row compares the row."""
+        """Record the version that a row must have when its statement writes it."""
         assert self.context is not None
         key = find_key_in_update(self.context, state)
         self.expected[state.mapper.base_mapper, key] = state, version
@@ -181,7 +182,7 @@ NOW: ContextVar[Flush | None] = ContextVar("pgfence_flush", default=None)
 
 
 def find_way(mapper: Mapper[object]) -> Way | None:
-    """Return how the running flush writes rows of a mapper together, or None if it does not, or no flush is running."""
+    """Return how the running flush writes rows of a mapper together; None without a flush, or if each has its own statement."""
     flush = NOW.get()
     return flush.way_of(mapper) if flush is not None and flush.emitting else None
 

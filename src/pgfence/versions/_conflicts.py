@@ -97,7 +97,7 @@ def read_failed_rows(flush: FailedFlush) -> list[WrittenRow]:
 def identify(
     flush: FailedFlush, connection: Connection, mapper: Mapper[object], rows: Iterable[tuple[State, object, object]]
 ) -> list[WrittenRow]:
-    """Return the conflicts among rows, given the versions that were read and found, and the transaction's own writes."""
+    """Return a `WrittenRow` for each row, given the version that was read and the version that was found."""
     # Sessions that share a connection write in one transaction, so xmin does not tell which of them wrote a row.
     shared = flush.shares_connection(mapper)
     found: list[WrittenRow] = []
@@ -251,7 +251,7 @@ def switched_class_error(state: State, replaced: State) -> PgfenceError:
 
 
 def missing_version_error(mapper: Mapper[object], key: Key) -> SchemaError:
-    """Return the error for a row to be written whose version is NULL."""
+    """Return the error for a row that is to be written and whose version is NULL."""
     table = get_version_table(mapper)
     command = backfill(Target(table.name, table.schema).quoted, get_version_column(mapper).name)
     return SchemaError(

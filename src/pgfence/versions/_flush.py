@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def prepare_row(mapper: Mapper[object], state: State) -> None:
-    """Prepare a row that is about to be inserted or updated, after all listeners that may still change it."""
+    """Prepare a row that is about to be inserted or updated, after all listeners that may change it have run."""
     if state.key is None:
         _insert(mapper, state)
     elif sends_update(state):

@@ -29,7 +29,8 @@ _UNKNOWN = object()
 class Join:
     """The condition by which rows refer to their owner.
 
-    In a many-to-many relationship the rows do not refer to their owners, so only deleting a row counts, and changing it does not.
+    In a many-to-many relationship, the rows do not refer to their owners, so only deleting a row counts, and changing it does
+    not.
 
     Attributes:
         prop: the relationship.
@@ -90,7 +91,7 @@ class Join:
         return any(name in coming or name in state.committed_state for name in self.names)
 
     def has_owner(self, values: Values) -> bool:
-        """Return whether a row with these values can have an owner. A row with NULL has none."""
+        """Return whether a row with these values can have an owner. A row with NULL as the foreign key has none."""
         return all(value is not None for name, value in zip(self.names, values, strict=True) if name in self._pairs)
 
     def owner_of(self, values: Values) -> ColumnElement[bool]:
@@ -111,7 +112,7 @@ class Join:
 
 
 def register_join(prop: RelationshipProperty[object]) -> None:
-    """Register a relationship whose changes count as changes of its owner, with the class that it leads to.
+    """Record, in the class that a relationship leads to, that changes of the relationship count as changes of its owner.
 
     Raises:
         ValueError: the owner of a row cannot be found by the columns of the row.

@@ -51,9 +51,9 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
     and no change is lost.
 
     Limitations: the flush is not guaranteed to succeed unless `lock=True`. If it fails, a plain Session raises SQLAlchemy's
-    StaleDataError, and a `VersionedSession` raises VersionConflictError. In REPEATABLE READ and SERIALIZABLE the row is as old as
-    the transaction's snapshot, and the UPDATE of a row that has changed since then fails with SQLSTATE 40001. A row that was
-    deleted and created again starts at the same number. `VersionedUUID` distinguishes the two rows.
+    StaleDataError, and a `VersionedSession` raises VersionConflictError. In REPEATABLE READ and SERIALIZABLE, the row is as old
+    as the transaction's snapshot, and the UPDATE of a row that has changed since then fails with SQLSTATE 40001. A row that was
+    deleted and created again starts at version 1 again. `VersionedUUID` distinguishes the two rows.
 
     Args:
         session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited.

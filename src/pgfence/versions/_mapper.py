@@ -61,7 +61,7 @@ class SentUpdate(Update):
 
     @classmethod
     def of(cls, statement: Update, mapper: Mapper[object], way: Way | None) -> Self:
-        """Return the same statement for a base mapper."""
+        """Return a statement of SQLAlchemy as an instance of this class."""
         made = cls(statement.table).where(*statement._where_criteria)
         made.mapper, made.way, made.version = mapper, way, get_version_column(mapper)
         return made
@@ -123,7 +123,7 @@ class SentUpdate(Update):
 
 
 class SentPostUpdate(SentUpdate):
-    """The UPDATE that a relationship with `post_update` sends after those of the rows themselves, or before their DELETE."""
+    """The UPDATE that a relationship with `post_update` sends after the INSERT or UPDATE of the rows, or before their DELETE."""
 
     inherit_cache = True
 
@@ -167,7 +167,7 @@ class SentDelete(Delete):
 
     @classmethod
     def of(cls, statement: Delete, mapper: Mapper[object], way: Way | None) -> Self:
-        """Return the same statement for a base mapper."""
+        """Return a statement of SQLAlchemy as an instance of this class."""
         made = cls(statement.table).where(*statement._where_criteria)
         made.mapper, made.way, made.version = mapper, way, get_version_column(mapper)
         return made
@@ -268,13 +268,17 @@ class VersionedMapper(Mapper[object]):
 
     @memoized_property
     def batches(self) -> bool:
-        """Whether rows can be written together, that is, the version has a column, and the statements are replaced as below."""
+        """Whether rows can be written together, which needs a version column of their own and the statements of this module."""
         found = self.__dict__["version_id_col"]
         return found is not None and not found.system and isinstance(self.base_mapper, VersionedMapper)
 
     @property
     def confirm_deleted_rows(self) -> bool:
-        """Whether SQLAlchemy counts what it deletes. `SentDelete` does, and a subclass table has its row with the version."""
+        """Whether SQLAlchemy itself counts the rows that it deletes.
+
+        It does not for versioned rows: `SentDelete` counts those in the table that has the version, and each row in the table of a
+        subclass belongs to one of them.
+        """
         asked: bool = self.__dict__["confirm_deleted_rows"]
         return asked and self.__dict__["version_id_col"] is None
 

@@ -47,7 +47,7 @@ def mode_of(mapper: Mapper[object]) -> Mode:
 
 
 def get_version_column(mapper: Mapper[object]) -> Column[object]:
-    """Return the version column; with joined inheritance it is in the table of the base class."""
+    """Return the version column; with joined inheritance, it is in the table of the base class."""
     column = mapper.column_attrs[ATTRIBUTE].columns[0]
     assert isinstance(column, Column)
     return column

@@ -60,7 +60,7 @@ class Versioned(_Guarded):
     adds 1.
 
     Guarantees: a flush changes or deletes a row only at the version at which its instance was read, and otherwise raises an
-    error. update() of the class increments the version of every row that it writes, or is rejected; see `bulk` of
+    error. An update() of the class increments the version of every row that it writes, or is rejected; see `bulk` of
     `VersionedSession`.
 
     The version is loaded together with any other columns. If columns were loaded without it, for example by SQL text that omits
@@ -73,25 +73,26 @@ class Versioned(_Guarded):
 
     `__version_mode__ = "xmin"` uses the id of the last transaction that wrote the row, which PostgreSQL stores. This mode needs
     no column and detects every writer. It is only for the work of one session, because the id changes with a dump or a rewrite of
-    the table, and is the same for several writes of one transaction. Therefore `etag` and `merge()` reject this mode.
+    the table, and is the same for several writes of one transaction. Therefore, `etag` and `merge()` reject this mode.
 
     Attributes:
-        __version_mode__: what maintains the version. With "client" it is this program, with "server" the trigger of
-            `schema.add_version_trigger`, and with "xmin" PostgreSQL itself.
+        __version_mode__: what maintains the version. With "client", it is this program; with "server", the trigger of
+            `schema.add_version_trigger`; and with "xmin", PostgreSQL itself.
         __version_column__: the name of the column in the table. The attribute is always `version`.
         __version_relationships__: names of one-to-many and many-to-many relationships. Rows that are added, removed or deleted,
-            and for one-to-many also rows that are changed or moved themselves, count as one change of this row for each flush,
+            and, for one-to-many, also rows that are changed or moved themselves, count as one change of this row for each flush,
             whatever the relationship joins on. The version of a row that owns this one does not change with it. A subclass that
             sets the attribute replaces the list of its base; `(*Document.__version_relationships__, "lines")` extends it.
 
     Raises:
         VersionConflictError: on writing in a `VersionedSession`, if the row is at another version or was deleted.
-        StaleDataError: SQLAlchemy's own error, instead of VersionConflictError in a plain Session.
+        StaleDataError: SQLAlchemy's own error, which a plain Session raises instead of VersionConflictError.
         AttributeError: on assigning `version`, even in the constructor and in SQLModel's `model_validate` and `sqlmodel_update`,
-            because the assignment would check nothing; use `load_for_version`. A version that a library drops because it is not
-            in its own list of fields is not detected.
+            because the assignment would check nothing; use `load_for_version`. A version that a library drops, because it is not
+            in the library's own list of fields, is not detected.
         VersionRequiredError: on writing, if columns of the row were read without its version.
-        SchemaError: on writing, if the row's version is NULL, or in mode "server" the trigger is missing. `command` fixes it.
+        SchemaError: on writing, if the row's version is NULL, or, in mode "server", if the trigger is missing. `command` contains
+            the statement that fixes it.
         TypeError, ValueError: on mapping the class, if an attribute is unusable, there are two version columns, or a relationship
             writes rows by statements that compare no version: `post_update` with a foreign key in the table of a joined subclass,
             or a table of versioned rows as `secondary`. A name in `__version_relationships__` that is not a relationship, leads
@@ -118,8 +119,8 @@ class Versioned(_Guarded):
 class VersionedUUID(_Guarded):
     """A mixin that gives the rows of a mapped class a random UUID as their version, instead of the number of `Versioned`.
 
-    The UUID distinguishes a row that was deleted and created again under the same key from the original row, but does not show how
-    often a row was written. Otherwise the mixin works like `Versioned` in the mode "client".
+    The UUID distinguishes a row that was deleted and created again under the same key from the original row, but does not show
+    how often a row was written. Otherwise, the mixin works like `Versioned` in the mode "client".
 
     Attributes:
         __version_column__: the column's name in the table; the attribute is always `version`.

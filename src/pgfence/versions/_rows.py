@@ -125,7 +125,7 @@ def check_transaction(connection: Connection, way: str) -> None:
 
 
 def find_written_here(connection: Connection, mapper: Mapper[object], keys: Sequence[Key]) -> list[bool]:
-    """Return for each row whether this transaction, or a savepoint in it, was the last to write it."""
+    """Return, for each row, whether this transaction, or a savepoint in it, was the last to write the row."""
     query, names = _build_written_query(mapper)
     found = set(connection.scalars(query, {name: [key[place] for key in keys] for place, name in enumerate(names)}))
     return [place in found for place in range(1, len(keys) + 1)]

@@ -43,32 +43,31 @@ class VersionedSession(Session):
         If a flush fails because other processes have written rows of classes with `Versioned`, the error lists these rows and no
         others, each with the version that was read and the current version. The error lists a row no matter how the flush was
         going to write it: as a change or a deletion, through a cascade or `post_update`, or as a new row under the key of a row
-        that it deletes. Unless `conflict_check` is "batch", only the rows that the flush had reached when it met the first
+        that it deletes. Unless `conflict_check` is "batch", only rows that the flush already knew of when it met the first
         conflict are listed. They are read through the session's own connection, before the transaction, or the savepoint that
-        contains the flush, is rolled back. What precedes the savepoint remains usable. merge() of an instance that another
-        session has read also compares its version, and rejects an instance without a version if there is a row that it would
-        overwrite.
+        contains the flush, is rolled back. Work before the savepoint is kept. A merge() of an instance that another session has
+        read also compares its version, and rejects an instance without a version if there is a row that it would overwrite.
 
     Limitations:
-        In REPEATABLE READ and SERIALIZABLE PostgreSQL itself rejects such a write with SQLSTATE 40001. The legacy methods
-        `bulk_save_objects` and `bulk_update_mappings` compare versions but do not list the rows. The session cannot track SQL
-        text, statements on session.connection() or triggers that write rows of its instances. Refresh these instances before you
-        change them, or the flush raises a PgfenceError. In a Session on a Connection, such a row counts as a conflict, because
-        another session may have written it on that Connection.
+        In REPEATABLE READ and SERIALIZABLE, PostgreSQL itself rejects the write of a row that has changed since the snapshot,
+        with SQLSTATE 40001. The legacy methods `bulk_save_objects` and `bulk_update_mappings` compare versions but do not list
+        the rows. The session cannot track SQL text, statements on session.connection() or triggers that write rows of its
+        instances. Refresh the instances of such rows before you change them, or the flush raises a PgfenceError. In a Session on
+        a Connection, such a row counts as a conflict, because another session may have written it on that Connection.
 
     Args:
         bind: an Engine, or a Connection whose transaction you control.
         bulk: how statements on versioned classes outside a flush are handled. "bump" increments the version of each row that they
-            write, and rejects statements for which that is impossible. An UPDATE inside a SELECT is detected one level deep.
+            write, and rejects statements for which that is impossible. An UPDATE inside a SELECT is detected only one level deep.
             "refuse" rejects all statements that do not increment versions themselves, at any depth. "ignore" sends them
             unchanged.
-        conflict_check: "auto" writes the rows of a table together or one by one, whichever costs fewer round trips. With
-            psycopg and psycopg2, one statement contains the versions of all rows that change alike, and the driver counts the
-            rows that it matches. asyncpg cannot count them, so four rows or more are locked and compared first. Rows of a class
+        conflict_check: "auto" writes the rows of a table together or one by one, whichever costs fewer round trips. With psycopg
+            and psycopg2, one statement contains the versions of all rows that change alike, and the driver counts the rows that
+            it matches. With asyncpg, which cannot count them, four rows or more are locked and compared first. Rows of a class
             with the mode "xmin", of a Session on a Connection, and in AUTOCOMMIT are written one by one. "row" sends and counts
-            one UPDATE for each row. "batch" first locks and compares all versioned rows that the flush changes or deletes,
-            except rows of a class with the mode "xmin", lists every conflict immediately, and then writes rows that change
-            alike together; in AUTOCOMMIT, where a row lock does not last, it raises TransactionStateError.
+            one UPDATE for each row. "batch" first locks and compares all versioned rows that the flush changes or deletes, except
+            rows of a class with the mode "xmin", lists every conflict immediately, and then writes rows that change alike
+            together; in AUTOCOMMIT, where a row lock does not last, it raises TransactionStateError.
         **session_options: passed to Session.
 
     Raises:

@@ -220,7 +220,7 @@ def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[obj
             "the statement has its own WHERE, so that a row at another version would be skipped silently",
             "Remove the WHERE",
         )
-    # For a version of None SQLAlchemy would send the UPDATE without comparing anything.
+    # For a version of None, SQLAlchemy would send the UPDATE without comparing anything.
     if lacking := [row for row in rows if row.get(ATTRIBUTE) is None]:
         raise _unversioned_error(
             mapper,
