@@ -155,7 +155,7 @@ def is_at_head(connection: Connection) -> bool:
     try:
         return not list(environment.script.iterate_revisions(destination, found, implicit_base=True))
     except RevisionError:
-        # Another process may be about to change what was read. Under the lock Alembic reads again, and raises its own error.
+        # Another process may be about to change what was read. Under the lock, Alembic reads again, and raises its own error.
         return False
 
 

@@ -74,7 +74,7 @@ class MigrationLock:
         self._wrote = False
 
     def _drive(self, function: Callable[P, Coro[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a coroutine function of the manager to its end. With an async driver env.py runs in a greenlet of SQLAlchemy."""
+        """Run a coroutine function of the manager to its end. With an async driver, env.py runs in a greenlet of SQLAlchemy."""
         if not self._connection.dialect.is_async:
             return run_sync(function, *args, **kwargs)
         from sqlalchemy.util import await_only
@@ -295,7 +295,8 @@ class MigrationLock:
         with self._limit_time(session, STATEMENT_BUDGET):
             written = not session.dbapi_connection.autocommit and migration_lock.has_written(connection)
         if written and not wrote:
-            # Alembic creates its version table in the transaction in which it looks for it, and commits it with a revision.
+            # Alembic creates its version table in the transaction in which it looks for the table, and commits both with a
+            # revision.
             connection.commit()
             return False
         connection.rollback()

@@ -1,9 +1,9 @@
 """Compute how many partitions a live worker owns, and which ones it takes and gives up, without I/O and without a clock.
 
 Each worker, here called a member, decides alone. It needs to know only how many members are alive and how many of them joined
-earlier. The quotas of all members add up to the number of partitions, so a member that owns less than its quota finds free ones.
-A quota never grows when a member joins and never shrinks when a member leaves, so partitions move only to the new member, or from
-the member that leaves.
+earlier. The quotas of all members add up to the number of partitions, so a member that owns fewer partitions than its quota finds
+free ones. A quota never grows when a member joins and never shrinks when a member leaves, so partitions move only to the new
+member, or from the member that leaves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rules of a retry, without I/O: which errors are retried, the backoff, and what a failed COMMIT means."""
+"""The rules of a retry, without I/O: which errors are retried, and the backoff."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pick_pause(attempt: int) -> float:
 def is_curable(error: Exception) -> bool:
     """Return whether another attempt can succeed after this error. The error that caused it is not considered."""
     if isinstance(error, PgfenceError):
-        # With 40001 the key is in progress only in this snapshot, which is older than the other commit. A new snapshot contains
+        # With 40001, the key is in progress only in this snapshot, which is older than the other commit. A new snapshot contains
         # the result.
         if isinstance(error, IdempotencyInProgressError):
             return error.sqlstate == SERIALIZATION_FAILURE

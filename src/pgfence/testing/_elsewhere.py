@@ -1,4 +1,4 @@
-"""Hold locks in another session, on a separate thread and an engine with separate connections."""
+"""Hold locks in another session, on a separate thread and through an engine with separate connections."""
 
 from __future__ import annotations
 

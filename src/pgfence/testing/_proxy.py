@@ -92,8 +92,8 @@ class Proxy:
         await self._listen(0)
 
     async def _listen(self, port: int) -> None:
-        # asyncio's own server is not used, because it loses a connection that it accepts in the iteration of the event loop
-        # in which it is closed.
+        # asyncio's own server is not used, because it loses a connection that it accepts in the iteration of the event loop in
+        # which the server is closed.
         if self._listener is None:
             self._listener = socket.create_server((_HOST, port))
             self._listener.setblocking(False)

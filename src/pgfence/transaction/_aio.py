@@ -1,4 +1,4 @@
-"""`AsyncTransactionLock`, which runs the sync implementation through `run_sync` on the calling task."""
+"""`AsyncTransactionLock`, which runs the sync implementation through `run_sync` in the calling task."""
 
 from __future__ import annotations
 

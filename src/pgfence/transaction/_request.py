@@ -205,7 +205,7 @@ class TransactionLockBase(Guided):
             )
 
     def _acquire_for_block(self, work: Session | Connection, timeout: Seconds | None, owner: Contender) -> sql.Stay:
-        """Acquire for a block, and return the transaction that must not end before the block does."""
+        """Acquire the lock for a block, and return the transaction that must not end before the block does."""
         self._acquire(work, timeout, owner)
         return sql.Stay.of(self._connect(work))
 

@@ -21,7 +21,7 @@ _HOME = {
 }
 
 
-if not TYPE_CHECKING:  # checkers must report a misspelt name
+if not TYPE_CHECKING:  # type checkers must report a misspelt name
 
     def __getattr__(name: str) -> object:
         """Import the classes and functions that need SQLAlchemy's ORM on first access, because importing the ORM is slow."""

@@ -245,7 +245,7 @@ def _choose_way(flush: Flush, context: UOWTransaction, mapper: Mapper[object]) -
     if flush.session.connection_callable is not None or flush.shares_connection(mapper):
         return None
     connection = flush.session.connection(bind_arguments={"mapper": mapper})
-    # In AUTOCOMMIT no rollback would undo the rows that a statement has written.
+    # In AUTOCOMMIT, no rollback would undo the rows that a statement has written.
     if read_driver_state(connection).autocommit:
         return None
     if connection.dialect.supports_sane_multi_rowcount:
@@ -276,7 +276,7 @@ def compare(flush: Flush, states: list[State], *, deleting: bool = False, connec
 
 
 def _confirm(flush: Flush) -> None:
-    """Read the rows that a batch has sent, and raise an error if one of them was not written."""
+    """Read the rows that a batch should have written, and raise an error if one of them was not written."""
     unwritten: list[str] = []
     for mapper, some in _group_by_table(list(flush.written)):
         where = flush.session.connection(bind_arguments={"mapper": mapper})

@@ -39,7 +39,7 @@ def prepare_row(mapper: Mapper[object], state: State) -> None:
 def _insert(mapper: Mapper[object], state: State) -> None:
     flush, batch = NOW.get(), batch_of(state)
     if flush is None or flush.session is not state.session:
-        # In a plain Session SQLAlchemy compares the version, but in mode "server" it would send an UPDATE with an empty SET.
+        # In a plain Session, SQLAlchemy compares the version, but in mode "server" it would send an UPDATE with an empty SET.
         if mapper.version_id_generator is False and (replaced := _find_deleted(mapper, state)) is not None:
             _touch_switched(state, replaced)
         return

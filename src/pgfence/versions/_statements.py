@@ -1,7 +1,7 @@
-"""Make insert(), update() and delete() of a versioned class increment the version of each row that they write.
+"""Make insert() and update() of a versioned class increment the version of each row that they change.
 
 Sessions that have read the rows then detect the change. A statement that cannot be changed accordingly is rejected. In mode
-"server" the trigger increments the versions, and only the instances in the session are updated here.
+"server", the trigger increments the versions, and only the instances in the session are updated here.
 """
 
 from __future__ import annotations
