@@ -354,7 +354,8 @@ def audit(
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.
-        since: the earliest time of an entry, with a time zone, or the maximum age as a timedelta by the server's clock.
+        since: the earliest time of an entry, as a datetime with a time zone, or its maximum age by the server's clock, as a
+            timedelta.
         action: only this action: "evict", "ask to resign", "free key" or "release leaked".
 
     Raises:

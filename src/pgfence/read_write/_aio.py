@@ -23,7 +23,10 @@ class AsyncWriteHeld(AsyncHeld):
     __slots__ = ()
 
     async def downgrade(self) -> AsyncHeld:
-        """Replace the write lock with the read lock, and return the new handle; errors are the same as for the sync class."""
+        """Replace the write lock with the read lock, and return the handle of the read lock.
+
+        Guarantees and errors are the same as for the sync class.
+        """
         return await downgrade(cast("LockManager", self._manager), cast("SessionHold", self._hold), AsyncHeld)
 
 

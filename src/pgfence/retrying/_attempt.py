@@ -105,7 +105,7 @@ class AttemptRun:
         """Track a connection on which the session begins a transaction.
 
         Raises:
-            UnsupportedServerError: the server is not PostgreSQL.
+            UnsupportedServerError: the server is not PostgreSQL, or the driver is not supported.
             TransactionStateError: the connection is in autocommit.
         """
         style_of(connection.dialect)

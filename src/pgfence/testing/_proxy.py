@@ -23,7 +23,7 @@ class Proxy:
     """A TCP proxy that forwards every connection to one server. It runs on a separate thread.
 
     Limitations: when it swallows packets, its kernel still acknowledges them, as a middlebox does, so TCP keepalives are
-    answered. The proxy therefore does not simulate a cable that is cut.
+    answered. Therefore, the proxy does not simulate a cut cable.
     """
 
     def __init__(self, dsn: str) -> None:
