@@ -485,7 +485,7 @@ KINDS: dict[str, Kind] = {
         ("Task", 2),
     ),
     "post_update of a subclass": Kind(
-        "a many-to-one relationship with `post_update` of a joined subclass",
+        "a many-to-one relationship with `post_update` that a joined subclass inherits",
         _of("Book", 0, 1),
         _book_after,
         {("Item", 0): 1},
