@@ -75,7 +75,7 @@ def test_with_yes_it_evicts_and_says_whom(
     assert main(["evict", name, *WHY, "--yes"]) == 0
     out = capfd.readouterr().out
     assert "worker-7 on host-1" in out
-    assert f"From now on token {token} is rejected; the newest token is {token + 1}." in out
+    assert f"From now on, token {token} is rejected; the newest token is {token + 1}." in out
     assert audited(admin, name) == [("ann", "hung since 3 a.m.")]
     assert newest(admin, name) == token + 1
 

@@ -256,7 +256,7 @@ async def test_a_fault_of_the_wrong_kind_is_rejected(
     """A lease has no session to kill, a session lock does not expire, a transaction lock has no engine; the message helps."""
     async with world.enter(world.engine().begin()) as connection:
         wanted = world.pick(TransactionLock, AsyncTransactionLock)(connection, name)
-        with pytest.raises(TypeError, match="instead of a TransactionLock pass its names"):
+        with pytest.raises(TypeError, match="for a TransactionLock, pass its names instead"):
             pgfence_faults.busy(wanted)
     async with world.enter(lease(world, name).hold()) as held:
         with pytest.raises(TypeError, match=r"use expire\(\) or steal\(\)"):

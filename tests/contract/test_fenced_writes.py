@@ -378,7 +378,7 @@ def _own_column(base: Any, entry: Any) -> None:
         (_secondary, "writes rows of Entry as its secondary table"),
         (_post_update, "has post_update and writes a table of Child without the fencing column"),
         (_other_resource, "different values of __fence_resource__"),
-        (_unfenced_base, "Child is fenced and Doc, whose table it shares, is not"),
+        (_unfenced_base, "Child is fenced, but Doc, whose table it shares, is not"),
         (_own_column, "Doc has no fencing column, or one that the mixin did not create"),
     ],
 )

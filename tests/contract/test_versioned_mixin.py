@@ -524,7 +524,7 @@ async def test_a_rewrite_of_the_table_changes_xmin_and_no_real_version(
 
 def test_xmin_is_rejected_for_joined_inheritance() -> None:
     """The mode is rejected, because a change of only the child's table does not change the parent's xmin."""
-    with pytest.raises(ValueError, match="with joined inheritance use the mode"):
+    with pytest.raises(ValueError, match="with joined inheritance, use the mode"):
         family("xmin")
 
 

@@ -247,8 +247,8 @@ class Declined(Exception):
     ("rejected", "why"),
     [
         (Guarded, "private attributes are not stored, and it has _seen. Return a model without them"),
-        (Fee, "it is an enumeration and a dataclass. Return a class that is only one of these"),
-        (Declined, "it is a dataclass and an exception. Return a class that is only one of these"),
+        (Fee, "it is an enumeration and a dataclass. Return an instance of a class that is only one of these"),
+        (Declined, "it is a dataclass and an exception. Return an instance of a class that is only one of these"),
     ],
 )
 def test_a_class_of_two_kinds_is_rejected_at_decoration(rejected: type[Any], why: str) -> None:

@@ -244,7 +244,7 @@ def build_listing(query: HoldQuery, access: Access, holds: list[HoldRow], waits:
 def _list_hidden(query: HoldQuery, access: Access) -> Iterable[str]:
     if not access.all_stats:
         yield (
-            "This role is not a member of pg_read_all_stats, so it cannot see the address, the state and the time of other"
+            "This role is not a member of pg_read_all_stats, so it cannot see the address, the state or the time of other"
             " roles' sessions. To allow it, run GRANT pg_read_all_stats TO <role>"
         )
     lacking = [

@@ -112,7 +112,7 @@ def _is_there(operations: Operations, operation: CreateIndexSafely, table: Targe
     if found is None:
         return False
     if not found.of_this_table:
-        what = "an index {} of another table" if found.is_index else "something named {} that is not an index"
+        what = "an index {} of another table" if found.is_index else "an object named {} that is not an index"
         raise ValueError(f"there is already {what.format(found.called)}: rename one of them")
     if not found.valid:
         _log.warning(
@@ -146,12 +146,12 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
         state = sqlstate_of(error)
         if state is None or state[:2] in _UNRELATED:
             raise
-        why, advice = message_of(error), "drop it, or rename one of them"
+        why, advice = message_of(error), "drop the existing index, or rename one of them"
         if state != migration_scripts.DIFFERS:
             why = f"building it on an empty copy of the table failed: {why}"
             advice = (
-                "if both are the same, write yours exactly as the existing index is described; otherwise drop it, or rename one"
-                " of them"
+                "if the two indexes are the same, write yours exactly as the existing index is described; otherwise, drop the"
+                " existing index, or rename one of them"
             )
         raise ValueError(
             f"there is already an index {found.called}, which may differ from this one ({why}): {advice}"

@@ -175,7 +175,7 @@ class DropFence(TableOperation):
         """
         if self.resource is None:
             raise ValueError(
-                f"drop_fence({self.target.name!r}) can be reversed only if it has the resource= of the fence"
+                f"drop_fence({self.target.name!r}) can be reversed only if the resource of the fence is passed as resource="
             )
         return AddFence(self.target.name, resource=self.resource, namespace=self.namespace, **self.options)
 

@@ -170,7 +170,7 @@ def resolve_async_engine(source: AsyncEngineSource, what: str, twin: str = "its 
 def _wrong_engine_error(returned: object, what: str, wanted: str, twin: str) -> TypeError:
     if isinstance(returned, Engine) and returned.dialect.is_async:
         return TypeError(
-            f"{what} needs {wanted}, not one with the async driver {returned.dialect.driver}: create it with"
+            f"{what} needs {wanted}, not one with the async driver {returned.dialect.driver}: create the engine with"
             f" create_async_engine() and use {twin}, or choose a sync driver"
         )
     if hasattr(returned, "dialect"):

@@ -91,7 +91,7 @@ def add(connection: Connection, place: TableNames, target: Target, column: str) 
     if found is not None and found.copied:
         if not same:
             raise ValueError(
-                f"{target} is a partition, and the version trigger of its table uses a column other than {column!r}"
+                f"{target} is a partition, and the version trigger of the partitioned table uses a column other than {column!r}"
             )
         execute_plain(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quote(trigger_name(place))}")
         return

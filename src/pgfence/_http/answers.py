@@ -71,6 +71,7 @@ def build_replay(stored: StoredResult) -> Reply:
     """
     if stored.reply is None:
         raise IdempotencyMisuseError(
-            "the idempotency key of this request was used for something that is not an HTTP response"
+            "the idempotency key of this request was already used outside HTTP, so the result that is stored under it is not an"
+            " HTTP response"
         )
     return stored.reply._replace(headers=(*stored.reply.headers, REPLAYED))

@@ -56,7 +56,7 @@ _PROBLEM = {
         "title": {"type": "string", "description": "The reason phrase of the status."},
         "status": {"type": "integer"},
         "detail": {"type": "string", "description": "What is wrong and what to do, for human readers."},
-        "code": {"type": "string", "description": "A code for what is wrong, for programs."},
+        "code": {"type": "string", "description": "A machine-readable code for the problem."},
     },
 }
 _AGAIN = {"description": "Seconds to wait before sending the request again.", "schema": {"type": "integer"}}

@@ -179,7 +179,7 @@ OF_ERRORS = {
         "commit_outcome_unknown",
         503,
         "The connection to the database was lost during the commit, so it is not known whether this request had an effect. Check"
-        " that before you send it again; with an Idempotency-Key you can send it again without a check.",
+        " that before you send it again; with an Idempotency-Key, you can send it again without a check.",
     ),
     "StandbyError": Problem("database_read_only", 503, f"The database does not accept changes at the moment. {_LATER}"),
     "UnreachableError": Problem("database_unreachable", 503, f"The database cannot be reached at the moment. {_LATER}"),

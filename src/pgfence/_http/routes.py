@@ -23,7 +23,7 @@ def compile_routes(routes: Collection[str]) -> re.Pattern[str]:
         ValueError: there are no patterns, or a pattern could never match or would take too long to match.
     """
     if isinstance(routes, str):
-        raise TypeError(f"routes must be a collection of patterns: routes=[{routes!r}]")
+        raise TypeError(f"routes must be a collection of patterns: pass routes=[{routes!r}]")
     if not routes:
         raise ValueError("routes=[] would apply to no request; pass None for all paths")
     # Frameworks treat paths as equal if they differ only by a trailing slash, or by a trailing line feed, because `$` also
@@ -49,9 +49,11 @@ def _compile_route(route: str) -> str:
     literal = _FIELD.sub("", stem)
     if not route.startswith("/") or any(character in literal for character in "{}<>*?"):
         raise ValueError(
-            f"{route!r} is not a route: a route is a path without a query that begins with a slash. Write {{name}} for a part"
+            f"{route!r} is not a route: a route is a path that begins with a slash and has no query. Write {{name}} for a part"
             " that varies; * is allowed only at the end"
         )
     if stem.count(":path}") > 1 or any(len(_FIELD.findall(segment)) > 1 for segment in stem.split("/")):
-        raise ValueError(f"{route!r} is not a route: a route may have one field in each segment, and one {{name:path}}")
+        raise ValueError(
+            f"{route!r} is not a route: a route may have at most one field in each segment, and at most one {{name:path}}"
+        )
     return pattern + re.escape(stem[at:]) + (".*" if route.endswith("*") else "")

@@ -288,7 +288,7 @@ def parse_length(value: str) -> int | None:
 
 def _check_methods(methods: Collection[str]) -> frozenset[str]:
     if isinstance(methods, str):
-        raise TypeError(f"methods must be a collection of methods: methods=[{methods!r}]")
+        raise TypeError(f"methods must be a collection of methods: pass methods=[{methods!r}]")
     found = frozenset(str(method).upper() for method in methods)
     if not found:
         raise ValueError("methods=[] would apply to no request")

@@ -184,8 +184,9 @@ def warn_of_clock(claim: AcquireRequest, set_back: float | None) -> None:
     """Log a warning, which states the consequence, if the server's clock was set back while the name was blocked."""
     if set_back is not None and set_back >= terms.NOTABLE_STEP:
         log.warning(
-            "the database server's clock was set back by %.0f s or more while the %s %s was held. Its times were moved back"
-            " too. If its holder is dead, it becomes available within one TTL from now. Check the time service of that server",
+            "the database server's clock was set back by %.0f s or more while the %s %s was held. The times of this"
+            " hold were moved back too. If the holder is dead, the name becomes available within one TTL from now. Check the"
+            " time service of that server",
             set_back,
             claim.kind,
             format_names(claim.names),

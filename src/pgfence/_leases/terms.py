@@ -101,7 +101,7 @@ def ttl_of(value: Seconds) -> float:
     ttl = seconds(value, "ttl")
     if ttl < SHORTEST_TTL:
         raise ValueError(
-            f"ttl must be at least {SHORTEST_TTL:g} s, not {ttl:g}: the lease is renewed every ttl/3, and a pause of that length"
+            f"ttl must be at least {SHORTEST_TTL:g} s, not {ttl:g}: the lease is renewed every ttl/3, and even a short pause"
             " would lose it. A ttl of 30 to 60 s suits most jobs"
         )
     if ttl > LONGEST_TTL and not isinstance(value, timedelta):
@@ -124,7 +124,7 @@ def build_terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lo
     delay = _check_finite(seconds(lock_delay, "lock_delay"), "lock_delay")
     if least > length:
         raise ValueError(
-            f"min_hold={least:g} is longer than ttl={length:g}: after a crash the name would be free earlier than after a "
+            f"min_hold={least:g} is longer than ttl={length:g}: after a crash, the name would be free earlier than after a "
             f"release. Increase the ttl to at least min_hold"
         )
     most = None if max_hold is None or seconds(max_hold, "max_hold") == math.inf else seconds(max_hold, "max_hold")

@@ -67,7 +67,7 @@ class Patience:
         else:
             by = f" by {', '.join(map(str, self.holders))}" if self.holders else ""
             message += (
-                f"{clock() - self.heard_at:.1f} s ago it was held{by}; since then the server could not be reached"
+                f"{clock() - self.heard_at:.1f} s ago it was held{by}; since then, the server has been unreachable"
             )
         if isinstance(error, StandbyError):
             return StandbyError(message, sqlstate=error.sqlstate)

@@ -85,7 +85,7 @@ class ErrorContext(NamedTuple):
 
 _NO_CONTEXT = ErrorContext()
 FENCE = ErrorContext(
-    on_primary="A gate is entered where rows are written. Begin on the primary, in a read-write transaction",
+    on_primary="A gate can be entered only where rows can be written. Begin on the primary, in a read-write transaction",
     fewer_locks="Enter fewer gates in one transaction",
 )
 
@@ -195,7 +195,7 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
 def standby_error(what: str, otherwise: str = "") -> StandbyError:
     """Return the error for a lock requested on a standby. `otherwise` is the advice if no switch-over is in progress."""
     return StandbyError(
-        f"this server is a standby: {what} acquired here excludes no process on the primary. {SWITCHING}. Otherwise connect"
+        f"this server is a standby: {what} acquired here excludes no process on the primary. {SWITCHING}. Otherwise, connect"
         f" to the primary{otherwise}"
     )
 
@@ -256,9 +256,9 @@ def _gate_timeout_error(detail: Mapping[str, Any]) -> LockTimeoutError:
     ]
     who = [f"{who}, {one['state']}: {one['query']}" for who, one in zip(holders, detail["inside"], strict=True)]
     return LockTimeoutError(
-        f"could not enter the gate of {name!r} within {seconds:g} s: a transaction of an older holder is still inside"
-        f" ({'; or '.join(who) or 'its session is not visible to this role'}). Roll back and try again. pg_terminate_backend"
-        " ends a session whose client has disappeared",
+        f"could not enter the gate of {name!r} within {seconds:g} s: another transaction, usually of an older holder, is still"
+        f" inside ({'; or '.join(who) or 'its session is not visible to this role'}). Roll back and try again. If the client of"
+        " that transaction has disappeared, end its session with pg_terminate_backend()",
         names=(name,),
         timeout=seconds,
         holders=holders,

@@ -46,7 +46,7 @@ _HOLDS = {
     "checkpoint": "the checkpoints of leases",
     "audit": "the record of evictions",
     "semaphore": "the number of permits of each semaphore",
-    "rate_take": "the last takes of rate limits, so these may be taken again",
+    "rate_take": "the units taken from each rate limit, so these may be taken again",
     "partition_set": "the number of partitions and the hash of each set of partitions",
 }
 

@@ -196,8 +196,8 @@ def _is_typed_dict(one: type[object]) -> bool:
 
 
 _STORABLE = (
-    "a result may consist of numbers, texts, bytes, dates and times, UUIDs, enumerations, dataclasses, named tuples, pydantic"
-    " models, lists, tuples, sets and dicts"
+    "a result may consist of None, bool, int, float, Decimal, str, bytes, bytearray, datetime, date, time, timedelta, UUID,"
+    " enumerations, dataclasses, named tuples, TypedDicts, pydantic models, lists, tuples, sets and dicts"
 )
 _FORMS: dict[str, Callable[[type[object]], bool]] = {
     "an enumeration": lambda one: issubclass(one, Enum),
@@ -217,11 +217,11 @@ def _check_class(one: type[object]) -> None:
         if base in ATOMS or isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
     ]
     if hasattr(one, "__mapper__"):
-        why = "it is a database row. Return its key, or a dataclass or model with the fields that the response needs"
+        why = "it is a mapped class. Return the key of the row, or a dataclass or model with the fields that the response needs"
     elif forms in ([], ["an exception"]):
         why = _STORABLE
     elif len(forms) > 1:
-        why = f"it is {' and '.join(forms)}. Return a class that is only one of these"
+        why = f"it is {' and '.join(forms)}. Return an instance of a class that is only one of these"
     elif forms[0] in ("a dataclass", "a pydantic model") and builtin:
         why = (
             f"it is {forms[0]} and inherits from {builtin[0]}. Only fields are stored, so make the {builtin[0]} a field"

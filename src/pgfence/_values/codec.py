@@ -149,7 +149,7 @@ class Codec(Generic[T]):
             raise IdempotencyMisuseError(
                 f"the result contains an instance of {kind.__qualname__}, which cannot be stored. If the class is a"
                 " dataclass, a model, a named tuple or an enumeration, name it in result= or in the annotation of the function;"
-                " otherwise return something simpler"
+                " otherwise, return a simpler value"
             )
         if (names := self._fields.get(kind)) is not None:
             try:
@@ -171,7 +171,7 @@ class Codec(Generic[T]):
         if missing := [one for one in names if one not in held]:
             raise IdempotencyMisuseError(
                 f"the result contains an instance of {type(value).__qualname__} without {', '.join(missing)}, which cannot be"
-                " stored: model_construct() left it out. Validate the model, or give each field a value"
+                " stored. Do not omit fields in model_construct(): validate the model, or give each field a value"
             )
         written: dict[str, object] = {"v": {one: self._write(held[one]) for one in names}}
         if value.__pydantic_fields_set__ != names:

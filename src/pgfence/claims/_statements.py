@@ -46,7 +46,7 @@ _CLAUSES = {
 # The limit is a parameter, so that one statement serves every limit and is built once.
 _LIMIT = bindparam("pgfence_limit", type_=Integer)
 _STANDBY = ErrorContext(
-    on_primary="Rows are claimed where they are written. Claim on the primary, in a read-write transaction"
+    on_primary="Rows can be claimed only where they can be written. Claim on the primary, in a read-write transaction"
 )
 
 
@@ -60,7 +60,7 @@ def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> tuple[An
     found: object = inspect(entity, raiseerr=False)
     if not isinstance(found, Mapper):
         shown = entity if isinstance(entity, type) else type(entity).__name__
-        raise TypeError(f"claim() takes a mapped class or select() of one, not {shown}")
+        raise TypeError(f"claim() takes a mapped class or a select() of one, not {shown}")
     for one in criteria:
         _reject_value(one)
     # Most callers pass an attribute of the class, which is the same object in each call.
@@ -110,7 +110,7 @@ def _lock_rows(query: AnySelect, mapper: Mapper[Any]) -> AnySelect:
     table = mapper.base_mapper.local_table
     if not isinstance(table, Table) or not table.primary_key.columns:
         raise ValueError(
-            f"{table.description} has no primary key, so two of its rows could become one object: add one to the table"
+            f"{table.description} has no primary key, so two of its rows could become one object: add a primary key to the table"
         )
     # These are the tables of a joined subclass and of its bases. Other tables of the statement are not locked.
     tables = list(dict.fromkeys(each.local_table for each in mapper.iterate_to_root()))
@@ -137,7 +137,7 @@ def _find_mapper(query: object) -> tuple[AnySelect, Mapper[Any]]:
     """
     if not isinstance(query, Select):
         raise TypeError(
-            f"claim() takes select() of a mapped class, not {type(query).__name__}: PostgreSQL locks no rows of a UNION, and"
+            f"claim() takes a select() of a mapped class, not {type(query).__name__}: PostgreSQL locks no rows of a UNION, and"
             " text() cannot be changed"
         )
     found = query.column_descriptions

@@ -46,7 +46,7 @@ from pgfence.cli.report import Console
 @click.option("--keep", cls=Option, is_flag=True, help="Keep the server and its tables, and print how to connect.")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="Print one JSON object instead of the table.")
 def demo(dsn: str | None, seconds: float, processes: int, keep: bool, as_json: bool) -> None:
-    """Watch processes transfer money without a lock, then with one, while lock holders are being killed.
+    """Watch processes transfer money without a lock, then with one, and finally while lock holders are being killed.
 
     Use it to see what pgfence guarantees. The command starts a temporary PostgreSQL server and takes less than a minute.
     """

@@ -123,4 +123,4 @@ def _count(findings: Sequence[Finding], checked: int) -> str:
     for severity, (one, many) in _NAMES.items():
         number = sum(finding.severity == severity for finding in findings)
         counts += [f"{number} {one if number == 1 else many}"] if number else []
-    return f"{', '.join(counts) or 'No findings'}; {checked} kinds of findings were looked for."
+    return f"{', '.join(counts) or 'No findings'}; checked for {checked} kinds of findings."

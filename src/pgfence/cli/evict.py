@@ -145,7 +145,7 @@ class _Eviction:
                 found,
             )
         raised = (
-            f" From now on token {found.token} is rejected; the newest token is {found.newest}." if found.token else ""
+            f" From now on, token {found.token} is rejected; the newest token is {found.newest}." if found.token else ""
         )
         done = "The holder was evicted. " if found.holders else ""
         done += "The eviction is recorded in the audit table."

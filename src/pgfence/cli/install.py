@@ -19,7 +19,7 @@ from pgfence.config import DEFAULT
     cls=Command,
     examples={
         "pgfence install": "Create what is missing, in the first schema on the search path",
-        "pgfence install --schema locks": "Create them in a separate schema",
+        "pgfence install --schema locks": "Create the tables in a separate schema",
         "pgfence install --sql | psql shop": "Print the script, and run it with psql",
     },
     codes=[
@@ -52,8 +52,8 @@ def install(
 ) -> None:
     """Create pgfence's tables and server functions.
 
-    Leases, elections, tokens, fences, slots, semaphores, rate limits, partitions and idempotency keys need them. Advisory and
-    transaction locks need no tables.
+    Leases, elections, fences, slots, semaphores, rate limits, partitions, idempotency keys and advisory locks with a token
+    need them. Other advisory locks and transaction locks need no tables.
 
     Run it once per database, or in every deployment; a second run changes nothing.
     """

@@ -114,7 +114,7 @@ class HoldSamples:
         "pgfence stats account: --for 10 --interval 0.2": "Sample only names that begin with account:, five times a second",
     },
     codes=[
-        ("0", "The lists were printed. After Ctrl-C they contain what was seen until then."),
+        ("0", "The lists were printed. After Ctrl-C, they contain what was seen until then."),
         ("64", "Misuse."),
         ("69", "The server did not respond to any request."),
         ("78", "The server rejected the query, or is not a PostgreSQL that pgfence supports."),

@@ -126,8 +126,8 @@ def _show(
     write_wrapped(f"Pauses of this process: {pauses}.", indent=2)
     write_wrapped(f"The lease: {_describe_lease(lease)}.", indent=2)
     write_wrapped(
-        "Not measured: the pauses of your application (its `paused` events and its longest garbage collection, CPU limit or"
-        " call that keeps the GIL), and failovers.",
+        "Not measured: the pauses of your application (its `paused` events, its longest garbage collection, CPU limits and"
+        " calls that keep the GIL), and failovers.",
         indent=2,
     )
     print()

@@ -179,7 +179,7 @@ def _decode_headers(text: str | None) -> tuple[tuple[str, str], ...]:
 def _lost_error(wanted: EffectKey, attempt: int, ended: str | None) -> AttemptLostError:
     how = "was lost" if ended is None else f"ended with {ended}"
     return AttemptLostError(
-        f"attempt {attempt} at {wanted} {how}, and its outcome is unknown. With takeover=False no other attempt follows:"
+        f"attempt {attempt} at {wanted} {how}, and its outcome is unknown. With takeover=False, no other attempt follows:"
         f" {FREEING}",
         scope=wanted.scope,
         key=wanted.key,

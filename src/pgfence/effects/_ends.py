@@ -62,7 +62,7 @@ def in_progress_error(wanted: EffectKey, busy: Busy, timeout: float) -> Idempote
     if not busy.remaining or (ended is None and busy.remaining >= ttl / 2):
         return IdempotencyInProgressError(f"{who} is running{waited}", scope=wanted.scope, key=wanted.key)
     if ended is None:
-        how = f"has not renewed its claim for {ttl - busy.remaining:.1f} s: its process hangs or has died"
+        how = f"has not renewed its claim for {ttl - busy.remaining:.1f} s: its process hangs, has died or cannot reach the server"
     else:
         how = f"ended with {ended}, and its outcome is unknown"
     then = _describe_next(wanted, busy.holder.token or 0, busy.remaining, busy.holder.expires_at)

@@ -114,14 +114,14 @@ def check_mapping(mapper: Mapper[object], cls: type[Guarded]) -> None:
         return
     if base is not None and base.local_table is mapper.local_table:
         raise TypeError(
-            f"{cls.__name__} is fenced and {base.class_.__name__}, whose table it shares, is not, so that a write through"
+            f"{cls.__name__} is fenced, but {base.class_.__name__}, whose table it shares, is not, so a write through"
             f" {base.class_.__name__} would need no token: put the mixin on the base class"
         )
     column = mapper.local_table.c.get(cls.__fence_column__)
     if column is None or MODEL not in column.info:
         raise TypeError(
             f"{cls.__name__} has no fencing column, or one that the mixin did not create: leave the attribute {ATTRIBUTE!r} to the"
-            " mixin; with concrete inheritance put the mixin on each class, and shared attributes on a base that is not mapped"
+            " mixin; with concrete inheritance, put the mixin on each class, and shared attributes on a base that is not mapped"
         )
 
 

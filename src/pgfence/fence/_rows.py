@@ -58,7 +58,9 @@ def check_settings(cls: type[Guarded]) -> None:
     if isinstance(asked, str):
         qualify_name(asked, "", f"{cls.__name__}.__fence_resource__")
     elif not callable(asked):
-        raise TypeError(f"{cls.__name__}.__fence_resource__ must be a str, or a static method from the row to a str")
+        raise TypeError(
+            f"{cls.__name__}.__fence_resource__ must be a str, or a static method that takes the row and returns a str"
+        )
     name: object = cls.__fence_column__
     if not isinstance(name, str) or not name:
         raise TypeError(f"{cls.__name__}.__fence_column__ must be the name of a column")

@@ -111,7 +111,7 @@ class _KeyBase(Guided, ABC, Generic[T]):
     def __del__(self) -> None:
         if not getattr(self, "_used", True) and not sys.is_finalizing():
             warnings.warn(
-                f"{self._call} was requested and never used, so no work was done under it. Use {self._block}",
+                f"{self._call} was requested but never used, so no work was done under it. Use {self._block}",
                 RuntimeWarning,
                 stacklevel=2,
             )

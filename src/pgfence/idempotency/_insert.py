@@ -108,8 +108,8 @@ def _build_query(
     columns = [mapper.column_attrs[name].columns[0] for name in names]
     if not any(set(columns) == unique for unique in _find_unique(columns)):
         raise ValueError(
-            f"{mapper.class_.__name__} declares no primary key, unique constraint or full unique index of ({', '.join(names)}),"
-            " and without one PostgreSQL would insert a duplicate"
+            f"{mapper.class_.__name__} declares no primary key, unique constraint or non-partial unique index on"
+            f" ({', '.join(names)}), and without one of these PostgreSQL would insert a duplicate"
         )
     values = {name: getattr(instance, name) for name in names}
     if empty := [name for name, value in values.items() if value is None]:

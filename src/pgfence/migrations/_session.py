@@ -255,8 +255,8 @@ class MigrationLock:
     def _lost_error(self) -> LockLostError:
         return LockLostError(
             f"the migration lock {self._name} was lost: the session that held it has ended, or has released all its locks"
-            " (pg_advisory_unlock_all, DISCARD ALL). Migrations that were not committed by then are not"
-            " recorded",
+            " (pg_advisory_unlock_all, DISCARD ALL). Migrations that had not been committed when the"
+            " lock was lost are not recorded",
             names=[self._key.label],
             reason="killed",
         )

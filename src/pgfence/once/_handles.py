@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
 _NOT_HANDED_ON = (
-    "a slot is finished by the process that runs it and cannot be handed over: do the work here, or use a Lease for it and"
-    " hand that over"
+    "a slot is finished by the process that runs it and cannot be handed over: do the work here, or use a Lease for the"
+    " work and hand the lease over"
 )
 
 

@@ -79,7 +79,7 @@ def find_other_host(
         here,
         offset,
         "the host that ran the last slot",
-        "A slot that occurs at one local time runs once, on the first host that requests it. Update the older time zone data: on"
+        "A slot whose local time is recorded as done does not run again. Update the older time zone data: on"
         " either host, the tzdata package of the system (`pip install -U tzdata` if it has none). The server does not know this"
         " zone; if it did, its rules would apply",
     )
@@ -113,7 +113,7 @@ def _error(
 ) -> SlotZoneError:
     zone, at = get_zone_name(schedule) or "", at.astimezone(UTC)
     return SlotZoneError(
-        f"this host and {other} disagree on the time zone {zone!r} for {format_names(names)}: at {at.isoformat()} local time is"
+        f"this host and {other} disagree on the time zone {zone!r} for {format_names(names)}: at {at.isoformat()}, local time is"
         f" {_format_moment(here)} by this host's rules and {_format_moment(there)} by those of {other}. {advice}. {_ADVICE}",
         zone=zone,
         at=at,

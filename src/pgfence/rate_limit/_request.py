@@ -116,7 +116,7 @@ class RateLimitOptions(Generic[EngineSourceT]):
             raise ValueError(f"n must be 1 or more, not {n}")
         if n > self._limit:
             raise ValueError(
-                f"n={n} is more than limit={self._limit}, so the units would never be allowed: take them in several calls"
+                f"n={n} is more than limit={self._limit}, so the request could never be granted: take the units in several calls"
             )
         return n
 

@@ -119,8 +119,8 @@ class PermitRequest(AcquireRequest):
     def _build_mismatch_error(self, size: int) -> ValueError:
         return ValueError(
             f"the semaphore {format_names(self.names)} has {size} {'permit' if size == 1 else 'permits'}, not {self.permits}, because"
-            f" another process has created or resized it. Use permits={size}, change the number with resize(), or follow it with"
-            ' on_mismatch="stored"'
+            f" another process has created or resized it. Use permits={size}, change the number with resize(), or accept the stored"
+            ' number with on_mismatch="stored"'
         )
 
 
@@ -237,7 +237,7 @@ def _check_permits(value: object) -> int:
     permits = _check_count(value, "permits")
     if permits > MOST_PERMITS:
         raise ValueError(
-            f"permits must be {MOST_PERMITS} or less, not {permits}: each permit is a row that every acquire reads. Limit a"
+            f"permits must be {MOST_PERMITS} or less, not {permits}: each permit is a row that every acquire() reads. Limit a"
             " larger number with RateLimit, or with several semaphores"
         )
     return permits

@@ -146,8 +146,8 @@ class Holds:
             return names[0]
         if not all(isinstance(name, (str, LockKey)) for name in names):
             raise TypeError(
-                f"pgfence_holds takes names, or one lock that was created with an engine, not {', '.join(map(repr, names))}: instead of a"
-                " TransactionLock pass its names"
+                f"pgfence_holds takes names, or one lock that was created with an engine, not {', '.join(map(repr, names))}: for a"
+                " TransactionLock, pass its names instead"
             )
         if not shared:
             return AdvisoryLock(self._engine(), *names, namespace=self._namespace)

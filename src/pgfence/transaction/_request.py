@@ -174,8 +174,8 @@ class TransactionLockBase(Guided):
             kinds = ", ".join(sorted({type(one).__name__ for one in changed}))
             raise TransactionStateError(
                 f"the Session has unflushed changes ({kinds}) that may be based on rows read before the lock"
-                f" {format_names(self._list_labels())}, so another transaction's write could be lost. Acquire the lock first and load"
-                " the rows afterwards; or flush() changes that other locks protect; or pass expire=False"
+                f" {format_names(self._list_labels())} was acquired, so another transaction's write could be lost. Acquire the lock"
+                " first and load the rows afterwards; or flush() changes that other locks protect; or pass expire=False"
             )
 
     # ------------------------------------------------------------ what
@@ -324,7 +324,7 @@ class TransactionLockBase(Guided):
             raise judged
         if judged == "warn" and call.connection.dialect not in _WARNED:
             _WARNED.add(call.connection.dialect)
-            log.warning("the server's lock table is filling up: %d of at least %d places are in use", used, limit)
+            log.warning("the server's lock table is nearly full: %d of at least %d entries are used", used, limit)
 
     def _build_error_context(self) -> ErrorContext:
         names = format_names(self._list_labels())
@@ -341,8 +341,8 @@ class TransactionLockBase(Guided):
                 "; a Session that routes reads to a standby needs bind_arguments",
             )
         return TransactionStateError(
-            "under REPEATABLE READ and SERIALIZABLE the snapshot of this transaction is older than the lock, so it would not see"
-            " what the last holder wrote. Use READ COMMITTED for this transaction, for example with"
+            "the snapshot of this transaction (REPEATABLE READ or SERIALIZABLE) is older than the lock, so the transaction would"
+            " not see what the last holder wrote. Use READ COMMITTED for this transaction, for example with"
             " connection.execution_options(isolation_level='READ COMMITTED'); or pass stale_snapshot_ok=True if that is harmless"
         )
 

@@ -198,7 +198,7 @@ def batch_of(state: State) -> Flush | None:
         return None
     if state.session is not flush.session:
         raise TransactionStateError(
-            "another session flushes versioned rows while a VersionedSession writes rows of the same table together:"
+            "another session is flushing versioned rows of a table while a VersionedSession writes a batch of rows of that table:"
             ' flush the other session afterwards, or pass conflict_check="row" to the VersionedSession'
         )
     return flush
@@ -298,7 +298,7 @@ def _confirm(flush: Flush) -> None:
         left = [state for state, version in zip(some, found, strict=True) if version is not None]
         unwritten += [f"{state.class_.__name__} {identity_of(state)}" for state in left]
     if unwritten:
-        raise not_written_error(f"Rows were sent and remain unchanged: {', '.join(unwritten)}.")
+        raise not_written_error(f"Rows were sent but remain unchanged: {', '.join(unwritten)}.")
 
 
 def _group_by_table(states: list[State]) -> list[tuple[Mapper[object], list[State]]]:

@@ -81,7 +81,7 @@ class Join:
                 cls = state.class_.__name__
                 raise TypeError(
                     f"{cls}.{name} refers to a row that counts changes of its {self.prop.key!r}, but the value of {name} is known only"
-                    f" after the {cls} has been written, because it is an SQL expression or the column's default: assign the"
+                    f" after the {cls} has been written, because it is a SQL expression or the column's default: assign the"
                     " value, or add the row through the relationship"
                 )
         return values

@@ -89,8 +89,8 @@ def _check_model(model: type, expected: object) -> Mapper[object]:
     kind = UUID if isinstance(_mapping.get_version_column(mapper).type, Uuid) else int
     if not isinstance(expected, kind) or isinstance(expected, bool):
         raise TypeError(
-            f"the version of {mapper.class_.__name__} is of type {kind.__name__}, and the expected version is {expected!r}: pass"
-            f" {kind.__name__}(...) of what the client sent, or if_match(headers)"
+            f"the version of {mapper.class_.__name__} is of type {kind.__name__}, and the expected version is {expected!r}:"
+            f" convert the value that the client sent with {kind.__name__}(...), or pass if_match(headers)"
         )
     return mapper
 

@@ -191,8 +191,8 @@ def _configure(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
 def _check_inherited(mapper: Mapper[object], cls: type[VersionedBase], base: Mapper[object]) -> None:
     if not issubclass(base.class_, VersionedBase):
         raise TypeError(
-            f"{cls.__name__} has a version and {base.class_.__name__}, which it inherits from, has none, so that a change of the"
-            f" part in {base.local_table.description} would not count: put the mixin on the base class"
+            f"{cls.__name__} has a version, but its base class {base.class_.__name__} has none, so a change of the columns in"
+            f" {base.local_table.description} would not count: put the mixin on the base class"
         )
     if cls.__version_mode__ != base.class_.__version_mode__:
         raise ValueError(
@@ -202,7 +202,7 @@ def _check_inherited(mapper: Mapper[object], cls: type[VersionedBase], base: Map
     if cls.__version_mode__ == "xmin" and mapper.local_table is not base.local_table:
         raise ValueError(
             f"{cls.__name__}: a change of {mapper.local_table.description} alone does not change xmin in"
-            f" {base.local_table.description}: with joined inheritance use the mode 'client' or 'server'"
+            f" {base.local_table.description}: with joined inheritance, use the mode 'client' or 'server'"
         )
 
 

@@ -134,8 +134,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "tables-missing": CodeEntry(
         "info",
-        "Leases, fences, Once, limits, elections, partitions, idempotency keys and the tokens of advisory locks need tables."
-        " Advisory locks without a token and transaction locks do not need them.",
+        "Leases, fences, Once, semaphores, rate limits, elections, partitions, idempotency keys and the tokens of advisory locks"
+        " need tables. Advisory locks without a token and transaction locks do not need them.",
     ),
     "tables-elsewhere": CodeEntry(
         "error", "Every call that needs the tables raises SchemaError, because it does not find them."
@@ -189,7 +189,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
         " overlooked, and holders are listed without address and time.",
     ),
     "alembic-lock": CodeEntry(
-        "warning", "Two processes that run `alembic upgrade` at the same time run the same migration twice."
+        "warning", "If two processes run `alembic upgrade` at the same time, both may run the same migration."
     ),
     "alembic-plugin": CodeEntry(
         "warning",

@@ -17,7 +17,8 @@ def check_idle_in_transaction(examined: Examined) -> Iterator[Finding]:
     if examined.snapshot.read_milliseconds("idle_in_transaction_session_timeout") == 0:
         yield build_finding(
             "idle-in-transaction",
-            "idle_in_transaction_session_timeout is 0, so the server never ends a transaction whose client hangs.",
+            "idle_in_transaction_session_timeout is 0, so the server never ends the session of a client that hangs inside a"
+            " transaction.",
             build_role_setting(examined.snapshot.role, "idle_in_transaction_session_timeout", "'60s'"),
         )
 
