@@ -501,7 +501,7 @@ async def test_a_change_by_another_session_in_a_flush_hook_is_detected(world: Wo
         session.get_one(cls, 1).views = 1
         session.commit()
 
-    with pytest.raises(TransactionStateError, match="another session flushes"):
+    with pytest.raises(TransactionStateError, match="another session is flushing"):
         await beside(world, engine, work, **BATCH)
     assert (await read(world, engine, cls))[2] == 2
 

@@ -89,7 +89,7 @@ async def test_a_wait_that_ends_during_an_outage_names_the_last_known_holder(
             with pytest.raises(UnreachableError):
                 await behind
         with pytest.raises(
-            UnreachableError, match=r"(?s)Waited 4 s for .* s ago it was held.*could not be reached"
+            UnreachableError, match=r"(?s)Waited 4 s for .* s ago it was held.*has been unreachable"
         ) as caught:
             await waiting
     assert caught.value.retryable

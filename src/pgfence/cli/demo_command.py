@@ -19,8 +19,11 @@ from pgfence.cli.report import Console
     },
     codes=[
         ("0", "All results are as expected."),
-        ("1", "A guarded act lost money, or no process took over from a dead holder."),
-        ("3", "The unguarded control lost nothing, so the demo proves nothing."),
+        (
+            "1",
+            "A guard failed: a guarded act lost money, no process took over from a dead holder, or a scene had a wrong result.",
+        ),
+        ("3", "Nothing went wrong in an act or scene without a guard, so the demo proves nothing."),
         ("64", "Misuse: an option or the URL cannot be used."),
         (
             "69",

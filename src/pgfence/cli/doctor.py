@@ -45,7 +45,7 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
         ("1", "A finding is an error; with --strict, an error or a warning; with --ttl, the lease's TTL is too short."),
         ("64", "The command was misused, or alembic.ini or env.py cannot be read."),
         ("69", "The server did not respond."),
-        ("78", "The server is not PostgreSQL."),
+        ("78", "The server is not PostgreSQL, or the driver is not supported."),
     ],
 )
 @click.option("--strict", cls=Option, heading=options.OUTPUT, is_flag=True, help="Exit with 1 for warnings, too.")

@@ -71,7 +71,8 @@ class TransactionLockBase(Guided):
 
     _absent = dict.fromkeys(
         ("release", "locked", "wrap", "connect"),
-        "a transaction lock is released by COMMIT or ROLLBACK. It has acquire(), try_acquire(), hold() and is_held()",
+        "a transaction lock is released by COMMIT or ROLLBACK. Its methods are begin(), acquire(), try_acquire(), hold(),"
+        " holders() and is_held()",
     )
 
     def __init__(
