@@ -105,8 +105,8 @@ def find_mapper_of_table(table: FromClause) -> Mapper[object] | None:
 
 def _unversioned_error(mapper: Mapper[object], reason: str, way: str = "") -> VersionRequiredError:
     return VersionRequiredError(
-        f"a statement that changes {mapper.class_.__name__} would leave versions unchanged, and sessions that have read the rows"
-        f" would not detect the change: {reason}. "
+        f"a statement that changes {mapper.class_.__name__} must check or increment the version of each row, and this one does not:"
+        f" {reason}. "
         + (
             way
             or 'Load the rows and flush them, or map the class with mode "server", whose trigger sees every statement'
