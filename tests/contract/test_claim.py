@@ -260,7 +260,7 @@ WRONG_STATEMENTS = [
     (select(Job).from_statement(text("SELECT 1")), TypeError, "text() cannot be changed"),
     (text("SELECT 1"), TypeError, "text() cannot be changed"),
     (Job.__table__, TypeError, "not Table"),
-    (aliased(Job), TypeError, "takes a mapped class or select"),
+    (aliased(Job), TypeError, "takes a mapped class or a select"),
     (Job(), TypeError, "not Job"),
     (str, TypeError, "not <class 'str'>"),
     (select(Job).limit(1), ValueError, "pass limit="),

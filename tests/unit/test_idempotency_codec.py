@@ -285,7 +285,9 @@ class Nested:
 @every_row("annotation", [Other, Nested, list[Other], Payment, complex, Nested | None, tuple[int, Payment]])
 def test_an_unstorable_annotation_is_rejected_before_anything_runs(annotation: Any) -> None:
     """C105: the class is named, also deep inside; for a database row the error says what to return instead."""
-    with pytest.raises(TypeError, match="Return its key" if "Payment" in str(annotation) else "cannot be stored"):
+    with pytest.raises(
+        TypeError, match="Return the key of the row" if "Payment" in str(annotation) else "cannot be stored"
+    ):
         Codec.of(annotation)
 
 
