@@ -294,9 +294,7 @@ class RunningAttempt:
         if freed is False:
             return f"{self} ended with {what} after another attempt had taken over"
         free = (
-            "the key is free"
-            if freed
-            else f"the server did not respond, so the key may stay claimed for another {self._left:.1f} s"
+            "the key is free" if freed else f"the server did not respond, so the key is free within {self._left:.1f} s"
         )
         return (
             f"{self} ended with {what}, which is listed in free=: {free}. The next call runs attempt {self.number + 1}"
