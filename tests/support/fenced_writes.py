@@ -178,7 +178,7 @@ WRITES: dict[str, Write] = {
     "`merge()`": lambda m, s: s.merge(m.Entry(id=1, book=m.resource, amount=9)),
     "`delete()`": lambda m, s: s.delete(s.get_one(m.Entry, 2)),
     "`delete()` and `add()` of the same key in one flush": _switch,
-    "the same for a joined subclass": _switch_piece,
+    "`delete()` and `add()` of the same key in one flush, for a joined subclass": _switch_piece,
     "a one-to-one child with its parent's key, replaced": _replace_same,
     "an orphan, deleted by the flush": _clear("parts"),
     "a child added to a collection": _append("lines"),

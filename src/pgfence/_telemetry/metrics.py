@@ -70,7 +70,7 @@ WAITERS = Metric(
     "pgfence.lock.waiters", "gauge", "{waiter}", "Threads and tasks of this process that wait for a lock", (POOL,)
 )
 CONNECTIONS = Metric(
-    "pgfence.lock.connections", "gauge", "{connection}", "Connections that pgfence has opened", (POOL, CONNECTION_STATE)
+    "pgfence.lock.connections", "gauge", "{connection}", "Open connections of pgfence", (POOL, CONNECTION_STATE)
 )
 CONNECTIONS_MAX = Metric(
     "pgfence.lock.connections.max", "gauge", "{connection}", "The configured max_lock_connections", (POOL,)
