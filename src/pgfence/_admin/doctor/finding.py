@@ -180,8 +180,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "standby-clock": CodeEntry(
         "warning",
-        "After a failover to this standby, leases expire early: another process can acquire a lease while the first still"
-        " relies on it. The fence rejects the first holder's writes.",
+        "After a failover to this standby, leases expire early: another process can acquire a lease while its holder"
+        " still relies on it. The fence rejects the former holder's writes.",
     ),
     "hidden-sessions": CodeEntry(
         "info",
