@@ -21,6 +21,7 @@ from pgfence._sql.ticket_queue import (
 )
 from pgfence.keys import LockKey
 from support.locking import background, elsewhere, give, has_ticket, labelled, lock, take, waits
+from support.servers import database
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -167,6 +168,23 @@ def test_the_front_is_known_if_enough_owners_wait(
             waiter.connection.cancel()
     for waiter in (*ahead, last):
         waiter.connection.close()
+
+
+def test_tickets_of_another_database_are_not_counted(
+    dsn: str, held: psycopg.Connection[Any], waiters: list[Waiter]
+) -> None:
+    """The same queue there has the same numbers."""
+    ahead, last = waiters[:2]
+    first = LockKey.raw(BASE)
+    with database(dsn, "queue") as url, elsewhere(url, first), elsewhere(dsn, first):
+        other = Waiter(url)
+        for waiter in (other, ahead, last):
+            assert not waiter.wait_for_turn()
+        for waiter in (other, ahead):
+            waiter.look(LAST, gives_sign=True)
+        assert (other.numbers(), ahead.numbers(), last.numbers()) == ((1, 0), (1, 0), (2, 1))
+        assert last.check() == (None, 1)
+        other.connection.close()
 
 
 def test_a_look_sees_whether_a_ticket_was_returned_and_leaves_nothing(
