@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
     """Do something outside the database once, however often it is requested. The async counterpart of `IdempotentEffect`.
 
-    Guarantees, arguments and errors are the same as for `IdempotentEffect`, with an AsyncEngine and a coroutine function. The
-    heartbeat runs in a dedicated thread, so that a blocked event loop does not cause the loss of the claim. After a cancellation,
-    the outcome is unknown. A cancellation that arrives while the result is being stored does not stop the storing.
+    Guarantees, arguments and errors are the same as for `IdempotentEffect`, except that the engine is an AsyncEngine and the
+    work a coroutine function. The heartbeat runs in a dedicated thread, so that a blocked event loop does not cause the loss of
+    the claim. After a cancellation, the outcome is unknown. A cancellation that arrives while the result is being stored does not stop the storing.
     """
 
     _engines = ASYNC_ENGINES

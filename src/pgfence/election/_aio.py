@@ -46,8 +46,8 @@ class _AsyncCandidate(TermOptions[AsyncEngineSource, AsyncTerm], AsyncLockBase[A
 class AsyncElection:
     """Elect one leader at a time among the processes that are candidates for a name; see `Election`.
 
-    Guarantees, limitations, arguments and errors are the same as for `Election`, with an AsyncEngine. A loss cancels the task of
-    `AsyncMember.run` and the block of `lead()`.
+    Guarantees, limitations, arguments and errors are the same as for `Election`, except that the engine is an AsyncEngine. A
+    loss cancels the task of `AsyncMember.run` and the block of `lead()`.
     """
 
     def __init__(

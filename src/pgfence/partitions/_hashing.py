@@ -23,7 +23,7 @@ def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = 
     The server computes the same number with `pgfence_partition_for_v1(key, count, hash)`, in SQL.
 
     Guarantees: the result depends only on the arguments, and no release of pgfence changes it. With "murmur2", it is the
-    partition that Kafka's default partitioner chooses for the key.
+    partition that the default partitioner of Kafka's Java client chooses for the key.
 
     Limitations: another count moves most keys to another partition.
 
@@ -31,7 +31,7 @@ def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = 
         key: any text, which is hashed as UTF-8.
         count: the number of partitions, from 1 to 1,000.
         hash: "sha256" takes the first 8 bytes of the SHA-256, big-endian and without the sign bit, modulo `count`. "murmur2"
-            computes the same partition as Kafka.
+            computes the same partition as Kafka's Java client.
 
     Raises:
         TypeError: an argument has the wrong type.
