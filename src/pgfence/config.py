@@ -74,8 +74,9 @@ def configure(
         default_timeout: seconds that a call with `timeout=None` waits; `math.inf` means to wait indefinitely.
         lock_engine: a separate engine for session locks, for example with a direct URL if `engine` uses a pooler; or a function
             that returns one.
-        max_lock_connections: the maximum number of connections that session locks of this process use at a time. Further requests
-            wait for a connection until their timeout.
+        max_lock_connections: the maximum number of connections that session locks of this process use at a time. The same number
+            limits the connections of leases, and those of effects, separately. Further requests wait for a connection until their
+            timeout.
         pooler: the pooler between client and server. "auto" and "direct" reject session locks if a pooler is detected.
             "session" asserts that the pooler gives each client a dedicated server session. "transaction" rejects session locks,
             unless there is a `lock_engine`, whose own `pooler` setting then applies.

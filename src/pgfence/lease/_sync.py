@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     """Hold a lock that expires and has a fencing token. The lock is stored in a row and does not depend on a connection.
 
-    While it is held, a dedicated thread renews it every third of the TTL. A lease also works through a pooler in
+    While it is held, a dedicated thread renews it at intervals of a third of the TTL. A lease also works through a pooler in
     transaction mode.
 
     Guarantees: a name has one holder until `expires_at`, by the server's clock. A holder that dies loses the lease after at most

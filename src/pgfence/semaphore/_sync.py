@@ -24,8 +24,8 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         with Semaphore(engine, "provider", permits=10, ttl=30).hold(timeout=5) as permit:
             call_provider()
 
-    A permit is held like a lease. A dedicated thread renews it every third of the TTL, it has a fencing token, and it also
-    works through a pooler in transaction mode. Permit `i` of the semaphore `NAME` is the lease row `NAME#i`, with a separate
+    A permit is held like a lease. A dedicated thread renews it at intervals of a third of the TTL, it has a fencing
+    token, and it also works through a pooler in transaction mode. Permit `i` of the semaphore `NAME` is the lease row `NAME#i`, with a separate
     token series.
 
     Guarantees: no more than `permits` permits are held at a time, by the server's clock. The permits of a process that dies
