@@ -149,7 +149,7 @@ OF_ERRORS = {
         f"This request took too long, and another request with the same Idempotency-Key has taken over. {_LATER}",
     ),
     "LockTimeoutError": Problem(
-        "lock_timeout", 423, f"Another request holds the lock that this request needs. {_LATER}"
+        "lock_timeout", 423, f"Another request or process holds the lock that this request needs. {_LATER}"
     ),
     "WaitCancelledError": Problem(
         "wait_cancelled",
@@ -169,7 +169,9 @@ OF_ERRORS = {
         "before you send"
         " another request.",
     ),
-    "VersionConflictError": Problem("version_conflict", 409, f"Another request has changed the same data. {_LATER}"),
+    "VersionConflictError": Problem(
+        "version_conflict", 409, f"Another request or process has changed the same data. {_LATER}"
+    ),
     "VersionRequiredError": Problem(
         "version_required",
         428,
