@@ -97,9 +97,12 @@ def test_without_stuck_keys_the_output_says_so(
     """Exit code 0: there is nothing to do; too young a key is none either. Of keys not asked for it says nothing."""
     claim(admin, name)
     for options, said in (
-        ((), f"No unfinished keys without a namespace whose scope begins with '{name}:none'."),
+        ((), f"No unfinished keys without a namespace among those whose scope begins with '{name}:none'."),
         (("--older-than", "3600"), f" with '{name}:none' and that were first claimed at least 3600 s ago."),
-        (("--namespace", "shop"), f"No unfinished keys in the namespace 'shop' whose scope begins with '{name}:none'."),
+        (
+            ("--namespace", "shop"),
+            f"No unfinished keys in the namespace 'shop' among those whose scope begins with '{name}:none'.",
+        ),
     ):
         assert main(["keys", "--scope", f"{name}:none", *options]) == 0
         out = capfd.readouterr().out

@@ -48,7 +48,7 @@ def build_collision_error(names: Iterable[str], other: str) -> KeyCollisionError
     names, other = tuple(map(unqualify_name, names)), unqualify_name(other)
     mine = ", ".join(map(repr, names))
     return KeyCollisionError(
-        f"the lock name {other!r} has the same 64-bit key as one of {mine}, so their locks exclude each other. Nothing is held."
-        " Rename one of them, or use another namespace",
+        f"a 64-bit key of the lock on {mine} is also the key of the lock name {other!r}, so the locks exclude each other. Nothing"
+        " is held. Rename one of them, or use another namespace",
         names=(*names, other),
     )

@@ -232,10 +232,10 @@ class NameRecorder:
         self.collisions.update(dict.fromkeys(names, other))
         shown = ", ".join(repr(unqualify_name(name)) for name in names.values())
         log.warning(
-            "the lock name %r has the same 64-bit key as one of %s: the next use of these names in this process raises"
+            "a 64-bit key of the lock on %s is also the key of the lock name %r: the next use of these names in this process raises"
             " KeyCollisionError",
-            unqualify_name(other),
             shown,
+            unqualify_name(other),
         )
 
     def _on_engine_disposed(self, _: Engine) -> None:

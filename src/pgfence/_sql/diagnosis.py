@@ -117,8 +117,8 @@ class Snapshot:
     """The state of a server as one role sees it, at one moment.
 
     Attributes:
-        standby: whether the server is a standby. role, database, search_path: the role, the database and the search path of the
-            connection.
+        standby: whether the server is a standby.
+        role, database, search_path: the role, the database and the search path of the connection.
         tcp: whether the connection uses TCP, and not a Unix socket.
         sees_all: whether the role sees the activity of all sessions.
         locks_used, lock_limit: the entries of the lock table, and its minimum capacity.
@@ -126,8 +126,8 @@ class Snapshot:
         holders: the other sessions that hold advisory locks and are idle or whose state is hidden.
         waits: the sessions that wait for an advisory lock or for a table of pgfence.
         invalid_indexes: indexes that are not valid and not being built.
-        standbys: the standbys that receive WAL from this server. tables, functions: the tables and functions in any schema that
-            have the names of pgfence's tables and functions.
+        standbys: the standbys that receive WAL from this server.
+        tables, functions: the tables and functions in any schema that have the names of pgfence's tables and functions.
         schema: the schema of the installation, or None if there is none.
         problem: why the installed tables cannot be used.
         shortest_ttl: the shortest TTL of the leases that are held, or None. It is read only if the primary has synchronous

@@ -100,8 +100,8 @@ class LeakedSession:
 
     Attributes:
         holders: one holder for each lock of the session.
-        backend_pid: the id of the server process. started, since: when the session began and when it became idle, in microseconds
-            since 1970. Both times identify it.
+        backend_pid: the id of the server process.
+        started, since: when the session began and when it became idle, in microseconds since 1970. Both times identify it.
         idle: how long the session has been idle, in seconds.
         query: the beginning of the session's last statement.
     """

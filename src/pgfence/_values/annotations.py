@@ -166,7 +166,10 @@ def is_alias(one: object) -> bool:
 
 
 def is_open(one: type[object]) -> bool:
-    """Return whether an annotation is an abstract class or a pydantic marker; its storable values are standard-library instances."""
+    """Return whether an annotation is an abstract class or a pydantic marker.
+
+    The storable values of such an annotation are instances of classes of the standard library.
+    """
     if one.__module__ == collections.abc.__name__:
         return any(issubclass(kind, one) for kind in ATOMS | CONTAINERS)
     return one is _Unknown or (one.__module__ in ("pydantic.types", "pydantic.networks") and one.__name__ in _MARKS)

@@ -59,16 +59,16 @@ class AdvisoryLock(LockNames, LockBase[H]):
     `engine.dispose()` does not release the lock. A forked child holds no lock and cannot affect the parent's lock. Locking on a
     standby, through a pooler in transaction mode or on a server that is not PostgreSQL raises an error that says what to do.
 
-    Limitations: a paused or disconnected holder may still be writing. Do its database work on the connection of `connect()`,
-    which is closed when the lock is lost, or use a fence. Within one process, waiters are served in the order of their arrival.
-    Between processes, the order is approximate, and only among waits of more than 0.5 s. A deadlock between separate locks of
-    two processes is not detected, so acquire both names with one lock. The lock exists in one database on one server. Other
-    databases and standbys have no record of it, and it does not survive a failover. On a cluster, it is therefore one lock per
-    primary: while a former primary is paused, hangs or is cut off, another process can hold the lock on the new primary. A
-    watchdog, or a proxy that closes the sessions of a former primary, limits that time. `token=True` with a fence rejects the
-    former holder's writes. A lease on a cluster with synchronous replication does not have this limitation. The lock is not
-    re-entrant. A second `acquire` by the thread that holds it raises SelfDeadlockError, and a second `try_acquire` returns
-    None.
+    Limitations: a paused or disconnected holder may still be writing. Do its database work on the connection of `connect()`, which
+    is closed when the lock is lost, or use a fence. Within one process, waiters are served in the order of their arrival. Between
+    processes, waits of more than 0.5 s are served approximately in this order, and shorter waits in no particular order. A
+    deadlock between separate locks of two processes is not detected, so acquire all names with one lock. The lock exists in one
+    database on one server. Other databases and standbys have no record of it, and it does not survive a failover. On a cluster, it
+    is therefore one lock per primary: while a former primary is paused, hangs or is cut off, another process can hold the lock on
+    the new primary. A watchdog, or a proxy that closes the sessions of a former primary, limits that time. `token=True` with a
+    fence rejects the former holder's writes. A lease on a cluster with synchronous replication does not have this limitation. The
+    lock is not re-entrant. A second `acquire` by the thread that holds it raises SelfDeadlockError, and a second `try_acquire`
+    returns None.
 
     Args:
         engine: an Engine; a function that returns one, called at each use; or your own Connection, outside a transaction. That

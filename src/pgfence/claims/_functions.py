@@ -108,7 +108,7 @@ def claim(
             or the table has no primary key.
         TypeError: `session` is not a session, `entity` is not a mapped class, or `statement` returns anything other than the
             instances of one mapped class or was passed with an argument other than `limit`; or `ttl` was passed for a class
-            without `Claimable`, or omitted for a class with it; or the class is also `Versioned`, in another mode than "client".
+            without `Claimable`, or omitted for a class with it; or the class is also `Versioned`, in a mode other than "client".
     """
     query, mapper = _read_query(entity, criteria, order_by, ttl)
     life = check_form(mapper, ttl)

@@ -137,8 +137,8 @@ def _find_mapper(query: object) -> tuple[AnySelect, Mapper[Any]]:
     """
     if not isinstance(query, Select):
         raise TypeError(
-            f"claim() takes a select() of a mapped class, not {type(query).__name__}: PostgreSQL locks no rows of a UNION, and"
-            " text() cannot be changed"
+            f"claim() takes a select() of a mapped class, not {type(query).__name__}: PostgreSQL cannot lock the"
+            " rows of a UNION, and claim() cannot add its lock and LIMIT to text()"
         )
     found = query.column_descriptions
     mapper: object = inspect(found[0].get("entity"), raiseerr=False) if len(found) == 1 else None

@@ -65,7 +65,7 @@ def check_form(mapper: Mapper[Any], ttl: Seconds | None) -> float | None:
 
     Raises:
         TypeError: `ttl` was passed for a class without `Claimable`, or omitted for a class with it; or the class is also
-            `Versioned`, in another mode than "client".
+            `Versioned`, in a mode other than "client".
         ValueError: `ttl` is out of range.
     """
     claimable = issubclass(mapper.class_, Claimable)

@@ -134,7 +134,7 @@ class _Eviction:
         found = requests.perform(self._engine, statements.evict, order)
         if found.newest is None:
             who = (
-                f"the holder is now {'; '.join(map(str, found.holders))}"
+                f"the name is now held by {' and by '.join(map(str, found.holders))}"
                 if found.holders
                 else "no process holds it now"
             )

@@ -43,7 +43,7 @@ _PAIR = re.compile(r"(-?\d+)\s*,\s*(-?\d+)")
         ("64", "Misuse: the name, the namespace or the number cannot be used."),
         ("67", "With --who: the key is not known."),
         ("69", "With --who and a database: the server did not respond."),
-        ("78", "With --who and a database: the server is not a PostgreSQL that pgfence supports."),
+        ("78", "With --who and a database: the server is not PostgreSQL, or is too old."),
     ],
 )
 @click.argument("names", metavar="NAME", nargs=-1)

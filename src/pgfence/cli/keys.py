@@ -106,7 +106,7 @@ def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
     asked += [f"that were first claimed at least {older_than:g} s ago"] if older_than else []
     if not asked:
         return f"No unfinished keys {where}."
-    return f"No unfinished keys {where} {' and '.join(asked)}. Other keys were not searched."
+    return f"No unfinished keys {where} among those {' and '.join(asked)}. Other keys were not searched."
 
 
 @keys.command(

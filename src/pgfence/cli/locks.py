@@ -53,7 +53,8 @@ class Terms(NamedTuple):
         timed = {"--ttl": self.ttl, "--min-hold": self.min_hold, "--max-hold": self.max_hold}
         given = [option for option, value in timed.items() if value is not None]
         if given and not (self.lease or self.once_per is not None):
-            raise MisuseError(f"{given[0]} needs --lease: an advisory lock does not expire")
+            ways = "--lease" if given[0] == "--min-hold" else "--lease or --once-per"
+            raise MisuseError(f"{given[0]} needs {ways}: an advisory lock does not expire")
         if self.min_hold is not None and self.once_per is not None:
             raise MisuseError("--min-hold needs --lease: a slot runs once, however short the command is")
         if self.ttl is not None and self.ttl < SHORTEST_TTL:

@@ -42,7 +42,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
         ("0", "The list was printed; it may be empty."),
         ("64", "Misuse."),
         ("69", "The server did not respond."),
-        ("78", "The server rejected the query, or is not a PostgreSQL that pgfence supports."),
+        ("78", "The server rejected the query, is not PostgreSQL, or is too old."),
     ],
 )
 @click.argument("names", metavar="[PREFIX]", default="")

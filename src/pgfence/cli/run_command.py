@@ -32,7 +32,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
         "COMMAND": "Program to run while the lock is held, with its arguments.",
     },
     examples={
-        "pgfence run nightly-billing -- bin/close-day": "Run a job on one host at a time; if another host runs it, exit with 75",
+        "pgfence run nightly-billing -- bin/close-day": "Run a job on one host at a time; if it is already running, exit with 75",
         "pgfence run --wait 60 deploy-shop -- bin/deploy": "Wait up to a minute for the lock",
         "pgfence run --once-per day --on-busy ok report -- bin/report": "In the crontab of every host: run once a day, on one "
         "of these hosts",

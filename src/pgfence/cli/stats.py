@@ -117,7 +117,7 @@ class HoldSamples:
         ("0", "The lists were printed. After Ctrl-C, they contain what was seen until then."),
         ("64", "Misuse."),
         ("69", "The server did not respond to any request."),
-        ("78", "The server rejected the query, or is not a PostgreSQL that pgfence supports."),
+        ("78", "The server rejected the query, is not PostgreSQL, or is too old."),
     ],
 )
 @click.argument("names", metavar="[PREFIX]", default="")

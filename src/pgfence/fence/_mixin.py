@@ -57,9 +57,9 @@ class Fenced(Guarded):
         In mode "row", the column cannot reject stale INSERTs of new rows, stale writes to rows that the newer holder has not
         written, or any stale write before the newer holder's first write.
 
-        The mixin does not detect SQL in plain text, a DELETE of the Table or changes that the server makes itself (`ON DELETE
-        CASCADE`). `schema.add_fence` guards against them with a trigger. If the resource depends on the row, or in mode "row",
-        statements whose rows cannot be determined in advance (upserts, INSERT from SELECT, most Core statements) raise an
+        The mixin does not detect SQL in plain text, a DELETE that is built from the Table, or changes that the server makes itself
+        (`ON DELETE CASCADE`). `schema.add_fence` guards against them with a trigger. If the resource depends on the row, or in mode
+        "row", statements whose rows cannot be determined in advance (upserts, INSERT from SELECT, most Core statements) raise an
         error. The rows of a bulk update or delete are read and locked first. The resource may depend only on columns. The
         reference shows each kind of write.
 

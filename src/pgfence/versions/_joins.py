@@ -29,8 +29,8 @@ _UNKNOWN = object()
 class Join:
     """The condition by which rows refer to their owner.
 
-    In a many-to-many relationship, the rows do not refer to their owners, so only deleting a row counts, and changing it does
-    not.
+    In a many-to-many relationship, the rows do not refer to their owners, so deleting a row counts as a change of its
+    owners, but changing the row does not.
 
     Attributes:
         prop: the relationship.

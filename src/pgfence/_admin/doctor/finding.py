@@ -153,8 +153,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "leaked-locks": CodeEntry(
         "warning",
-        "The connection of an idle session that holds an advisory lock has often been returned to a pool without releasing"
-        " the lock. No other session can acquire that lock until the idle session ends.",
+        "An idle session that holds an advisory lock often belongs to a connection that was returned to a pool before the lock"
+        " was released. No other session can acquire that lock until the idle session ends.",
     ),
     "long-wait": CodeEntry(
         "warning",
