@@ -91,8 +91,8 @@ def _check_ttl(ttl: Seconds) -> float:
     most = _YEAR if isinstance(ttl, timedelta) else _DAY
     if not _SHORTEST <= life <= most:
         raise ValueError(
-            f"ttl must be from {_SHORTEST:g} s to a day, or up to a year as a timedelta, not {life:g} s: a dead"
-            " worker's row stays claimed for that long. For longer work, call extend_claim()"
+            f"ttl must be from {_SHORTEST:g} s to a day, or up to a year as a timedelta, not {life:g} s: if a"
+            " worker dies, its row stays claimed until the ttl has passed. For longer work, call extend_claim()"
         )
     return life
 

@@ -59,8 +59,8 @@ class Terms(NamedTuple):
             raise MisuseError("--min-hold needs --lease: a slot runs once, however short the command is")
         if self.ttl is not None and self.ttl < SHORTEST_TTL:
             raise MisuseError(
-                f"--ttl must be {SHORTEST_TTL:g} seconds or more, not {self.ttl:g}. 30 to 60 seconds suit most work, because the lease"
-                " is renewed while the command runs"
+                f"--ttl must be {SHORTEST_TTL:g} seconds or more, not {self.ttl:g}. A TTL of 30 to 60 seconds suits most work,"
+                " because the lease is renewed while the command runs"
             )
         if self.ttl is not None and self.ttl > DAY:
             raise MisuseError(

@@ -34,7 +34,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     arguments={"PREFIX": "List only names that begin with PREFIX, as the list shows them. Default: all."},
     examples={
         "pgfence ps": "Who holds what",
-        "pgfence ps close: --watch": "Names that begin with close:, refreshed every second",
+        "pgfence ps close: --watch": 'Names that begin with "close:", refreshed every second',
         "pgfence ps --state idle-in-transaction": "Forgotten transactions that hold a lock",
         "pgfence ps --json | jq '.rows[] | select(.waiters != [])'": "Locks that others wait for, as JSON for a program",
     },

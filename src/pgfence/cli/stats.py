@@ -111,7 +111,7 @@ class HoldSamples:
     arguments={"PREFIX": "Sample only names that begin with PREFIX, as `pgfence ps` shows them. Default: all."},
     examples={
         "pgfence stats --for 60": "Sample for a minute",
-        "pgfence stats account: --for 10 --interval 0.2": "Sample only names that begin with account:, five times a second",
+        "pgfence stats account: --for 10 --interval 0.2": 'Sample only names that begin with "account:", five times a second',
     },
     codes=[
         ("0", "The lists were printed. After Ctrl-C, they contain what was seen until then."),

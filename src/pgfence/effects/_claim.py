@@ -31,7 +31,7 @@ class EffectKey(NamedTuple):
     """The values with which a key is claimed.
 
     Attributes:
-        scope: the owner of the key and the operation.
+        scope: the operation and the owner of the key.
         key: the text that the client sends again with each retry.
         fingerprint: the fingerprint of the request; None means that nothing is compared.
         ttl: seconds after which the claim of a dead attempt expires.

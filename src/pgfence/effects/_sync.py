@@ -47,7 +47,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         key: the text that the client sends again with each retry, from 1 to 255 characters long and without control characters.
-        scope: text that names the owner of the key and the operation, with the same limits as the key. Two clients that must not
+        scope: text that names the operation and the owner of the key, with the same limits as the key. Two clients that must not
             see each other's results need different scopes. Do not use the same scope with `idempotent`.
         payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means
             that nothing is compared.

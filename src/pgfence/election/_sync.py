@@ -71,8 +71,8 @@ class Election:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         name: text, at most 255 characters with its namespace.
         ttl: seconds after which a dead leader loses the term, from 0.3 s to a day.
-        heartbeat: "auto" renews the term while the process lives. "progress" renews it only while `term.progress()` is called, so
-            that a leader that does nothing loses the term.
+        heartbeat: "auto" renews the term while the process lives. "progress" renews it only if `term.progress()` was called since the
+            last renewal, so that a leader that does nothing loses the term.
         max_hold: seconds after which a term always ends; None means no limit.
         namespace: replaces the configured namespace.
 

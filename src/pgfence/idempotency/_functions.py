@@ -126,7 +126,7 @@ def idempotent(
     Args:
         session: a Session or scoped_session, or their async counterpart. You commit its transaction.
         key: the text that the client sends again with each retry, from 1 to 255 characters long and without control characters.
-        scope: text that names the owner of the key and the operation, for example tenant, user and operation. It has the same
+        scope: text that names the operation and the owner of the key, for example operation, tenant and user. It has the same
             limits as the key. The same key in another scope is a different key. Two clients that must not see each other's results
             need different scopes.
         payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means

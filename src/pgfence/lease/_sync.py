@@ -37,11 +37,11 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         max_hold: seconds after which the lease ends even if the holder is alive. None means no limit.
         min_hold: seconds for which no other holder gets the lease, even if it is released earlier; at most the TTL.
         lock_delay: seconds for which no holder, not even the last one, gets the lease after it has expired without a release.
-        heartbeat: "auto" renews the lease while the process lives, "progress" only while `progress()` is called, and "manual"
-            never.
+        heartbeat: "auto" renews the lease while the process lives, "progress" only if `progress()` was called since the last renewal,
+            and "manual" never.
         owner: the name that operators see for the holder. None means the host name and the process id.
         purpose: a description of the work, for operators.
-        metadata: JSON for operators, stored in the row.
+        metadata: a JSON value for operators, such as a dict, which is stored in the row.
         namespace: replaces the configured namespace.
 
     Raises:

@@ -72,7 +72,7 @@ def find_too_old() -> str | None:
 
 
 def explain(error: BaseException) -> None:
-    """Add a note to the error of a migration that uses an operation which this version of Alembic has not loaded."""
+    """Add a note to the error if a migration failed because this Alembic is too old to load pgfence's operations."""
     from pgfence_alembic import Directives
 
     unknown = isinstance(error, AttributeError) and any(f"'{name}'" in str(error) for name in vars(Directives))

@@ -79,9 +79,9 @@ def find_other_host(
         here,
         offset,
         "the host that ran the last slot",
-        "A slot whose local time is recorded as done does not run again. Update the older time zone data: on"
-        " either host, the tzdata package of the system (`pip install -U tzdata` if it has none). The server does not know this"
-        " zone; if it did, its rules would apply",
+        "A slot whose local time is recorded as done does not run again. The server does not know this"
+        " zone; if it did, its rules would apply. On the host whose time zone data is older, update the tzdata package of the"
+        " system (`pip install -U tzdata` if the system has none)",
     )
 
 

@@ -198,7 +198,9 @@ def _call(work: Callable[[S], object], session: S) -> object:
     result = work(session)
     if inspect.iscoroutine(result):
         result.close()  # otherwise Python warns that it was never awaited
-        raise TypeError("a sync session cannot be awaited: pass an async_sessionmaker for a coroutine function")
+        raise TypeError(
+            "with a sync sessionmaker, the function must not return a coroutine: pass an async_sessionmaker"
+        )
     return result
 
 

@@ -27,7 +27,7 @@ _UNKNOWN = object()
 
 
 class Join:
-    """The condition by which rows refer to their owner.
+    """The condition that relates rows to their owner.
 
     In a many-to-many relationship, the rows do not refer to their owners, so deleting a row counts as a change of its
     owners, but changing the row does not.

@@ -71,17 +71,17 @@ class Versioned(_Guarded):
     `__version_mode__ = "server"`, whose trigger counts them. Changes of rows that belong to this one are not counted, unless
     `__version_relationships__` names their relationship and a flush writes them.
 
-    `__version_mode__ = "xmin"` uses the id of the last transaction that wrote the row, which PostgreSQL stores. This mode needs
-    no column and detects every writer. It is only for the work of one session, because the id changes with a dump or a rewrite of
-    the table, and is the same for several writes of one transaction. Therefore, `etag` and `merge()` reject this mode.
+    `__version_mode__ = "xmin"` uses the id of the last transaction that wrote the row; PostgreSQL stores this id in each row. This
+    mode needs no column and detects every writer. It is only for the work of one session, because the id changes with a dump or a
+    rewrite of the table, and is the same for several writes of one transaction. Therefore, `etag` and `merge()` reject this mode.
 
     Attributes:
         __version_mode__: what maintains the version. With "client", it is this program; with "server", the trigger of
             `schema.add_version_trigger`; and with "xmin", PostgreSQL itself.
         __version_column__: the name of the column in the table. The attribute is always `version`.
-        __version_relationships__: names of one-to-many and many-to-many relationships. Rows that are added, removed or deleted,
-            and, for one-to-many, also rows that are changed or moved themselves, count as one change of this row for each flush,
-            whatever the relationship joins on. The version of a row that owns this one does not change with it. A subclass that
+        __version_relationships__: names of one-to-many and many-to-many relationships. A flush that adds, removes or deletes rows
+            of such a relationship or, for one-to-many, changes or moves them, counts as one change of this row. It does not matter
+            what the relationship joins on. The version of a row that owns this one does not change with it. A subclass that
             sets the attribute replaces the list of its base; `(*Document.__version_relationships__, "lines")` extends it.
 
     Raises:
