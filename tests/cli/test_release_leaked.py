@@ -129,7 +129,7 @@ def test_misuse_is_64(words: list[str], said: str, capfd: pytest.CaptureFixture[
 def test_an_audit_without_entries_or_tables(capfd: pytest.CaptureFixture[str]) -> None:
     """A sentence that claims no more than was searched; missing tables are 78, no server is 69."""
     assert main(["audit", "--since", "2999-01-01", "--action", "evict"]) == 0
-    assert capfd.readouterr().out == "No entries since 2999-01-01 with the action 'evict'.\n"
+    assert capfd.readouterr().out == "No entries match --since 2999-01-01 and --action evict.\n"
     assert main(["audit", "--prefix", "absent_"]) == 78
     assert "pgfence install --prefix absent_" in capfd.readouterr().err
     assert main(["audit", "--dsn", "postgresql://nobody:secret@127.0.0.1:1/nothing"]) == 69

@@ -142,7 +142,10 @@ def test_the_page_has_no_other_kinds_of_write() -> None:
     assert list(told()) == list(WRITES)
 
 
-@pytest.mark.parametrize("write", ["`post_update` of a child", "a one-to-one child with its parent's key, replaced"])
+@pytest.mark.parametrize(
+    "write",
+    ["`post_update` of a child", "a one-to-one child whose primary key is its parent's, replaced by a new child"],
+)
 async def test_rows_that_no_hook_sees_are_checked_with_every_driver(world: World, write: str) -> None:
     """A row is read and locked in the middle of a flush, also where a driver is asynchronous."""
     engine = world.engine()

@@ -184,7 +184,8 @@ async def test_a_creator_is_not_reported_as_the_default_host(world: World, name:
     key = world.pick("creator", "async_creator")
     engine = world.engine(dsn="postgresql://", **{key: world.pick(create, create_async)})
     with pytest.raises(
-        UnreachableError, match=r"cannot connect to the host of the engine's creator: 10\.0\.0\.5 refused"
+        UnreachableError,
+        match=r"cannot connect to the host to which the engine's creator function connects: 10\.0\.0\.5 refused",
     ):
         await world.call(lock(world, engine, name).try_acquire)
 

@@ -179,7 +179,7 @@ WRITES: dict[str, Write] = {
     "`delete()`": lambda m, s: s.delete(s.get_one(m.Entry, 2)),
     "`delete()` and `add()` of the same key in one flush": _switch,
     "`delete()` and `add()` of the same key in one flush, for a joined subclass": _switch_piece,
-    "a one-to-one child with its parent's key, replaced": _replace_same,
+    "a one-to-one child whose primary key is its parent's, replaced by a new child": _replace_same,
     "an orphan, deleted by the flush": _clear("parts"),
     "a child added to a collection": _append("lines"),
     "a child removed from a collection, its foreign key set to NULL": _clear("lines"),

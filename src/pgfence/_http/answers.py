@@ -59,7 +59,7 @@ def find_claim_problem(error: Exception, request: str) -> ProblemResponse | None
 
 
 def log_lapse(request: object, description: str) -> None:
-    """Log what happens to the key of a failed request, as the `description` says."""
+    """Log the `description`, which says what happens to the key of a failed request."""
     log.warning("%s: %s", request, description)
 
 

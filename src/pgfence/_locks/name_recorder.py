@@ -247,7 +247,7 @@ class NameRecorder:
             self._changed.set()
 
     def end(self, seconds: float) -> None:
-        """Wait until the connection is closed, because the interpreter is exiting. Pending names are not stored."""
+        """End the thread when the interpreter exits, and wait for up to `seconds`. Pending names are not stored."""
         self._changed.set()
         if (thread := self._thread) is not None:
             thread.join(seconds)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import Dialect
 
 DEFAULT = "the default host"
-CREATOR = "the host of the engine's creator"
+CREATOR = "the host to which the engine's creator function connects"
 # Environment variables that libpq uses if a parameter is not given. asyncpg reads most of them too.
 _VARIABLES = {
     "host": "PGHOST",

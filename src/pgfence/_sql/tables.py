@@ -273,7 +273,7 @@ def is_installed(connection: Connection, place: TableNames, version: int = VERSI
 def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
     """Return the names with their schema: that of the installation on the search path, or else the current schema.
 
-    Triggers call functions by this schema, so that writers with a different search path use the same gate.
+    Triggers call functions qualified with this schema, so that writers with a different search path use the same gate.
     """
     if place.schema is not None:
         return place

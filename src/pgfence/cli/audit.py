@@ -97,9 +97,9 @@ def parse_since(text: str) -> datetime | timedelta:
 
 
 def _describe_nothing(since: str | None, action: str | None) -> str:
-    filters = [f"since {since}"] if since else []
-    filters += [f"with the action {action!r}"] if action else []
-    return f"No entries{' ' if filters else ''}{' '.join(filters)}."
+    filters = [f"--since {since}"] if since else []
+    filters += [f"--action {action}"] if action else []
+    return f"No entries{' match ' if filters else ''}{' and '.join(filters)}."
 
 
 def _format_entry(entry: AuditEntry) -> str:

@@ -68,7 +68,7 @@ def init(directory: Path | None, template: str, ini: Path, path: bool, quiet: bo
     if directory is None:
         raise MisuseError("give the directory to create, for example `pgfence init migrations`")
     if not is_unicode(f"{directory}{ini}"):
-        raise MisuseError("DIR and --config must be valid Unicode: Alembic writes DIR to the ini file")
+        raise MisuseError("DIR and --config must be valid Unicode")
     if "%" in str(directory):
         raise MisuseError(f"{directory}: a percent sign has a special meaning in the ini file; choose another name")
     kept = ini.exists()

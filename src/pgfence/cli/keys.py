@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     heading="Filter",
     default="",
     metavar="TEXT",
-    help="List only scopes that begin with TEXT.",
+    help="List only keys whose scope begins with TEXT.",
 )
 @click.option(
     "--older-than",

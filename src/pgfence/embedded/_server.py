@@ -32,7 +32,8 @@ class Server:
 
     Attributes:
         host: the address on which it listens.
-        folder: the folder of this run, with the log, the unix socket, which needs no password, and the data unless they are kept.
+        folder: the folder of this run. It contains the log, the Unix socket (which needs no password) and, unless the data is kept,
+            the data.
         bindir: the folder of its programs.
         version: the version of the programs, e.g. "18.6".
         data: its data folder.

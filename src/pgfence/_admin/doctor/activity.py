@@ -25,9 +25,9 @@ def check_lock_table(examined: Examined) -> Iterator[Finding]:
         yield build_finding(
             "lock-table",
             f"{used} of at least {limit} entries of the server's lock table are used ({used / limit:.0%}).",
-            "Hold fewer locks at a time, or use leases for thousands of names. Alternatively, run ALTER SYSTEM SET"
+            "Hold fewer locks at a time, or use leases for thousands of names. Alternatively, run `ALTER SYSTEM SET"
             " max_locks_per_transaction ="
-            f" {2 * int(examined.snapshot.settings['max_locks_per_transaction'])}; and restart the server.",
+            f" {2 * int(examined.snapshot.settings['max_locks_per_transaction'])}` and restart the server.",
             "error" if used >= REFUSE * limit else None,
         )
 
