@@ -3,6 +3,8 @@
 pip install "pgfence[fastapi,asyncpg]" uvicorn
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
 uvicorn fastapi_transfer:app
+
+Create the table `account` first, for example with `Base.metadata.create_all`.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator

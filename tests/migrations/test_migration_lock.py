@@ -14,6 +14,7 @@ from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.exc import DBAPIError
 
 from pgfence import LockKey
+from pgfence._sql.migration_lock import UNSEEN, Doing, describe_sessions
 from pgfence.errors import LockLostError, LockTimeoutError, TransactionStateError, UnsupportedServerError
 from pgfence.migrations import migration_lock
 from support.waiting import blocking
@@ -441,3 +442,16 @@ def test_wrong_arguments_are_type_errors() -> None:
         with pytest.raises(ValueError, match="0 or more"):
             migration_lock(connection, timeout=-1)
     engine.dispose()
+
+
+def test_the_activity_of_a_session_is_described(dsn: str, admin: psycopg.Connection[Any]) -> None:
+    """Also that of a session that has executed nothing. A session that has ended is omitted."""
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    with psycopg.connect(dsn) as fresh, psycopg.connect(dsn) as ended, engine.connect() as connection:
+        pids = fresh.info.backend_pid, ended.info.backend_pid
+        ended.close()
+        blocking(lambda: not admin.execute("SELECT FROM pg_stat_activity WHERE pid = %s", [pids[1]]).fetchall(), 40)
+        found = describe_sessions(connection, pids)
+        assert {pid: str(doing) for pid, doing in found.items()} == {pids[0]: "idle"}
+    engine.dispose()
+    assert str(Doing(1, None, None, "<insufficient privilege>")) == UNSEEN

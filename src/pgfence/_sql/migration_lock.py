@@ -53,6 +53,7 @@ _LOCKING = (
 _LONGEST_QUERY = 200
 
 UNSEEN = "activity not visible to this role"
+ENDED = "its session has ended"
 
 
 class Doing(NamedTuple):
@@ -66,11 +67,13 @@ class Doing(NamedTuple):
     def __str__(self) -> str:
         if self.query and self.state == "active":
             return f"running {self.query!r} since {self.since:%Y-%m-%d %H:%M:%S%z}"
-        return f"{self.state}, last {self.query!r}" if self.query and self.state else UNSEEN
+        if not self.state:
+            return UNSEEN
+        return f"{self.state}, last {self.query!r}" if self.query else self.state
 
 
 def describe_sessions(connection: Connection, pids: Sequence[int]) -> dict[int, Doing]:
-    """Return a dict from process ids to what their sessions do. Sessions that the role may not see are omitted."""
+    """Return a dict from process ids to what their sessions do. Sessions that have ended are omitted."""
     text = _DOING.format(_MARKS[style_of(connection.dialect)])
     rows = connection.exec_driver_sql(text, (list(pids),)).all()
     return {row[0]: Doing(row[0], row[1], row[2], " ".join((row[3] or "").split())[:_LONGEST_QUERY]) for row in rows}
@@ -81,7 +84,7 @@ def describe_lockers(connection: Connection) -> list[str]:
     rows = connection.exec_driver_sql(_LOCKING).all()
     known = describe_sessions(connection, [row[0] for row in rows if row[0]])
     return [
-        f"{row[1] or 'a session without a name'} (backend {row[0]}) on {row[2]}: {known.get(row[0], UNSEEN)}"
+        f"{row[1] or 'a session without a name'} (backend {row[0]}) on {row[2]}: {known.get(row[0], ENDED)}"
         if row[0]
         else f"a prepared transaction on {row[2]}"
         for row in rows

@@ -198,7 +198,10 @@ class MigrationLock:
     def _find_holders(self, own: Connection) -> tuple[list[Holder], str]:
         found = activity.find_holders(own, (self._key,))
         doing = migration_lock.describe_sessions(own, [each.backend_pid for each in found if each.backend_pid])
-        descriptions = [f"{each}: {doing.get(each.backend_pid or 0, migration_lock.UNSEEN)}" for each in found]
+        descriptions = [
+            f"{each}: {doing.get(each.backend_pid, migration_lock.ENDED) if each.backend_pid else migration_lock.UNSEEN}"
+            for each in found
+        ]
         return found, "; ".join(descriptions) or "it is not held at this moment"
 
     def _timeout_error(self, found: list[Holder], doing: str) -> LockTimeoutError:
