@@ -48,19 +48,20 @@ with Supervisor(grace=float(grace)) as supervisor:
 sys.exit(ended.code)
 """
 
-# Tells what reaches it, one line a signal, until TERM or INT ends it.
+# Tells what reaches it, one line a signal, until TERM or INT ends it. It waits with sigwait, because a signal that arrives just
+# before signal.pause() would be told only with the next one. The handlers replace SIG_IGN, which it may have inherited.
 TELLER = """
 import os, signal, sys
-names = ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "CONT", "WINCH")
-def tell(signum, frame):
+names = [getattr(signal, "SIG" + name) for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "CONT", "WINCH")]
+signal.pthread_sigmask(signal.SIG_BLOCK, names)
+for signum in names:
+    signal.signal(signum, lambda *_: None)
+os.write(1, b"ready\\n")
+while True:
+    signum = signal.sigwait(names)
     os.write(1, f"{signal.Signals(signum).name}\\n".encode())
     if signum in (signal.SIGTERM, signal.SIGINT):
         sys.exit(7)
-for name in names:
-    signal.signal(getattr(signal, "SIG" + name), tell)
-os.write(1, b"ready\\n")
-while True:
-    signal.pause()
 """
 
 DEAF = "import os, signal; signal.signal(15, signal.SIG_IGN); os.write(1, b'ready %d\\n' % os.getpid()); signal.pause()"
