@@ -37,22 +37,18 @@ pytestmark = pytest.mark.usefixtures("tables")
 WORK = ("sh", "-c", "echo $$; exec sleep 600")
 # Takes two seconds to stop, and says "overlap" if another copy runs when it starts.
 SLOW = """
-import os, signal, sys, time
+import os, signal, time
 from pathlib import Path
 
-def stop(signum, frame):
-    time.sleep(2)
-    mine.unlink()
-    sys.exit(0)
-
-signal.signal(signal.SIGTERM, stop)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 if list(Path.cwd().glob("copy-*")):
     print("overlap", flush=True)
 mine = Path(f"copy-{os.getpid()}")
 mine.touch()
 print(os.getpid(), flush=True)
-while True:
-    signal.pause()
+signal.sigwait({signal.SIGTERM})
+time.sleep(2)
+mine.unlink()
 """
 
 
@@ -294,8 +290,8 @@ def test_the_pause_grows_to_a_minute_and_starts_again() -> None:
 
 def test_a_signal_ends_the_program_whatever_restart_says(cli: Cli, name: str) -> None:
     """SIGTERM is for the program: a command that ends with a failure because of it is not started again."""
-    program = "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
-    program += "print(os.getpid(), flush=True); signal.pause()"
+    program = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+    program += "print(os.getpid(), flush=True); signal.sigwait({signal.SIGTERM}); sys.exit(9)"
     with host(cli, "--restart", "always", name, "--", sys.executable, "-c", program) as one:
         one.children()
         assert one.end() == 9
