@@ -160,7 +160,12 @@ async def test_a_result_of_the_other_world_rolls_back(world: World, row: Row) ->
             return works_async(session)
         return 7
 
-    with pytest.raises(TypeError, match="await|coroutine"):
+    message = (
+        "must be awaitable: use async def"
+        if world.is_async
+        else "must not return a coroutine: pass an async_sessionmaker"
+    )
+    with pytest.raises(TypeError, match=message):
         await world.call(run_transaction, made, hidden)
     assert row.n() == 0
 
