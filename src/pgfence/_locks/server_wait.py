@@ -7,6 +7,7 @@ while the others wake up.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pgfence._connections.connection import RELEASE_BUDGET, WAIT_GRACE
@@ -80,8 +81,8 @@ class ServerWait:
         self.has_turn = False
         self.has_turnstile = False
         self.slices = 0
-        self.count_at = 1
-        """The number of slices after which it counts the tickets ahead."""
+        self.count_at: float = 1 if session.ours and not isinstance(sql, WriteSql) else math.inf
+        """The number of slices after which it counts the tickets ahead. Writers, and waits on your own Connection, never sleep."""
         self.sleeps = False
         self.looks = 0
         """How often it still looks before it checks the tickets again."""
@@ -116,7 +117,7 @@ class ServerWait:
         self.ahead = ahead
         if front != self.front:
             self.front, self.still_since = front, clock()
-        self.sleeps = self.session.ours and front is not None and clock() - self.still_since >= STILL_FOR
+        self.sleeps = front is not None and clock() - self.still_since >= STILL_FOR
         self.looks = max(LOOKS, self.ahead)
 
     async def _sleep(self, call: Acquisition[LockSql]) -> bool:
