@@ -13,7 +13,7 @@ from sqlalchemy import create_engine
 
 from pgfence import AdvisoryLock, ReadWriteLock, WaitCancelledError, cancel_waits, monitoring
 from pgfence._locks import server_wait
-from pgfence._sql.ticket_queue import AWAKE
+from pgfence._sql.ticket_queue import AWAKE, build_wait_for_turn
 from pgfence.errors import LockTimeoutError
 from pgfence.keys import LockKey
 from support.locking import background, elsewhere, give, has_ticket, is_free, labelled, lock, sessions, terminate
@@ -215,3 +215,29 @@ async def test_a_reader_sleeps_and_a_writer_does_not(
                 give(holder, name)
                 for contender, task in ((two, writing), (one, reading)):
                     await contender.call((await asyncio.wait_for(task, FAR)).release)
+
+
+@pytest.mark.one_driver
+@pytest.mark.sync_only
+@pytest.mark.parametrize("kind", ["writer", "own connection"])
+async def test_a_waiter_that_never_sleeps_counts_no_tickets(
+    kind: str, name: str, dsn: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their number only decides whether to sleep, so a query for it would be an extra round trip."""
+    slices: list[float] = []
+
+    def build(keys: Any, milliseconds: int, **options: Any) -> tuple[str, ...]:
+        slices.append(milliseconds)
+        return build_wait_for_turn(keys, milliseconds, **options)
+
+    monkeypatch.setattr(server_wait, "COUNT_TICKETS", "SELECT 1 / 0")
+    monkeypatch.setattr(server_wait, "build_wait_for_turn", build)
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    with elsewhere(dsn, name) as holder, front(dsn, admin, name) as ahead, engine.connect() as connection:
+        wait = ReadWriteLock(engine, name).write if kind == "writer" else AdvisoryLock(connection, name)
+        async with background(asyncio.to_thread(wait.acquire, timeout=60)) as waiting:
+            await eventually(lambda: waiting.done() or len(slices) > 4)
+            ahead.leave()
+            give(holder, name)
+            (await asyncio.wait_for(waiting, FAR)).release()
+    engine.dispose()
