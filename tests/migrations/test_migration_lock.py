@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -128,6 +130,27 @@ async def test_a_timeout_names_the_session_and_its_statement_and_harms_nothing(
             assert "SELECT 'building'" in said
         assert connection.scalar(SETTINGS) == before
         assert locks(admin, pid_of(connection)) == 0
+
+    await on(world, work)
+
+
+async def test_a_holder_has_a_name(world: World, admin: psycopg.Connection[Any], key: LockKey) -> None:
+    """Waiters see a name while the lock is held. An `application_name` that is set, also inside the block, is kept."""
+    ours = f"migration (pid {os.getpid()} on {socket.gethostname()})"
+    seen = "SELECT application_name FROM pg_stat_activity WHERE pid = %s"
+
+    def work(connection: Connection) -> None:
+        pid = pid_of(connection)
+        for before, inside, after in (("", ours[:63], ""), ("100% 'mine'", "100% 'mine'", "100% 'mine'")):
+            connection.execute(text("SELECT set_config('application_name', :name, false)"), {"name": before})
+            connection.commit()
+            with migration_lock(connection, key=key):
+                assert admin.execute(seen, [pid]).fetchone() == (inside,)
+            assert connection.scalar(text("SHOW application_name")) == after
+            connection.rollback()
+        with migration_lock(connection, key=key), connection.begin():
+            connection.execute(text("SET application_name = 'theirs'"))
+        assert connection.scalar(text("SHOW application_name")) == "theirs"
 
     await on(world, work)
 

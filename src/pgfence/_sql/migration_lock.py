@@ -33,13 +33,16 @@ _OURS = dict.fromkeys(server.OURS) | {
     "tcp_user_timeout": "30000",
     "client_connection_check_interval": "1000",
 }
-# Through a pooler, the next statement may reach a session of another client, whose settings must not change.
+# Through a pooler, the next statement may reach a session of another client, whose settings must not change. A session that has
+# an application_name keeps it.
 _SET_UP = "SELECT " + server.SETTINGS.format(
-    values=", ".join(f"('{name}', {'NULL' if value is None else repr(value)})" for name, value in _OURS.items()),
-    action="CASE WHEN o.value IS NULL OR pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) CAST({0} AS integer)"
-    " THEN true ELSE pg_catalog.set_config(s.name, o.value, false) IS NOT NULL END",
+    values=", ".join(f"('{name}', {'NULL' if value is None else repr(value)})" for name, value in _OURS.items())
+    + ", ('application_name', CAST({1} AS text))",
+    action="CASE WHEN o.value IS NULL THEN true WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) CAST({0} AS integer)"
+    " OR s.name = 'application_name' AND s.setting <> '' THEN s.name <> 'application_name'"
+    " ELSE pg_catalog.set_config(s.name, o.value, false) IS NOT NULL END",
 )
-_MARKS = {"format": "%s", "numeric": "$1"}
+_MARKS = {"format": ("%s", "%s"), "numeric": ("$1", "$2")}
 _HAS_WRITTEN = "SELECT pg_catalog.pg_current_xact_id_if_assigned() IS NOT NULL"
 _LOCKING = (
     "SELECT l.pid, MAX(a.application_name), pg_catalog.string_agg(DISTINCT c.oid::pg_catalog.regclass::text, ', ')"
@@ -74,7 +77,7 @@ class Doing(NamedTuple):
 
 def describe_sessions(connection: Connection, pids: Sequence[int]) -> dict[int, Doing]:
     """Return a dict from process ids to what their sessions do. Sessions that have ended are omitted."""
-    text = _DOING.format(_MARKS[style_of(connection.dialect)])
+    text = _DOING.format(*_MARKS[style_of(connection.dialect)])
     rows = connection.exec_driver_sql(text, (list(pids),)).all()
     return {row[0]: Doing(row[0], row[1], row[2], " ".join((row[3] or "").split())[:_LONGEST_QUERY]) for row in rows}
 
@@ -91,14 +94,16 @@ def describe_lockers(connection: Connection) -> list[str]:
     ]
 
 
-def set_up(connection: Connection, backend_pid: int) -> dict[str, str]:
+def set_up(connection: Connection, backend_pid: int, application_name: str) -> dict[str, str]:
     """Prepare a session for holding the lock, and return its previous settings for `server.restore`.
 
     Args:
         connection: a connection in autocommit.
         backend_pid: the server process that granted the lock.
+        application_name: what waiters see as the holder if the session has no `application_name`.
     """
-    row = connection.exec_driver_sql(_SET_UP.format(_MARKS[style_of(connection.dialect)]), (backend_pid,)).one()
+    text = _SET_UP.format(*_MARKS[style_of(connection.dialect)])
+    row = connection.exec_driver_sql(text, (backend_pid, application_name)).one()
     settings: dict[str, str] = json.loads(row[0])
     return settings
 

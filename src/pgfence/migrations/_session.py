@@ -8,6 +8,8 @@ snapshot.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -156,7 +158,8 @@ class MigrationLock:
         session = self._hold.session
         try:
             with self._use_autocommit(session, STATEMENT_BUDGET) as own:
-                self._settings = migration_lock.set_up(own, session.pid)
+                name = f"migration (pid {os.getpid()} on {socket.gethostname()})"
+                self._settings = migration_lock.set_up(own, session.pid, name)
         except BaseException:
             with suppress(LockLostError):
                 self._give_back()
