@@ -131,7 +131,7 @@ def test_no_server_is_69(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_role_that_may_not_is_78(
     place: TableNames, role: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The line contains the server's reason and the command for a role with that right."""
+    """The line contains the server's reason and the command, which another role must run."""
     least = role()
     assert main(["install", "--dsn", least, "--schema", str(place.schema)]) == Code.REFUSED
     said = capfd.readouterr().err

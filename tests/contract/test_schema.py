@@ -364,12 +364,24 @@ def test_other_servers_and_drivers_are_rejected_by_name(dsn: str) -> None:
 async def test_a_role_that_may_not_create_tables_gets_the_command(
     world: World, place: TableNames, role: Callable[..., str]
 ) -> None:
-    """The error carries the server's reason and the command for a role that may."""
+    """The error contains the server's reason and the command, which another role must run."""
     engine = engine_at(world, place, dsn=role())
-    with pytest.raises(SchemaError, match="as a role with that right") as caught:
+    with pytest.raises(SchemaError, match="permission denied for .* as a role with the missing privilege") as caught:
         await given(schema.create_all(engine))
     assert caught.value.sqlstate == "42501"
     assert caught.value.command == place.command
+
+
+async def test_dropping_tables_of_another_role_does_not_advise_to_install(
+    world: World, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any]
+) -> None:
+    """Only the owner can drop the tables, so no command is advised."""
+    await given(schema.create_all(engine_at(world, place)))
+    least = role()
+    admin.execute(f'GRANT USAGE ON SCHEMA "{place.schema}" TO {least.split("//")[1].split(":")[0]}'.encode())
+    with pytest.raises(SchemaError, match=r"must be owner of .*\. Try again as its owner$") as caught:
+        await given(schema.drop_all(engine_at(world, place, dsn=least)))
+    assert caught.value.command == ""
 
 
 @pytest.mark.every_driver

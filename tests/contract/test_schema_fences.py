@@ -492,7 +492,7 @@ async def test_without_pgfences_functions_the_command_is_named(world: World, boo
 async def test_only_its_owner_can_fence_a_table(world: World, books: str, name: str, role: Callable[..., str]) -> None:
     """A role that does not own the table gets an error with the server's reason."""
     engine = world.engine(dsn=role())
-    with pytest.raises(SchemaError, match=f"{books}. Run the statement as the owner") as caught:
+    with pytest.raises(SchemaError, match=f"{books}. Try again as its owner") as caught:
         await given(schema.add_fence(engine, books, resource=name))
     assert caught.value.command == ""
 

@@ -160,24 +160,24 @@ def missing_tables_error(place: TableNames, needed: int, state: str | None, row:
 
 
 # Patterns are compiled when they are used: compiling takes longer than importing this module, and few programs see the errors.
-_OWNED = r"(?:must be owner of|permission denied for) (?:relation|table|view) (.+)"
+_NEEDS_OWNER = "must be owner of |permission denied for (?:relation|table|view) "
 _VIEW_OF_SERVER = r"permission denied for (?:relation|table|view) (pg_\w+)"
 
 
 def _denial_error(said: str, place: TableNames, context: ErrorContext) -> SchemaError:
     if context.owner:
-        of = re.search(_OWNED, said)
-        command = "" if of is not None and not of[1].startswith(place.prefix) else place.command
+        command = "" if re.search(_NEEDS_OWNER, said) else place.command
         advice = (
-            f"Run `{command}` or call pgfence.schema.create_all(engine) as a role with that right"
+            f"Run `{command}`, or call pgfence.schema.create_all(engine), as a role with the missing privilege"
             if command
-            else "Run the statement as the owner"
+            else "Try again as its owner"
         )
-        return SchemaError(f"permission denied: {said}. {advice}", needed=VERSION, command=command, sqlstate=NO_RIGHT)
+        said = f"the call was rejected: {said}. {advice}"
+        return SchemaError(said, needed=VERSION, command=command, sqlstate=NO_RIGHT)
     if view := re.search(_VIEW_OF_SERVER, said):
         command = f"GRANT SELECT ON pg_catalog.{view[1]} TO <role>"
         return SchemaError(
-            f"permission denied: {said}. As a superuser, run: {command}", command=command, sqlstate=NO_RIGHT
+            f"the call was rejected: {said}. As a superuser, run: {command}", command=command, sqlstate=NO_RIGHT
         )
     audit = place.prefix + "audit" in said
     key_rights = context.key_rights if context.version == KEYS else ""
