@@ -25,6 +25,10 @@ RESULTS = Path(__file__).with_name("results")
 MARKS = "<!-- written by tests.cluster.report -->\n\n", "\n\n<!-- end -->"
 IDLE = RESULTS / "idle.json"
 NONE = "The figures of this version have not been measured yet."
+COUNTED = (
+    "In the next table, the first number of a cell counts the cases that the row names, and the second number all cases that were"
+    " checked. An error is any error except `CommitOutcomeUnknownError`."
+)
 KINDS = {
     "SWITCHOVER": "switchover",
     "KILL_POSTMASTER": "the server process is killed",
@@ -61,10 +65,10 @@ HELD = {
 }
 TABLES = {
     "fenced": "fenced writes",
-    "transaction": "`run_transaction()`",
-    "key": "idempotency keys",
-    "version": "versioned rows",
-    "claim": "claimed rows",
+    "transaction": "transactions of `run_transaction()`",
+    "key": "transactions with an idempotency key",
+    "version": "changes of versioned rows",
+    "claim": "changes of claimed rows",
 }
 PROGRAMS = {
     "pgfence": "pgfence",
@@ -97,7 +101,9 @@ def render(results: Sequence[Result], idle: Result | None = None) -> str:
             " cores. They exclude the failovers in which Patroni hangs, because the former primary then continues to serve. All"
             " other figures are from a machine that was also busy with other work."
         )
-    parts.append(_tabulate_counts(results))
+    if counts := _tabulate_counts(results):
+        parts.append(COUNTED)
+        parts.append(counts)
     parts.append("\n".join(f"- {line}" for line in _list_doubts(results)))
     return "\n\n".join(part for part in parts if part)
 
@@ -181,29 +187,41 @@ def _tabulate_counts(results: Sequence[Result]) -> str:
     for kind, name in HELD.items():
         clean = f"overlaps of {kind} after a clean end"
         count(
-            f"overlaps of {name}",
+            f"overlapping holds of {name}",
             lambda result, kind=kind, clean=clean: find(f"overlaps of {kind}")(result) + find(clean)(result),  # type: ignore[misc]
             seen(f"holds: {kind}"),
         )
-    count("stale fenced writes on the surviving timeline", find("stale fenced writes"), seen("fenced rows"))
-    for table, name in TABLES.items():
-        count(f"acknowledged and lost: {name}", find(f"acknowledged and lost: {table}"), seen(f"acknowledged: {table}"))
+    count(
+        "stale fenced writes that were committed on the surviving timeline",
+        find("stale fenced writes"),
+        seen("fenced rows"),
+    )
     for table, name in TABLES.items():
         count(
-            f"committed although an error other than `CommitOutcomeUnknownError` was raised: {name}",
+            f"{name} that were acknowledged and then lost",
+            find(f"acknowledged and lost: {table}"),
+            seen(f"acknowledged: {table}"),
+        )
+    for table, name in TABLES.items():
+        count(
+            f"{name} that raised an error and were committed nevertheless",
             find(f"committed in spite of an error: {table}"),
             seen(f"failed: {table}"),
         )
-    count("slots done twice, by attempts that overlapped", find("slots done twice"), seen("slots"))
-    count("slots begun again after they were done", find("slots begun after they were done"), seen("slots"))
+    count("slots that two overlapping attempts finished", find("slots done twice"), seen("slots"))
+    count(
+        "slots that another attempt started after they were done",
+        find("slots begun after they were done"),
+        seen("slots"),
+    )
     count(
         "keys for which two different results were returned",
         find("keys with two answers"),
         seen("answered: key", "answered: effect"),
     )
-    count("versions written twice", find("versions written twice"), seen("versions"))
-    count("claimed rows done twice", find("jobs done twice"), seen("jobs"))
-    count("steps of effects called twice", seen("steps called twice"), seen("steps"))
+    count("versions that two transactions wrote", find("versions written twice"), seen("versions"))
+    count("claimed rows that were processed twice", find("jobs done twice"), seen("jobs"))
+    count("steps of effects that were called twice", seen("steps called twice"), seen("steps"))
     return _tabulate(["", *(f"{result['mode']} replication" for result in results)], rows)
 
 

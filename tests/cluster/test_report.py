@@ -59,9 +59,9 @@ def test_a_report_has_medians_and_the_longest_times_and_counts_of_all(tmp_path: 
         "| a synchronous standby hangs | synchronous | 1 | - | - | 0 |",
         "| psycopg, list of hosts | synchronous | - | - | 0.4 s (none) | - | - | - |",
         "| tokens issued twice | 1 of 1,200 | 1 of 1,200 |",
-        "| overlaps of leases | 0 of 7 | 0 of 7 |",
-        "| overlaps of `AdvisoryLock` | 3 of 9 | 3 of 9 |",
-        "| acknowledged and lost: fenced writes | 0 of 500 | 0 of 500 |",
+        "| overlapping holds of leases | 0 of 7 | 0 of 7 |",
+        "| overlapping holds of `AdvisoryLock` | 3 of 9 | 3 of 9 |",
+        "| fenced writes that were acknowledged and then lost | 0 of 500 | 0 of 500 |",
         "- With synchronous replication, the outcome of 4 transactions was unknown. Of these, 1 had been committed.",
     ):
         assert line in lines, line

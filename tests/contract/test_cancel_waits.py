@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import create_engine
 
-from pgfence import AdvisoryLock, Lease, WaitCancelledError, cancel_waits, configure
+from pgfence import AdvisoryLock, Lease, RateLimit, Semaphore, WaitCancelledError, cancel_waits, configure
 from support.locking import elsewhere, freed, standing, waits
 from support.waiting import eventually
 
@@ -92,6 +92,24 @@ async def test_a_waiter_for_a_lease_of_another_process_is_cancelled(
     with one.hold(timeout=20):
         pass
     elsewhere.dispose()
+
+
+async def test_a_waiter_for_a_permit_is_cancelled(engine: Engine, other: ThreadPoolExecutor, name: str) -> None:
+    """The waiter leaves the queue of the semaphore, also one in which the order is kept."""
+    began = threading.Event()
+    for fair in (False, True):
+        one = Semaphore(engine, name, permits=1, ttl=60, fair=fair)
+        with one.hold():
+            await cancelled(other, lambda one=one: (began.set(), one.acquire(timeout=math.inf)), began.is_set, name)
+        with one.hold(timeout=20):
+            pass
+
+
+async def test_a_waiter_for_a_rate_limit_is_cancelled(engine: Engine, other: ThreadPoolExecutor, name: str) -> None:
+    """The call does not count, because it was never allowed."""
+    began, limit = threading.Event(), RateLimit(engine, name, limit=1, per=3600)
+    assert limit.try_take()
+    await cancelled(other, lambda: (began.set(), limit.wait(timeout=math.inf)), began.is_set, name)
 
 
 async def test_a_waiter_for_a_connection_is_cancelled(engine: Engine, other: ThreadPoolExecutor, name: str) -> None:

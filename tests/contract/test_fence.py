@@ -312,6 +312,30 @@ async def test_a_waiter_with_an_old_snapshot_gets_a_serialization_failure(
         await newer.call(fence, other, name, 3)
 
 
+async def test_the_first_snapshot_of_a_newer_holder_is_older_than_its_wait(
+    world: World, name: str, ledger: str, admin: psycopg.Connection[Any], eventually: Callable[..., Any]
+) -> None:
+    """In REPEATABLE READ it does not see what it waited for. A write of the same row fails, and the next transaction sees all."""
+    overtake(admin, name, 1)
+    engine, newer = world.engine(isolation_level="REPEATABLE READ"), world.other()
+    amount = f"SELECT amount FROM {ledger}"
+    waits = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    async with session(world, engine) as work, session(world, engine, newer) as other:
+        await world.call(fence, work, name, 1)
+        await run(world, work, f"UPDATE {ledger} SET amount = 70")
+        entering = asyncio.ensure_future(newer.call(fence, other, name, 2))
+        await eventually(lambda: admin.execute(waits).rowcount)
+        await world.call(work.commit)
+        await entering
+        assert await value(newer, other, amount) == 100
+        with pytest.raises(DBAPIError) as caught:
+            await run(newer, other, f"UPDATE {ledger} SET amount = amount + 1")
+        assert sqlstate_of(caught.value) == "40001"
+        await newer.call(other.rollback)
+        await newer.call(fence, other, name, 2)
+        assert await value(newer, other, amount) == 70
+
+
 @pytest.mark.parametrize(
     ("resource", "token", "kind"),
     [

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError
 
-from pgfence import LockTimeoutError
+from pgfence import LockTimeoutError, StaleFencingTokenError, configure
 from pgfence.fence import fence
 from support.leases import lease
 from support.transactions import connection, lock, run, sqlstate_of, statements, value
@@ -123,6 +123,32 @@ async def test_a_wait_at_the_gate_puts_the_settings_back(world: World, name: str
             await world.call(fence, work, name, token)
             assert await value(world, work, "SHOW lock_timeout") == own
             await world.call(work.commit)
+
+
+@pytest.mark.twins
+async def test_the_default_timeout_at_the_gate_applies_to_newer_holders_only(world: World, name: str) -> None:
+    """A newer holder gives up and its transaction is aborted. An older writer waits for the newer one, and is rejected."""
+    engine, other = world.engine(), world.other()
+    configure(engine, default_timeout=0.3)
+    async with (
+        connection(world, engine) as inside,
+        connection(world, engine) as newer,
+        connection(world, engine) as old,
+    ):
+        await world.call(fence, inside, name, 1)
+        with pytest.raises(LockTimeoutError):
+            await world.call(fence, newer, name, 2)
+        with pytest.raises(DBAPIError) as aborted:
+            await run(world, newer, "SELECT 1")
+        assert sqlstate_of(aborted.value) == "25P02"
+        await world.call(newer.rollback)
+        await world.call(inside.commit)
+        await world.call(fence, newer, name, 2)
+        waiting = asyncio.ensure_future(other.call(fence, old, name, 1))
+        assert not (await asyncio.wait([waiting], timeout=1))[0]
+        await world.call(newer.commit)
+        with pytest.raises(StaleFencingTokenError):
+            await waiting
 
 
 @pytest.mark.twins

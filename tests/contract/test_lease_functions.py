@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -192,6 +194,21 @@ def test_a_deleted_row_starts_above_its_gate(one: Caller, admin: psycopg.Connect
     one.release()
     admin.execute("UPDATE pgfence_lease SET token = 1 WHERE name = %s", [name])
     assert one.acquire().token == 5
+
+
+def test_the_statement_of_the_page_raises_tokens_above_those_that_were_issued(
+    one: Caller, admin: psycopg.Connection[Any], name: str
+) -> None:
+    """C080: an old copy of the tables issues tokens again, unless the documented statement has raised them."""
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "leases-and-fencing.md").read_text(encoding="utf-8")
+    (statement,) = re.findall(r"`(UPDATE pgfence_lease SET token [^`]*)`", page)
+    issued = []
+    for _ in range(3):
+        issued.append(one.acquire().token)
+        one.release()
+    admin.execute("UPDATE pgfence_lease SET token = 1 WHERE name = %s", [name])
+    admin.execute(f"{statement} WHERE name = %s", [name])
+    assert one.acquire().token > max(issued)
 
 
 def test_released_early_it_stays_closed_for_min_hold(

@@ -15,7 +15,7 @@ from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, UnreachableError
 from support.leases import lapse, lease, rival, row
 from support.limits import set_limit
-from support.locking import background, labelled, sessions
+from support.locking import background, elsewhere, labelled, lock, sessions
 from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
@@ -140,6 +140,21 @@ async def test_a_wait_ends_at_its_timeout(world: World, name: str, admin: psycop
     let_go(admin, name)
     async with world.enter(one.hold(timeout=5)) as held:
         assert held.token == 2
+
+
+async def test_a_wait_of_a_contender_that_holds_a_lease_is_cut(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an explicit timeout it waits at most a minute, because deadlocks between processes are not detected."""
+    set_limit(monkeypatch, "NESTED_LIMIT", 0.2)
+    engine = world.engine()
+    rival(admin, name)
+    with elsewhere(dsn, f"{name}:lock"):
+        async with world.enter(lease(world, engine, f"{name}:outer").hold()):
+            for inner in (lease(world, engine, name), lock(world, engine, f"{name}:lock")):
+                with pytest.raises(LockTimeoutError) as caught:
+                    await world.call(inner.acquire)
+                assert (caught.value.timeout, caught.value.held_here) == (0.2, (f"{name}:outer",))
 
 
 async def test_never_two_at_a_time_and_never_a_token_twice(world: World, name: str) -> None:

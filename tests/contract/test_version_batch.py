@@ -35,7 +35,7 @@ async def in_batch(world: World, engine: Any, work: Any) -> Any:
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 async def test_rows_go_out_together(world: World, kind: str) -> None:
-    """However many rows change and go, a flush is one lock, one statement for each kind of change and at most two looks after."""
+    """For any number of rows, a flush sends one lock, one statement for each kind of change, and at most two queries after them."""
     engine = world.engine()
     cls = await page(world, engine, kind)
     before = await read(world, engine, cls)
@@ -93,7 +93,7 @@ async def test_a_session_flushes_again_and_again(world: World, kind: str) -> Non
 
 
 async def test_rows_with_other_changed_columns_have_their_own_statement(world: World) -> None:
-    """Rows whose versions differ and whose columns differ are each written with their own."""
+    """Rows with different versions or with different changed columns are each written correctly."""
     engine = world.engine()
     cls = await page(world, engine)
 
@@ -133,7 +133,7 @@ async def test_hooks_see_the_new_version(world: World) -> None:
 
 
 async def test_only_rows_that_change_are_locked(world: World) -> None:
-    """An instance that was assigned what it had, or whose collection changed, is neither locked nor raised."""
+    """An instance that was assigned the value that it had, or whose collection changed, is not locked and keeps its version."""
     engine = world.engine()
     order, line = await orders(world, engine)
 
@@ -227,7 +227,7 @@ async def test_an_instance_whose_version_was_never_read_passes(world: World) -> 
 
 
 async def test_a_row_that_the_flush_comes_upon_later_is_compared(world: World) -> None:
-    """A row that nothing but a collection leads to is written by the flush all the same: compared, and raised."""
+    """A row that the flush writes only because of a collection is compared, and gets the next version."""
     engine = world.engine()
     order, line = await orders(world, engine)
 
@@ -252,7 +252,7 @@ async def test_a_row_that_the_flush_comes_upon_later_is_compared(world: World) -
 
 
 async def test_a_row_that_a_hook_changes_is_compared(world: World) -> None:
-    """What before_update changes beside its own row is compared and raised in the same flush or the next."""
+    """Other rows that a before_update listener changes are compared, and get the next version in the same flush or the next."""
     engine = world.engine()
     cls = await page(world, engine)
 
@@ -299,7 +299,7 @@ async def test_a_row_deleted_and_added_in_one_flush_goes_on_from_its_version(wor
 
 @pytest.mark.twins
 async def test_a_class_in_two_tables_is_compared_in_the_first(world: World) -> None:
-    """Joined inheritance: a change to the second table alone raises the version, twice in one session; a stale one is rejected."""
+    """A change to the second table alone increments the version, twice in one session; a stale change is rejected."""
     engine = world.engine()
     cls = await joined(world, engine)
 
@@ -327,7 +327,7 @@ async def test_a_class_in_two_tables_is_compared_in_the_first(world: World) -> N
 
 
 async def test_a_missing_version_trigger_is_reported(world: World) -> None:
-    """Mode "server" where no trigger counts: the error says so and how to add it, and nothing is kept."""
+    """If the mode "server" has no trigger, the error says so and how to add it, and nothing is saved."""
     engine = world.engine()
     cls = await page(world, engine, "server")
     await world.call(schema.drop_version_trigger, engine, cls)
@@ -572,7 +572,7 @@ def _with_session(engine: Any, work: Any) -> None:
 
 
 async def test_a_snapshot_that_is_too_old_is_the_servers_error(world: World) -> None:
-    """At REPEATABLE READ a row that changed since is a serialization failure, as without the batch."""
+    """In REPEATABLE READ, a row that has changed since the snapshot is a serialization failure, as without the batch."""
     engine = world.engine(isolation_level="REPEATABLE READ")
     cls = await page(world, engine)
 

@@ -147,7 +147,7 @@ async def test_every_change_of_a_line_counts_once_for_its_owners(
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", PAIRS)
 async def test_changes_of_two_lines_of_one_owner_conflict(world: World, name: str) -> None:
-    """C065: both have read the owner and its lines; the second commit raises the conflict over the owner."""
+    """C065: two sessions have read the owner and its lines; the second commit raises a conflict that lists the owner."""
     engine = world.engine()
     pair = await pair_of(world, engine, name)
     kept: list[Any] = []
@@ -233,7 +233,7 @@ async def test_what_sends_no_update_of_the_line_does_not_count(world: World) -> 
 
 @pytest.mark.parametrize("names", [None, (), ("files",), ("files", "lines")])
 async def test_the_list_of_a_subclass_replaces_that_of_its_base(world: World, names: tuple[str, ...] | None) -> None:
-    """For changes of a row alone, of the collection and by the key. Rows of the base keep the list of the base."""
+    """This applies to changes of a line, of the collection and of the foreign key. Rows of the base class keep its list."""
     engine = world.engine()
     document, owner, part = base_and_subclass("client", names)
     await made(world, engine, document)

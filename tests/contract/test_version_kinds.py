@@ -132,7 +132,7 @@ def beat(engine: Any, m: Any, mode: str, row: tuple[str, int], start: int, how: 
 async def test_a_free_write_is_saved_at_the_next_version(
     engine: Any, models: Any, driver: str, mode: str, name: str
 ) -> None:
-    """The rows that it writes get the next version, all others keep theirs, and instances have the versions of the table."""
+    """The rows that are written get the next version, all others keep theirs, and instances have the versions of the table."""
     kind, m = KINDS[name], models(mode)
     for check, company in WAYS:
         start = fill(engine, m, kind, company=company)
@@ -212,7 +212,7 @@ def _lose(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_plain_session_compares_and_counts_the_same(engine: Any, models: Any, mode: str) -> None:
-    """The writes that SQLAlchemy sends by another way are counted in a Session too, and beaten are its StaleDataError."""
+    """Writes that SQLAlchemy sends in another way are counted in a plain Session, too, and raise StaleDataError if stale."""
     m = models(mode)
     for name in ("one-to-one", "row switch", "row switch of a key", "post_update of many", "deleted with post_update"):
         kind = KINDS[name]
@@ -233,7 +233,7 @@ def test_a_plain_session_compares_and_counts_the_same(engine: Any, models: Any, 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("mode", ["client", "server"])
 def test_a_row_without_a_version_is_rejected_on_post_update(engine: Any, mode: str, check: str) -> None:
-    """A NULL in the column of the version is the error that says how to fill it, though no event comes before the UPDATE."""
+    """If the version is NULL, the error says how to fill it, although SQLAlchemy emits no event before this UPDATE."""
     m = classes(mode)
     column = m.Task.__table__.c.version
     with engine.connect() as connection:
@@ -403,7 +403,7 @@ def test_a_new_row_has_its_version_however_the_server_returns_it(engine: Any, ch
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_row_deleted_before_the_flush_is_a_conflict(engine: Any, check: str) -> None:
-    """An owner that counts its lines, was expired and deleted elsewhere is the item of a conflict, whichever part reads it."""
+    """If another process has deleted an expired owner that counts its lines, the conflict lists it, whichever part reads it."""
 
     class Base(DeclarativeBase):
         pass

@@ -61,7 +61,7 @@ def acting(cls: Any, act: str) -> Callable[[Session], None]:
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("act", ACTS)
 async def test_a_row_kept_by_a_trigger_is_not_a_conflict(world: World, act: str, check: str) -> None:
-    """C068: where a BEFORE trigger returns NULL the error says so, and nothing of the flush is kept."""
+    """C068: if a BEFORE trigger returns NULL, the error says so, and nothing of the flush is saved."""
     engine = world.engine()
     # In a batch, a driver that cannot count several rows takes one that is kept for a missing trigger of the mode "server".
     kinds = KINDS if check == "row" else KINDS[:2]
@@ -81,7 +81,7 @@ async def test_a_row_kept_by_a_trigger_is_not_a_conflict(world: World, act: str,
 async def test_a_row_kept_by_a_policy_is_not_a_conflict(
     world: World, act: str, check: str, role: Callable[..., str]
 ) -> None:
-    """C068: where row-level security lets a role read a row and not write it the error says so."""
+    """C068: if row-level security lets a role read a row but not write it, the error says so."""
     owner = world.engine()
     cls = await page(world, owner)
     table = cls.__tablename__

@@ -650,7 +650,7 @@ async def test_an_update_by_primary_key_without_a_version_is_rejected(
 
 
 async def test_an_update_by_primary_key_with_criteria_is_rejected(world: World) -> None:
-    """With a WHERE beside the keys SQLAlchemy does not count rows, so a conflict would pass silently."""
+    """With a WHERE clause in addition to the keys, SQLAlchemy does not count rows, so a conflict would not be detected."""
     engine = world.engine()
     cls = await page(world, engine)
     given = [{"id": 1, "version": 1, "title": "x"}, {"id": 2, "version": 1, "title": "x"}]
@@ -674,7 +674,7 @@ async def test_a_row_given_twice_is_a_value_error(world: World) -> None:
 
 
 async def test_an_update_by_primary_key_raises_the_other_tables_version(world: World) -> None:
-    """Joined inheritance: columns of the second table alone raise the version in the first, and compare it."""
+    """An update of columns of the second table alone compares and increments the version in the first."""
     engine = world.engine()
     cls = await joined(world, engine)
     await on_session(world, engine, executing(update(cls), [{"id": 1, "version": 1, "views": 3}]))
@@ -724,7 +724,7 @@ async def test_a_session_that_rejects_looks_inside_of_a_statement(world: World) 
 
 @pytest.mark.parametrize("bulk", ["bump", "refuse"])
 async def test_a_nested_statement_must_raise_the_version(world: World, bulk: str) -> None:
-    """C064: an UPDATE that is read from, rides along or comes as from_statement() changes no row past its version."""
+    """C064: an UPDATE inside another statement or in from_statement() changes no row without its version."""
     engine = world.engine()
     cls = await page(world, engine)
     inside = returning(cls).cte()
@@ -765,7 +765,7 @@ async def test_what_has_no_parts_can_be_executed_under_every_policy(world: World
 
 
 async def test_a_session_that_rejects_lets_through_what_is_guarded(world: World) -> None:
-    """bulk="refuse" is about versions: deletes, inserts, versions compared by key, and a trigger's table are let through."""
+    """bulk="refuse" admits deletes, inserts, updates by key with versions, and statements on a table with a version trigger."""
     engine = world.engine()
     cls, other = await page(world, engine), await page(world, engine, "server")
 

@@ -114,7 +114,7 @@ def test_partitions_count_too(engine: Any, admin: psycopg.Connection[Any]) -> No
 
 
 def test_a_nullable_column_is_rejected_with_the_way_to_fill_it(engine: Any, admin: psycopg.Connection[Any]) -> None:
-    """The error's command fixes the column; after it the trigger can be created."""
+    """The command in the error fixes the column, and then the trigger can be created."""
     name = f"old_{secrets.token_hex(6)}"
     admin.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, version bigint)".encode())
     admin.execute(f"INSERT INTO {name} VALUES (1)".encode())
@@ -127,7 +127,7 @@ def test_a_nullable_column_is_rejected_with_the_way_to_fill_it(engine: Any, admi
 
 
 def test_a_table_that_cannot_count_is_rejected(engine: Any, admin: psycopg.Connection[Any], table: str) -> None:
-    """No such table or column, a column of another type, a foreign trigger of the same name, autocommit, a wrong type."""
+    """A missing table or column, a column of another type, another trigger of the same name, and autocommit raise errors."""
     for add in (schema.add_version_trigger, schema.drop_version_trigger):
         with pytest.raises(ValueError, match="does not exist"):
             add(engine, "nowhere")

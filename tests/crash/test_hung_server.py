@@ -113,6 +113,29 @@ async def test_a_release_on_a_hung_backend_ends_with_a_loss(
 
 
 @pytest.mark.twins
+async def test_a_release_of_a_lease_on_a_hung_server_is_repeated(
+    world: World,
+    name: str,
+    private_server: OwnServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The call returns with a warning, and the lease is free when the server responds again."""
+    monkeypatch.setattr(statements, "RELEASE_BUDGET", 1.0)
+    engine = world.engine(dsn=private_server.dsn)
+    await world.call(schema.create_all, engine)
+    kind = world.pick(Lease, AsyncLease)
+    held = await world.call(kind(engine, name, ttl=60).acquire)
+    with pause(*family(private_server.pid)):
+        async with background(world.call(held.release)) as releasing:
+            await eventually(releasing.done)
+            await releasing
+    assert f"no response to the release of lease '{name}', retrying" in caplog.text
+    await world.call((await world.other().call(kind(engine, name, ttl=60).acquire, timeout=30)).release)
+    await world.call(schema.drop_all, engine)
+
+
+@pytest.mark.twins
 async def test_a_block_on_a_hung_backend_can_be_left(
     world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any], short_statements: float
 ) -> None:
