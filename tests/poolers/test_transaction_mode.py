@@ -65,9 +65,10 @@ async def test_a_session_lock_is_rejected_with_alternatives(
     engine = pooled(world, pgbouncer("transaction"))
     one = lock(world, engine, name)
     for call in (one.try_acquire, one.acquire):
-        with pytest.raises(PoolerError, match=r"(?s)lock_engine=.*pooler=\"session\"") as caught:
+        with pytest.raises(PoolerError, match="lock_engine=.*, or use a Lease") as caught:
             await world.call(call)
         assert caught.value.mode == "transaction"
+        assert 'session"' not in str(caught.value)  # session mode is disproven here
     with pytest.raises(PoolerError):
         async with world.enter(one.hold()):
             pytest.fail("entered")
@@ -86,7 +87,7 @@ async def test_a_session_lock_is_rejected_on_a_busy_pool_too(
     """C019: beside clients in transactions the mode may not show; a pooler of unknown mode is rejected anyway."""
     through = pgbouncer("transaction")
     with busy_pool(through):
-        with pytest.raises(PoolerError, match=r"(?s)lock_engine=.*pooler=\"session\"") as caught:
+        with pytest.raises(PoolerError, match="lock_engine=") as caught:
             await world.call(lock(world, pooled(world, through), name).acquire)
         assert caught.value.mode in ("transaction", "unknown")
     assert advisory_rows() == []

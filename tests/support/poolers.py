@@ -37,8 +37,11 @@ ignore_startup_parameters = extra_float_digits
 
 
 @contextmanager
-def pgbouncer(dsn: str, mode: str) -> Iterator[str]:
-    """Run a PgBouncer in front of a database and yield the DSN that goes through it; skip the test where there is none."""
+def pgbouncer(dsn: str, mode: str, more: str = "") -> Iterator[str]:
+    """Run a PgBouncer in front of a database and yield the DSN that goes through it; skip the test where there is none.
+
+    `more` is appended to its configuration.
+    """
     program = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
     if program is None:
         pytest.skip("PgBouncer is not installed")
@@ -56,6 +59,7 @@ def pgbouncer(dsn: str, mode: str) -> Iterator[str]:
                 port=port,
                 mode=mode,
             )
+            + more
         )
         process = _start([program, "-q", config], folder)
         try:

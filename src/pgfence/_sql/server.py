@@ -205,10 +205,7 @@ def judge_session(
         return standby_error(
             "a lock", " (target_session_attrs=read-write in the URL), or pass its engine as configure(lock_engine=...)"
         )
-    ways = (
-        "Either pass an engine with a direct URL as configure(engine, lock_engine=...),"
-        ' or, if the pooler gives each client a dedicated server session, declare it: configure(engine, pooler="session")'
-    )
+    direct = "Pass an engine with a direct URL as configure(engine, lock_engine=...)"
     if pooler == "transaction" or other_pid == facts.backend_pid:
         seen = (
             "two clients were served by one backend"
@@ -216,14 +213,15 @@ def judge_session(
             else "the configuration declares it"
         )
         return PoolerError(
-            f"session locks cannot work behind a pooler in transaction mode ({seen}): lock and unlock would reach"
-            f" different backends. {ways}",
+            f"session locks cannot work behind a pooler in transaction mode ({seen}): lock and unlock could reach"
+            f" different backends. {direct}, or use a Lease, which works through such a pooler",
             mode="transaction",
         )
     if driver_pid != facts.backend_pid and pooler != "session":
         return PoolerError(
             "a connection pooler whose mode is unknown is between this client and PostgreSQL, and session locks are"
-            f" safe only in session mode. {ways}",
+            f" safe only in session mode. {direct}, or, if the pooler gives each client a dedicated server session, declare it:"
+            ' configure(engine, pooler="session")',
             mode="unknown",
         )
     return None
