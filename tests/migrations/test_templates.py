@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 TEMPLATES = [("sync", "psycopg"), ("async", "asyncpg"), ("multitenant", "psycopg2")]
 VERSIONS = "SELECT count(*) FROM pg_class WHERE relname = 'alembic_version'"
 SETTINGS = "SELECT current_setting('lock_timeout') AS lock_timeout, current_setting('search_path') AS search_path"
+CONFIGURES = "logging.basicConfig(level=logging.INFO, format='ours: %(message)s')"
+UPGRADES = "from alembic import command, config; command.upgrade(config.Config('alembic.ini'), 'head')"
 WRITE = '            connection.exec_driver_sql("CREATE TABLE lost (x int)")\n'
 
 
@@ -59,6 +64,27 @@ def test_the_database_is_that_of_database_url(tmp_path: Path, own: str, template
     assert ended.code == 0, ended.said
     assert project.run("current", MIGRATION_URL=own, DATABASE_URL=nowhere).code == 0
     assert project.run("current", MIGRATION_URL="", DATABASE_URL=nowhere).code == 1
+
+
+@pytest.mark.parametrize(("template", "driver"), TEMPLATES)
+def test_an_upgrade_from_python_keeps_the_logging_of_the_application(
+    tmp_path: Path, own: str, template: str, driver: str
+) -> None:
+    """fileConfig() would replace the handlers and the level of the root logger. Without a configuration, it is used."""
+    with_tenants(own, "tenant_a")
+    project = without_revisions(Project(tmp_path, template, driver, own))
+    for first, seen in ((CONFIGURES, True), ("pass", False)):
+        script = f"import logging; {first}; {UPGRADES}; logging.getLogger('shop').info('still logged')"
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=tmp_path,
+            env=os.environ | {"MIGRATION_URL": project.url},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ("ours: still logged" in done.stderr) == seen, done.stderr
+        assert ("INFO  [alembic.runtime.migration]" in done.stderr) != seen, done.stderr
 
 
 def test_a_write_around_the_version_table_is_reported(tmp_path: Path, own: str) -> None:

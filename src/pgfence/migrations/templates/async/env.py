@@ -6,6 +6,7 @@ exit code is 75 if another process has been migrating for longer than LOCK_WAIT.
 """
 
 import asyncio
+import logging
 import os
 import sys
 from logging.config import fileConfig
@@ -35,7 +36,8 @@ OPTIONS = {
 }
 
 config = context.config
-if config.config_file_name is not None:
+# An application that upgrades its database itself keeps its own configuration of logging.
+if config.config_file_name is not None and not logging.root.handlers:
     fileConfig(config.config_file_name, disable_existing_loggers=False)
 
 

@@ -41,7 +41,8 @@ OPTIONS = {
 
 log = logging.getLogger("alembic.env")
 config = context.config
-if config.config_file_name is not None:
+# An application that upgrades its database itself keeps its own configuration of logging.
+if config.config_file_name is not None and not logging.root.handlers:
     fileConfig(config.config_file_name, disable_existing_loggers=False)
 
 

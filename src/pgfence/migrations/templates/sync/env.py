@@ -5,6 +5,7 @@ must not point to a pooler in transaction mode. If the URL has no driver, the dr
 exit code is 75 if another process has been migrating for longer than LOCK_WAIT.
 """
 
+import logging
 import os
 import sys
 import time
@@ -34,7 +35,8 @@ OPTIONS = {
 }
 
 config = context.config
-if config.config_file_name is not None:
+# An application that upgrades its database itself keeps its own configuration of logging.
+if config.config_file_name is not None and not logging.root.handlers:
     fileConfig(config.config_file_name, disable_existing_loggers=False)
 
 
