@@ -327,21 +327,22 @@ def _find_plain(names: Sequence[Name]) -> list[str]:
 LONGEST_STORED = 255
 
 
-def qualify_name(name: object, namespace: str, what: str = "a name") -> str:
+def qualify_name(name: object, namespace: str, what: str = "a name", longest: int = LONGEST_STORED) -> str:
     """Return the text under which a name is stored in a table, which is the name itself, or namespace + U+001F + name.
 
     Raises:
         TypeError: the name is not a str. A LockKey is rejected too, because it has no text.
-        ValueError: the name is empty, longer than 255 characters with its namespace, or contains NUL, U+001F or a lone surrogate.
+        ValueError: the name is empty, longer than `longest` characters with its namespace, or contains NUL, U+001F or a lone
+            surrogate.
     """
     text = _check_text(name, what)
     if not text:
         raise ValueError(f"{what} must not be empty")
     namespace = _check_text(namespace, "a namespace")
     whole = namespace + SEPARATOR + text if namespace else text
-    if len(whole) > LONGEST_STORED:
+    if len(whole) > longest:
         raise ValueError(
-            f"{what} must not be longer than {LONGEST_STORED} characters with its namespace, but has {len(whole)}"
+            f"{what} must not be longer than {longest} characters with its namespace, but has {len(whole)}"
         )
     return whole
 

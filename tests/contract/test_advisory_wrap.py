@@ -161,6 +161,13 @@ async def test_the_wrapped_function_looks_like_itself(world: World, name: str) -
     assert inspect.iscoroutinefunction(guarded) == world.is_async
 
 
+async def test_a_name_that_is_no_template_is_named(world: World, name: str) -> None:
+    """A single brace raises an error that shows the name and says how to write a literal brace."""
+    decorate = lock(world, world.engine(), f"{name}:{{").wrap()
+    with pytest.raises(ValueError, match=f"{name}:{{' is not a valid template .*To write a literal brace, double it"):
+        decorate(work_of(world, []))
+
+
 async def test_functions_that_a_lock_cannot_cover_are_rejected(world: World, name: str) -> None:
     """C014: a sync lock on a coroutine function, an async lock on a plain one, or a generator raises TypeError."""
     decorate = lock(world, world.engine(), name).wrap()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import event, func, select, update
+from sqlalchemy import event, func, select, text, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, registry
 from sqlmodel import Field, SQLModel
 
@@ -16,6 +16,7 @@ from pgfence import (
     AttemptLostError,
     Claimable,
     LockNotHeldError,
+    StandbyError,
     TransactionStateError,
     Versioned,
     claim,
@@ -337,3 +338,17 @@ def test_a_claim_cannot_be_finished_in_autocommit(jobs: Jobs) -> None:
         session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
         with pytest.raises(TransactionStateError, match="autocommit"):
             finish_claim(session, task)
+
+
+@pytest.mark.one_driver
+def test_a_read_only_transaction_cannot_write_a_claim(jobs: Jobs) -> None:
+    """extend_claim() and finish_claim() raise StandbyError, as claim() does."""
+    add(jobs, 1)
+    with jobs.session() as session:
+        (task,) = claim(session, Task, ttl=60)
+        session.commit()
+        for write in (extend_claim, finish_claim):
+            session.execute(text("SET TRANSACTION READ ONLY"))
+            with pytest.raises(StandbyError, match="read-write transaction"):
+                write(session, task)
+            session.rollback()

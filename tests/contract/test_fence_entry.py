@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from pgfence import LockTimeoutError, StaleFencingTokenError, configure
 from pgfence.fence import fence
@@ -186,3 +188,33 @@ async def test_a_listener_that_executes_itself_cannot_hide_a_rollback(world: Wor
         await run(world, work, "ROLLBACK TO a")
         await world.call(lock(work, name).acquire)
         assert await world.call(lock(other, name).try_acquire) is False
+
+
+@pytest.mark.twins
+async def test_a_handle_names_an_object_that_has_no_transaction(world: World, name: str) -> None:
+    """An engine, or a connection of the other kind, raises TypeError instead of an error of an attribute."""
+    engine, other = world.engine(), root(world.engine())
+    async with world.enter(lease(world, engine, name).hold()) as held:
+        for enter in (held.fence, lambda work: held.checkpoint(work, {})):
+            with pytest.raises(TypeError, match="a fence needs a transaction"):
+                await world.call(enter, engine)
+            if world.is_async:
+                with pytest.raises(TypeError, match="use the sync class"):
+                    await world.call(enter, Session(other))
+            else:
+                with pytest.raises(TypeError, match="use the async class"):
+                    enter(AsyncSession())
+
+
+@pytest.mark.twins
+async def test_a_checkpoint_waits_at_its_gate_for_the_default_timeout(world: World, name: str) -> None:
+    """While a former holder is inside the gate, checkpoint() waits as long as fence() does."""
+    engine, quick = world.engine(), world.engine()
+    configure(quick, default_timeout=0.2)
+    former = await world.call(lease(world, engine, name).acquire)
+    async with connection(world, engine) as inside:
+        await world.call(former.fence, inside)
+        await world.call(former.release)
+        async with world.enter(lease(world, engine, name).hold()) as held, connection(world, quick) as work:
+            with pytest.raises(LockTimeoutError, match=r"within 0\.2 s"):
+                await world.call(held.checkpoint, work, {})

@@ -27,7 +27,7 @@ from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.orm.exc import StaleDataError
 
 from pgfence import schema
-from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
+from pgfence.errors import SchemaError, TransactionStateError, VersionConflict, VersionConflictError
 from pgfence.versions import Versioned, VersionedSession, VersionedUUID, load_for_version
 from pgfence.versions.etags import IfMatch, etag, if_match
 
@@ -380,6 +380,21 @@ async def test_xmin_is_compared_but_is_not_an_etag(desk: Desk) -> None:
     async with desk.open() as session:
         with pytest.raises(VersionConflictError):
             await desk.load(session, cls, 1, seen)
+
+
+async def test_a_row_without_a_version_is_no_conflict(desk: Desk, admin: psycopg.Connection[Any]) -> None:
+    """A NULL in the column raises SchemaError with the statement that fills it, for every expected version and for a tag."""
+    cls = page()
+    await desk.make(cls, cls(id=1, title="old"))
+    admin.execute(f"ALTER TABLE {cls.__tablename__} ALTER version DROP NOT NULL".encode())
+    admin.execute(f"UPDATE {cls.__tablename__} SET version = NULL".encode())
+    async with desk.open() as session:
+        for expected in (1, IfMatch(("*",)), IfMatch((f'"{cls.__tablename__}-None"',))):
+            with pytest.raises(SchemaError, match="To fill the column"):
+                await desk.load(session, cls, 1, expected)
+        row = await desk.on(session, lambda session: session.get_one(cls, 1))
+        with pytest.raises(SchemaError, match="To fill the column"):
+            etag(row)
 
 
 async def test_dataclasses_have_the_version_of_their_own_column(desk: Desk) -> None:

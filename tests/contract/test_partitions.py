@@ -431,6 +431,7 @@ async def test_one_name_excludes_whatever_takes_it(world: World, name: str, admi
         ("an unknown hash", {"hash": "md5"}, ValueError, "hash must be one of 'sha256', 'murmur2', not 'md5'"),
         ("a row of another name", {"name": "orders/3"}, ValueError, "cannot be the name of partitions"),
         ("a permit", {"name": "orders#3"}, ValueError, "cannot be the name of partitions"),
+        ("a long name", {"name": "a" * 251}, ValueError, "longer than 250 characters with its namespace, but has 251"),
         ("no text", {"name": 7}, TypeError, "must be a str"),
         ("a short ttl", {"ttl": 0.1}, ValueError, "at least 0.3 s"),
     ],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from sqlalchemy.orm import Session
 
 from pgfence import AsyncRateLimit, RateLimit
 from pgfence.errors import LockTimeoutError, SchemaError
@@ -170,6 +171,12 @@ async def test_older_tables_are_named(world: World, name: str, admin: psycopg.Co
             await world.call(rate(world, engine, name).try_take)
     finally:
         admin.execute(f"DROP SCHEMA {place.schema} CASCADE".encode())
+
+
+def test_a_session_is_rejected_with_the_reason_of_a_rate_limit() -> None:
+    """The error does not propose the methods of a lease."""
+    with pytest.raises(TypeError, match="units are taken in a separate transaction"):
+        RateLimit(Session(), "x", limit=3, per=60)  # type: ignore[arg-type]
 
 
 @every_row(

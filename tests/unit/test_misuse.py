@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import pgfence
+from pgfence import UnsupportedServerError, monitoring
 from pgfence._api.misuse import HANDLE_NAMES
 from support.rows import every_row
 
@@ -187,6 +188,8 @@ def test_the_wrong_twin_is_named() -> None:
             lambda: pgfence.AsyncTransactionLock(Session(ENGINE), "a"),
             "use TransactionLock for sync sessions and connections",
         ),
+        (lambda: pgfence.TransactionLock(ASYNC_ENGINE, "a"), r"use AsyncTransactionLock\.begin\(\)"),
+        (lambda: pgfence.AsyncTransactionLock(ENGINE, "a"), r"use TransactionLock\.begin\(\)"),
         (lambda: pgfence.Lease(ASYNC_ENGINE, "a", ttl=5), "async counterpart"),
         (lambda: pgfence.AsyncLease(ENGINE, "a", ttl=5), "sync counterpart"),
         (lambda: pgfence.IdempotentEffect(ASYNC_ENGINE, "k", scope="a"), "async counterpart"),
@@ -194,6 +197,31 @@ def test_the_wrong_twin_is_named() -> None:
     ):
         with pytest.raises(TypeError, match=fitting):
             make()
+
+
+ADMIN: dict[str, Callable[[Any], Any]] = {
+    "evict": lambda on: monitoring.evict(on, "a", reason="r"),
+    "ask_to_resign": lambda on: monitoring.ask_to_resign(on, "a", reason="r"),
+    "free_key": lambda on: monitoring.free_key(on, "s", "k", reason="r"),
+    "release_leaked": lambda on: monitoring.release_leaked(on, reason="r"),
+    "purge": monitoring.purge,
+    "stuck_keys": monitoring.stuck_keys,
+    "audit": monitoring.audit,
+    "ps": monitoring.ps,
+}
+
+
+@every_row("name", list(ADMIN))
+def test_functions_for_operators_name_a_wrong_engine(name: str) -> None:
+    """Another database, or an object that is not an engine, raises an error that names it."""
+    other = create_engine("sqlite://")
+    with pytest.raises(UnsupportedServerError, match="sqlite"):
+        ADMIN[name](other)
+    with (
+        other.connect() as connection,
+        pytest.raises(TypeError, match="expected an Engine or AsyncEngine, not Connection"),
+    ):
+        ADMIN[name](connection)
 
 
 def idempotent_on(given: Any) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, overload
 
+from sqlalchemy import Engine
+
 from pgfence._api.inputs import is_async_engine
 from pgfence._sql.addresses import describe_server
 from pgfence._sql.errors import (
@@ -13,12 +15,13 @@ from pgfence._sql.errors import (
     message_of,
     translate_connect_error,
 )
+from pgfence._sql.params import style_of
 from pgfence.errors import PgfenceError, UnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from pgfence._process.coroutines import Coro
@@ -41,7 +44,14 @@ def run_on_engine(engine: Engine | AsyncEngine, work: Callable[[Connection], R],
         engine: the engine.
         work: the function to run. For an async engine, it runs inside a greenlet.
         translate: a function that returns the error to raise in place of the one that it gets, or None to re-raise that error.
+
+    Raises:
+        TypeError: `engine` is neither an Engine nor an AsyncEngine.
+        UnsupportedServerError: the engine is not for PostgreSQL, or its driver is not supported.
     """
+    if not is_async_engine(engine) and not isinstance(engine, Engine):
+        raise TypeError(f"expected an Engine or AsyncEngine, not {type(engine).__name__}")
+    style_of(engine.dialect)
     if is_async_engine(engine):
         return _perform_async(engine, work, translate)
     try:

@@ -162,10 +162,10 @@ def compile_templates(
         fill: the function that fills a template with the arguments.
 
     Raises:
-        ValueError: a field of a template is not an argument of the function.
+        ValueError: a name is not a valid template, or a field of a template is not an argument of the function.
     """
     texts = {name for name in names if isinstance(name, str)}
-    fields = {field for text in texts for field in _list_fields(text)}
+    fields = {field for text in texts for field in _list_all_fields(text)}
     if not fields and not any("{" in text or "}" in text for text in texts):
         return None
     signature = inspect.signature(fn)
@@ -185,6 +185,20 @@ def compile_templates(
         return [fill(name, **values) if isinstance(name, str) else name for name in names]
 
     return choose_names
+
+
+def _list_all_fields(text: str) -> list[str]:
+    """Return the fields of a template.
+
+    Raises:
+        ValueError: the text is not a valid template.
+    """
+    try:
+        return list(_list_fields(text))
+    except ValueError as error:
+        raise ValueError(
+            f"the name {text!r} is not a valid template ({error}). To write a literal brace, double it"
+        ) from None
 
 
 def _list_fields(text: str) -> Iterator[str]:

@@ -45,8 +45,8 @@ _CLAUSES = {
 }
 # The limit is a parameter, so that one statement serves every limit and is built once.
 _LIMIT = bindparam("pgfence_limit", type_=Integer)
-_STANDBY = ErrorContext(
-    on_primary="Rows can be claimed only where they can be written. Claim on the primary, in a read-write transaction"
+STANDBY = ErrorContext(
+    on_primary="Rows can be claimed, and their claims extended or finished, only on the primary, in a read-write transaction"
 )
 
 
@@ -180,7 +180,7 @@ def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: i
         )
         return result.scalars().unique().all()
     except DBAPIError as error:
-        raise_translated(error, None, _STANDBY)
+        raise_translated(error, None, STANDBY)
         raise
 
 

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import DateTime, Table, and_, func, or_, select, tuple_, update
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.attributes import instance_state, set_committed_value
 
 from pgfence._leases.request import get_host
 from pgfence._orm import get_key_columns, identity_of
 from pgfence._process.clock import seconds
 from pgfence._sql.claims import abort_transaction
+from pgfence._sql.errors import raise_translated
 from pgfence.claims._mixin import OWNER, TOKEN, UNTIL, Claimable
-from pgfence.claims._statements import claim_rows, find_connection
+from pgfence.claims._statements import STANDBY, claim_rows, find_connection
 from pgfence.errors import AttemptLostError, LockNotHeldError
 
 if TYPE_CHECKING:
@@ -167,13 +169,19 @@ def _write(session: Session, state: State, claim: _Claim, values: Mapping[str, o
 
     Raises:
         AttemptLostError: the claim is no longer the row's claim, and the transaction is aborted.
+        StandbyError: the server is a standby, or the transaction is read-only.
     """
     columns = _Columns.of(state.mapper)
     connection = find_connection(session, state.mapper)
     same = and_(*(key == value for key, value in zip(columns.keys, identity_of(state), strict=True)))
     named = {{TOKEN: columns.token, UNTIL: columns.until, OWNER: columns.owner}[name]: values[name] for name in values}
     own = and_(same, columns.token == claim.token, columns.owner == claim.owner)
-    written = connection.execute(update(columns.table).where(own).values(named).returning(columns.until)).one_or_none()
+    try:
+        result = connection.execute(update(columns.table).where(own).values(named).returning(columns.until))
+    except DBAPIError as error:
+        raise_translated(error, None, STANDBY)
+        raise
+    written = result.one_or_none()
     if written is None:
         newest = connection.execute(select(columns.token, columns.until).where(same)).one_or_none()
         raise _lost_error(state, claim, newest) from abort_transaction(connection)

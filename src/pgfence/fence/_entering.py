@@ -58,6 +58,32 @@ def is_async(work: object) -> TypeIs[AsyncWork]:
     raise TypeError(f"a fence needs a transaction: pass a Session or a Connection, not {type(work).__name__}{way}")
 
 
+def unwrap_sync(work: SyncWork | AsyncWork) -> Session | Connection:
+    """Return the Session or Connection that the caller passed to a sync handle.
+
+    Raises:
+        TypeError: the argument is neither of them.
+    """
+    if is_async(work):
+        raise TypeError(
+            f"a sync lock or lease cannot use {type(work).__name__}: pass a Session or a Connection, or use the async class"
+        )
+    return unwrap_session(work)
+
+
+def unwrap_async(work: SyncWork | AsyncWork) -> AsyncSession | AsyncConnection:
+    """Return the AsyncSession or AsyncConnection that the caller passed to an async handle.
+
+    Raises:
+        TypeError: the argument is neither of them.
+    """
+    if not is_async(work):
+        raise TypeError(
+            f"an async lock or lease cannot use {type(work).__name__}: pass an AsyncSession or an AsyncConnection, or use the sync class"
+        )
+    return unwrap_session(work)
+
+
 def tokens_of(resource: object, token: object) -> dict[str, int]:
     """Return the token of each resource, by the names that the caller uses.
 
@@ -178,7 +204,7 @@ def _enter(
         raise TransactionStateError(
             f"the gate of {_quote_names(missing)} must be entered by the first statement of the transaction, because anything read"
             " earlier may predate the last holder's commit. Enter all resources at once, right after BEGIN; or use"
-            " lease.begin(...); or pass after_reads=True if no write depends on what was read"
+            " lease.begin(...); or, if no write depends on what was read, call fence(session, resource, token, after_reads=True)"
         )
     try:
         gates.enter(connection, place, record, missing, config_of(connection).default_timeout)
@@ -215,14 +241,13 @@ def save_checkpoint(
 
     Raises:
         ValueError: the lease belongs to another installation than this transaction.
-        StaleFencingTokenError: a newer holder has taken over. The transaction can no longer commit.
-        TransactionStateError: the connection is in autocommit.
+        PgfenceError: the same errors as `enter`. A late entry is allowed.
     """
     connection, fresh, _ = _open_transaction(work)
+    # The gate is entered separately, because the function that saves the checkpoint would wait for a fixed time.
+    _enter(connection, {name: token}, issued, fresh=fresh, unseen=True)
     place = table_names_of(connection)
-    if issued is not None:
-        _check_same_tables(place, issued, (name,))
-    record, _ = _get_record(connection, {name: token}, fresh=fresh)
+    record = gates.EnteredGates.of(connection)
     try:
         gates.save_checkpoint(connection, place, record, name, token, data)
     except DBAPIError as error:

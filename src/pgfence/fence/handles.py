@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast, overload
 
 from pgfence._api.handles import AsyncHeld, Held, _Handle
-from pgfence._api.inputs import unwrap_session
 from pgfence._leases.json_text import encode_json
 from pgfence._process.coroutines import run_sync
-from pgfence.fence._entering import begin_fenced, begin_fenced_async, enter, save_checkpoint
+from pgfence.fence._entering import (
+    begin_fenced,
+    begin_fenced_async,
+    enter,
+    save_checkpoint,
+    unwrap_async,
+    unwrap_sync,
+)
 from pgfence.keys import SEPARATOR, qualify_name
 
 if TYPE_CHECKING:
@@ -140,7 +146,7 @@ class FencedHeld(_HasToken, Held):
             SchemaError: the tables are missing, or this role may not use them.
             ValueError: the session is configured for another schema or prefix, whose installation has not issued this token.
         """
-        enter(session, _collect_tokens(self, resources), issued=self._hold.place)
+        enter(unwrap_sync(session), _collect_tokens(self, resources), issued=self._hold.place)
 
     @overload
     def begin(self, factory: sessionmaker[S], *resources: str) -> AbstractContextManager[S, None]: ...
@@ -201,8 +207,9 @@ class HeldLease(_Leased, FencedHeld):
             ValueError: `data` contains NaN, infinity, NUL, a lone surrogate or a circular reference; or the session is configured
                 for another schema or prefix.
         """
+        work = unwrap_sync(session)
         self.check()
-        save_checkpoint(session, self._hold.stored, self.token, encode_json(data, "a checkpoint"), self._hold.place)
+        save_checkpoint(work, self._hold.stored, self.token, encode_json(data, "a checkpoint"), self._hold.place)
 
     def hand_over(self) -> LeaseRef:
         """Renew the lease a last time, and return a reference with which another process can adopt it.
@@ -233,8 +240,9 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
 
         Arguments and errors are the same as for `FencedHeld.fence`.
         """
+        target = unwrap_async(session)
         tokens, issued = _collect_tokens(self, resources), self._hold.place
-        await unwrap_session(session).run_sync(lambda work: enter(work, tokens, issued=issued))
+        await target.run_sync(lambda work: enter(work, tokens, issued=issued))
 
     @overload
     def begin(self, factory: async_sessionmaker[AS], *resources: str) -> AbstractAsyncContextManager[AS, None]: ...
@@ -259,10 +267,11 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
 
     async def checkpoint(self, session: AsyncWork, data: Json) -> None:
         """Save a checkpoint; arguments and errors are the same as for `HeldLease.checkpoint`."""
+        target = unwrap_async(session)
         self.check()
         name, token, text = self._hold.stored, self.token, encode_json(data, "a checkpoint")
         issued = self._grant.place
-        await unwrap_session(session).run_sync(lambda work: save_checkpoint(work, name, token, text, issued))
+        await target.run_sync(lambda work: save_checkpoint(work, name, token, text, issued))
 
     async def hand_over(self) -> LeaseRef:
         """Return a reference with which another process can adopt the lease; see `HeldLease.hand_over`."""

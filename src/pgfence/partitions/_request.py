@@ -16,7 +16,7 @@ from pgfence._sql.activity import build_lease_holder
 from pgfence._sql.partitions import partition_sql
 from pgfence._sql.storage import LIMITS
 from pgfence.errors import LockTimeoutError
-from pgfence.keys import qualify_name, unqualify_name
+from pgfence.keys import LONGEST_STORED, qualify_name, unqualify_name
 from pgfence.lease._engines import EngineSourceT
 from pgfence.lease._request import HandleT, LeaseOptions
 from pgfence.partitions._hashing import MOST_PARTITIONS, check_count, check_hash, compute_partition
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pgfence.types import Holder
 
 _LOOKS_LIKE_A_ROW = re.compile(r"[#/]\d+\Z")
+_LONGEST_NAME = LONGEST_STORED - len(f"/{MOST_PARTITIONS}")
 _RESIZING = 5.0
 """Seconds for which a resize is repeated if the server does not respond."""
 
@@ -96,6 +97,7 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
                 f'{name!r} cannot be the name of partitions, because it ends in "#" or "/" followed by digits, like the stored'
                 " name of a permit or of a partition. Choose a name with a different ending"
             )
+        self._qualify(namespace or "")
         self.count = check_count(count)
         self.hash: PartitionHash = check_hash(hash)
 
@@ -120,8 +122,7 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
         return manager, request
 
     def _create_request(self, place: TableNames, namespace: str) -> PartitionRequest:
-        longest = f"/{MOST_PARTITIONS}"
-        group = qualify_name(self._name + longest, namespace, "the name of partitions")[: -len(longest)]
+        group = self._qualify(namespace)
         return PartitionRequest(
             stored=group,
             place=place,
@@ -131,6 +132,9 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
             count=self.count,
             hash=self.hash,
         )
+
+    def _qualify(self, namespace: str) -> str:
+        return qualify_name(self._name, namespace, "the name of partitions", _LONGEST_NAME)
 
     async def join(self, member: str) -> Membership:
         """Become a member, or stay a member for another TTL.

@@ -50,7 +50,8 @@ class RateLimitOptions(Generic[EngineSourceT]):
         self._limit = _check_limit(limit)
         self._per = _check_period(per)
         self._namespace = namespace
-        self._engine = self._engines.bind(engine, type(self).__name__)
+        why = "units are taken in a separate transaction, so pass the engine"
+        self._engine = self._engines.bind(engine, type(self).__name__, why)
 
     async def _try(self, n: int) -> bool:
         return (await self._take(self._check_units(n))).outcome == "taken"

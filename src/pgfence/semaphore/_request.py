@@ -28,7 +28,7 @@ from pgfence._process.clock import clock
 from pgfence._sql.activity import build_lease_holder
 from pgfence._sql.semaphore import permit_sql
 from pgfence._sql.storage import LIMITS
-from pgfence.keys import qualify_name, unqualify_name
+from pgfence.keys import LONGEST_STORED, qualify_name, unqualify_name
 from pgfence.lease._engines import EngineSourceT
 from pgfence.lease._request import HandleT, LeaseOptions
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 MOST_PERMITS = 1000
 _LOOKS_LIKE_A_ROW = re.compile(r"[#/]\d+\Z")
+_LONGEST_NAME = LONGEST_STORED - len(f"#{MOST_PERMITS}")
 
 OnMismatch: TypeAlias = Literal["raise", "stored"]
 
@@ -153,6 +154,7 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
             purpose=purpose,
             namespace=namespace,
         )
+        _qualify_name(name, namespace or "")
         self._permits = _check_permits(permits)
         self._weight = _check_count(weight, "weight")
         if self._weight > self._permits:
@@ -177,16 +179,8 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
             raise (refusal.__cause__ or refusal) from None
 
     def _create_request(self, place: TableNames, namespace: str) -> PermitRequest:
-        name = self._name
-        if _LOOKS_LIKE_A_ROW.search(name):
-            raise ValueError(
-                f'{name!r} cannot be the name of a semaphore, because it ends in "#" or "/" followed by digits, like the stored'
-                " name of a permit or of a partition. Choose a name with a different ending"
-            )
         return PermitRequest(
-            stored=qualify_name(name + f"#{MOST_PERMITS}", namespace, "the name of a semaphore")[
-                : -len(f"#{MOST_PERMITS}")
-            ],
+            stored=_qualify_name(self._name, namespace),
             place=place,
             terms=self._terms,
             identity=self._identity,
@@ -223,6 +217,16 @@ def _decode_holder(item: list[object]) -> Holder:
     return build_lease_holder(
         unqualify_name(str(row)), (kind, owner, host, pid, backend_pid, None, purpose, token, *times)
     )
+
+
+def _qualify_name(name: str, namespace: str) -> str:
+    """Return the stored name of a semaphore, after checking that the names of its permits can be stored too."""
+    if _LOOKS_LIKE_A_ROW.search(name):
+        raise ValueError(
+            f'{name!r} cannot be the name of a semaphore, because it ends in "#" or "/" followed by digits, like the stored'
+            " name of a permit or of a partition. Choose a name with a different ending"
+        )
+    return qualify_name(name, namespace, "the name of a semaphore", _LONGEST_NAME)
 
 
 def _check_count(value: object, what: str) -> int:

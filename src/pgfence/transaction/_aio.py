@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from sqlalchemy import Engine
+
 from pgfence._api.contexts import AsyncHold
 from pgfence._api.inputs import (
     is_async_connection,
     is_async_engine,
     is_async_session,
     is_async_sessionmaker,
+    is_sessionmaker,
     unwrap_session,
 )
 from pgfence._api.transactions import AsyncBegun
@@ -248,4 +251,6 @@ def _session_error(given: object) -> str:
     )
     if is_async_sessionmaker(given) or is_async_engine(given):
         return f"{message}: use AsyncTransactionLock.begin(), which opens a transaction and acquires the lock first"
+    if isinstance(given, Engine) or is_sessionmaker(given):
+        return f"{message}: use TransactionLock.begin(), which opens a transaction and acquires the lock first"
     return f"{message}: use TransactionLock for sync sessions and connections, and AsyncTransactionLock.begin() for engines and session factories"

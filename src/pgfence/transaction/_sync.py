@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from sqlalchemy import Connection, Engine
 
 from pgfence._api.contexts import EnterOnly
-from pgfence._api.inputs import is_session, is_sessionmaker, unwrap_session
+from pgfence._api.inputs import is_async_engine, is_async_sessionmaker, is_session, is_sessionmaker, unwrap_session
 from pgfence._api.transactions import Begun
 from pgfence._holds.carriers import THREADS
 from pgfence._holds.hold import format_names
@@ -241,4 +241,6 @@ def _session_error(given: object) -> str:
     message = f"TransactionLock needs the Session or Connection whose transaction the lock should belong to, not {type(given).__name__}"
     if isinstance(given, Engine) or is_sessionmaker(given):
         return f"{message}: use TransactionLock.begin(), which opens a transaction and acquires the lock first"
+    if is_async_engine(given) or is_async_sessionmaker(given):
+        return f"{message}: use AsyncTransactionLock.begin(), which opens a transaction and acquires the lock first"
     return f"{message}: use AsyncTransactionLock for async sessions and connections, and TransactionLock.begin() for engines and session factories"

@@ -13,7 +13,7 @@ from pgfence._api.inputs import is_async_session, is_session, unwrap_session
 from pgfence._orm import Key, identity_of
 from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
 from pgfence.versions import _mapping
-from pgfence.versions._conflicts import emit_conflicts
+from pgfence.versions._conflicts import emit_conflicts, missing_version_error
 from pgfence.versions.etags import ANY, IfMatch, etag
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ def _load(session: Session, mapper: Mapper[object], pk: object, expected: object
     if found is None:
         raise _conflict_error(session, mapper, _key_of(mapper, pk), expected, None)
     loaded = getattr(found, _mapping.ATTRIBUTE)
+    if loaded is None:
+        raise missing_version_error(mapper, identity_of(instance_state(found)))
     if not _agrees(found, loaded, expected):
         raise _conflict_error(session, mapper, identity_of(instance_state(found)), expected, loaded)
     return found

@@ -89,9 +89,12 @@ def etag(instance: object, /) -> str:
         raise TypeError(f"the version of {name} is xmin, which does not survive a dump: an ETag needs a version column")
     if state.key is None or (state.session is not None and state.session.is_modified(instance)):
         raise ValueError(f"{name} has unflushed changes: call commit() first, then etag()")
-    return (
-        f'"{quote(_mapping.get_version_table(state.mapper).fullname, safe="")}-{getattr(instance, _mapping.ATTRIBUTE)}"'
-    )
+    version = getattr(instance, _mapping.ATTRIBUTE)
+    if version is None:
+        from pgfence.versions._conflicts import missing_version_error
+
+        raise missing_version_error(state.mapper, tuple(state.key[1]))
+    return f'"{quote(_mapping.get_version_table(state.mapper).fullname, safe="")}-{version}"'
 
 
 def if_match(headers: Headers, /) -> IfMatch:
