@@ -338,6 +338,7 @@ def test_what_can_never_work_ends_the_program(cli: Cli, name: str, words: list[s
     ("words", "said"),
     [
         (["--ttl", "0", "job", "--", "true"], "--ttl"),
+        (["--ttl", "inf", "job", "--", "true"], "--ttl must be from 0.3 to 86400 seconds, not inf"),
         (["--max-hold", "-1", "job", "--", "true"], "--max-hold"),
         (["--grace", "nan", "job", "--", "true"], "--grace"),
         (["--owner", "\udcff", "job", "--", "true"], "owner"),

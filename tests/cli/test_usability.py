@@ -127,6 +127,8 @@ def test_colors_are_for_terminals_and_can_be_switched_off(monkeypatch: pytest.Mo
         (["doctor"], "--str", "--strict"),
         (["keys"], "fr", "free"),
         (["audit", "--action"], "ev", "evict"),
+        (["run", "--wait", "5"], "--on-b", "--on-busy"),
+        (["elect", "--restart"], "al", "always"),
     ],
 )
 def test_shells_complete_commands_options_and_values(words: list[str], begun: str, offered: str) -> None:

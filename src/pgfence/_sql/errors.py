@@ -152,7 +152,7 @@ def missing_tables_error(place: TableNames, needed: int, state: str | None, row:
     return SchemaError(
         f"pgfence's tables or functions are missing or too old {place.describe(*row)}: run `{place.command}`, or call"
         " pgfence.schema.create_all(engine). If they are in another schema or have another prefix, set it with"
-        " pgfence.configure(engine, schema=..., prefix=...)",
+        " pgfence.configure(engine, schema=..., prefix=...) or, on the command line, with --schema and --prefix",
         needed=needed,
         command=place.command,
         sqlstate=state,

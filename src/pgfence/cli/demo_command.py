@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from pgfence.cli.codes import CommandExit
-from pgfence.cli.parser import Command, Option
+from pgfence.cli.parser import SECONDS, Command, Option
 from pgfence.cli.report import Console
 
 
@@ -38,7 +38,7 @@ from pgfence.cli.report import Console
 @click.option(
     "--seconds",
     cls=Option,
-    type=float,
+    type=SECONDS,
     default=4.0,
     metavar="SECONDS",
     help="Length of each act of the demo. Default: 4.",

@@ -9,7 +9,8 @@ import click
 from pgfence.cli import options, running
 from pgfence.cli.elect import ElectOptions, Restart
 from pgfence.cli.elect import elect as keep_running
-from pgfence.cli.parser import Option
+from pgfence.cli.locks import check_ttl
+from pgfence.cli.parser import SECONDS, Option
 from pgfence.cli.report import Console
 from pgfence.cli.server import Pooler
 
@@ -49,7 +50,7 @@ DEFAULT_TTL = 15.0
     "--ttl",
     cls=Option,
     heading=_TERM,
-    type=float,
+    type=SECONDS,
     default=DEFAULT_TTL,
     metavar="SECONDS",
     help="Seconds until another host takes over from a leader that has died. Default: 15.",
@@ -58,7 +59,7 @@ DEFAULT_TTL = 15.0
     "--max-hold",
     cls=Option,
     heading=_TERM,
-    type=float,
+    type=SECONDS,
     metavar="SECONDS",
     help="End each term after SECONDS, even if the command is still running.",
 )
@@ -116,6 +117,7 @@ def elect(
     Use it for a scheduler, a poller and any service that must run on one host at a time. Start it on every host: the elected
     leader runs the command, and the other hosts wait. When the leader exits, dies or loses its term, another host is elected.
     """
+    check_ttl(ttl)
     wanted = ElectOptions(
         name=name,
         command=command,

@@ -14,7 +14,7 @@ from pgfence._admin.requests import perform
 from pgfence._sql import stuck_keys as statements
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
-from pgfence.cli.parser import Command, Group, Option
+from pgfence.cli.parser import SECONDS, Command, Group, Option
 from pgfence.cli.report import AdminReport, confirm, exit_on_error, expect_answer, format_columns, run_reported
 from pgfence.cli.running import check_seconds
 from pgfence.cli.server import open_engine
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     "--older-than",
     cls=Option,
     heading="Filter",
-    type=float,
+    type=SECONDS,
     default=0.0,
     metavar="SECONDS",
     help="List only keys that were first claimed at least SECONDS ago.",

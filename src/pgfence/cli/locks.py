@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,16 +58,21 @@ class Terms(NamedTuple):
             raise MisuseError(f"{given[0]} needs {ways}: an advisory lock does not expire")
         if self.min_hold is not None and self.once_per is not None:
             raise MisuseError("--min-hold needs --lease: a slot runs once, however short the command is")
-        if self.ttl is not None and self.ttl < SHORTEST_TTL:
-            raise MisuseError(
-                f"--ttl must be {SHORTEST_TTL:g} seconds or more, not {self.ttl:g}. A TTL of 30 to 60 seconds suits most work,"
-                " because the lease is renewed while the command runs"
-            )
-        if self.ttl is not None and self.ttl > DAY:
-            raise MisuseError(
-                f"--ttl must be at most 86400 seconds, not {self.ttl:g}. The lease is renewed while the command runs, so a long"
-                " command does not need a long TTL"
-            )
+        if self.ttl is not None:
+            check_ttl(self.ttl)
+
+
+def check_ttl(ttl: float) -> None:
+    """Check that a TTL is in range.
+
+    Raises:
+        MisuseError: the TTL is too short, too long or not a number.
+    """
+    if not SHORTEST_TTL <= ttl <= DAY:
+        raise MisuseError(
+            f"--ttl must be from {SHORTEST_TTL:g} to {DAY:.0f} seconds, not {ttl:g}. The TTL does not limit how long the command"
+            " runs, because the lease is renewed"
+        )
 
 
 def lock_on(
@@ -113,12 +119,13 @@ def rename_arguments(message: str) -> str:
         return f"--once-per={message.removeprefix('cron=')}. Or use one of: {', '.join(PERIODS)}"
     if message.startswith("tz="):
         return f"--{message}"
-    first, _, rest = message.partition(" ")
-    word = first.partition("=")[0]
-    return f"--{word.replace('_', '-')}{first.removeprefix(word)} {rest}" if word in _TIMES else message
+    if not _TIMES.match(message):
+        return message
+    message = message.replace("pass None", "leave it out")
+    return _TIMES.sub(lambda found: f"--{found[0].replace('_', '-')}", message)
 
 
-_TIMES = frozenset({"ttl", "min_hold", "max_hold"})
+_TIMES = re.compile(r"\b(?:ttl|min_hold|max_hold)\b")
 
 
 def build_variables(held: Held | None) -> dict[str, str]:

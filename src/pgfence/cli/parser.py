@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,20 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+class _Seconds(click.types.FloatParamType):
+    """A number of seconds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number."""
+        try:
+            return float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+
+
+SECONDS = _Seconds()
 
 
 class Option(click.Option):
@@ -58,13 +73,24 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, and reject options whose bytes could not be decoded."""
-        left = super().parse_args(ctx, args)
+        try:
+            left = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise click.UsageError(self._describe_unknown_option(ctx, error), ctx) from None
         for parameter in self.get_params(ctx):
             value = ctx.params.get(parameter.name or "")
             # The message does not contain the value, which may include a password.
             if isinstance(parameter, click.Option) and isinstance(value, str) and not is_unicode(value):
                 raise MisuseError(f"{parameter.opts[0]} must be valid Unicode")
         return left
+
+    def _describe_unknown_option(self, ctx: click.Context, error: click.NoSuchOption) -> str:
+        """Return the message for an unknown option, with a suggestion only if the name of an option is similar."""
+        # Click compares the names with their dashes, so that almost every short name is similar to every other.
+        wanted = error.option_name.lstrip("-")
+        known = [name.lstrip("-") for each in self.get_params(ctx) for name in each.opts if name.startswith("--")]
+        close = get_close_matches(wanted, known, n=1) if error.option_name.startswith("--") else []
+        return f"{error.message.rstrip('.')}{f' (did you mean --{close[0]}?)' if close else ''}"
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         """Return the words of the usage line."""
@@ -99,6 +125,16 @@ class Command(click.Command):
 
 class Group(Command, click.Group):
     """A command that has subcommands."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the subcommand. If there is none of that name, the message suggests a similar one."""
+        if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
+            close = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if close:
+                ctx.fail(f"No such command {args[0]!r} (did you mean {close[0]}?).")
+        return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write options and commands."""

@@ -12,7 +12,7 @@ from pgfence import monitoring
 from pgfence._admin.ps import KINDS, LARGEST_LIMIT, STATES
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
-from pgfence.cli.parser import Command, Option
+from pgfence.cli.parser import SECONDS, Command, Option
 from pgfence.cli.ps_view import build_data, show_listing, watch
 from pgfence.cli.report import exit_on_error
 from pgfence.cli.server import open_engine
@@ -83,7 +83,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     "--interval",
     cls=Option,
     heading=options.OUTPUT,
-    type=float,
+    type=SECONDS,
     default=1.0,
     metavar="SECONDS",
     help="Time between two refreshes of --watch. Default: 1.",

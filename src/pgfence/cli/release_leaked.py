@@ -12,7 +12,7 @@ from pgfence._admin.requests import perform
 from pgfence._sql import leaks
 from pgfence.cli import options
 from pgfence.cli.codes import Code, MisuseError
-from pgfence.cli.parser import Command, Option
+from pgfence.cli.parser import SECONDS, Command, Option
 from pgfence.cli.report import AdminReport, confirm, expect_answer, run_reported
 from pgfence.cli.running import check_seconds
 from pgfence.cli.server import open_engine
@@ -50,7 +50,7 @@ _QUERY = 60
     "--idle-for",
     cls=Option,
     heading="Filter",
-    type=float,
+    type=SECONDS,
     default=leaks.IDLE_FOR,
     metavar="SECONDS",
     help=f"End only sessions that have been idle for at least SECONDS. Default: {leaks.IDLE_FOR:g}.",

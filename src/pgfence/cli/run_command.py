@@ -11,7 +11,7 @@ from pgfence.cli import options, running
 from pgfence.cli.codes import Code, MisuseError
 from pgfence.cli.guarded import OnLost
 from pgfence.cli.locks import Terms
-from pgfence.cli.parser import Option
+from pgfence.cli.parser import SECONDS, Option
 from pgfence.cli.report import Console
 from pgfence.cli.run import OnUnreachable, RunOptions
 from pgfence.cli.run import run as run_guarded
@@ -86,7 +86,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     "--ttl",
     cls=Option,
     heading=_HELD,
-    type=float,
+    type=SECONDS,
     metavar="SECONDS",
     help="Seconds until the lease of a dead host expires. The TTL does not limit how long the command runs. Default: 60.",
 )
@@ -94,7 +94,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     "--min-hold",
     cls=Option,
     heading=_HELD,
-    type=float,
+    type=SECONDS,
     metavar="SECONDS",
     help="Keep the lease for at least SECONDS, even if the command ends sooner.",
 )
@@ -102,7 +102,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     "--max-hold",
     cls=Option,
     heading=_HELD,
-    type=float,
+    type=SECONDS,
     metavar="SECONDS",
     help="Give up the lease after SECONDS, even if the command is still running.",
 )
@@ -111,7 +111,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     "-w",
     cls=Option,
     heading=_BUSY,
-    type=float,
+    type=SECONDS,
     metavar="SECONDS",
     help="Wait for the lock; inf waits indefinitely. Default: do not wait.",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -11,7 +12,7 @@ import click
 
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import DATABASE, OUTPUT
-from pgfence.cli.parser import Command, Option
+from pgfence.cli.parser import SECONDS, Command, Option
 from pgfence.cli.server import Pooler
 from pgfence.cli.supervise import has_terminal
 
@@ -27,10 +28,23 @@ class AfterDashes(Command):
     """A command that takes another command after `--`, so that the options of the two are never confused."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, and reject a call without `--`."""
+        """Parse the arguments, and reject a call without `--`, or without exactly one NAME before it."""
+        if ctx.resilient_parsing:  # the shell completes a line that has no `--` yet
+            return super().parse_args(ctx, args)
         if "--" not in args and not {"-h", "--help"} & set(args):
             ctx.fail("Write -- before the command.")
-        return super().parse_args(ctx, args)
+        after = args[args.index("--") + 1 :] if "--" in args else []
+        try:
+            left = super().parse_args(ctx, args)
+        except click.MissingParameter:
+            if not after:
+                raise
+            ctx.fail("Write NAME before --.")
+        extra = len(ctx.params["command"]) - len(after)
+        if extra:
+            words = (ctx.params["name"], *ctx.params["command"][:extra])
+            ctx.fail("Write NAME before --." if extra < 0 else f"Write one NAME before --, not {shlex.join(words)}.")
+        return left
 
 
 def build_grace_option(heading: str) -> Callable[[_Command], _Command]:
@@ -39,7 +53,7 @@ def build_grace_option(heading: str) -> Callable[[_Command], _Command]:
         "--grace",
         cls=Option,
         heading=heading,
-        type=float,
+        type=SECONDS,
         default=10.0,
         metavar="SECONDS",
         help="Time between SIGTERM and SIGKILL when the command is stopped. Default: 10.",

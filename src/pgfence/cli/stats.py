@@ -15,7 +15,7 @@ import click
 from pgfence import monitoring
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
-from pgfence.cli.parser import Command, Option
+from pgfence.cli.parser import SECONDS, Command, Option
 from pgfence.cli.ps_view import describe_holder, format_span, open_console
 from pgfence.cli.report import Console, choose_code, format_columns
 from pgfence.cli.server import open_engine
@@ -122,10 +122,16 @@ class HoldSamples:
 )
 @click.argument("names", metavar="[PREFIX]", default="")
 @click.option(
-    "--for", "length", cls=Option, type=float, default=10.0, metavar="SECONDS", help="How long to sample. Default: 10."
+    "--for",
+    "length",
+    cls=Option,
+    type=SECONDS,
+    default=10.0,
+    metavar="SECONDS",
+    help="How long to sample. Default: 10.",
 )
 @click.option(
-    "--interval", cls=Option, type=float, default=1.0, metavar="SECONDS", help="Time between two samples. Default: 1."
+    "--interval", cls=Option, type=SECONDS, default=1.0, metavar="SECONDS", help="Time between two samples. Default: 1."
 )
 @click.option(
     "--top", cls=Option, type=int, default=10, metavar="NUMBER", help="Number of names in each list. Default: 10."
@@ -149,11 +155,11 @@ def stats(
     Use it to find the lock that slows an application down. The command takes no lock and writes nothing.
     """
     for value, what, least, most in (
-        (length, "--for", 0.1, 86400),
-        (interval, "--interval", 0.1, 3600),
-        (top, "--top", 1, 1000),
+        (length, "--for", "0.1", "86400 seconds"),
+        (interval, "--interval", "0.1", "3600 seconds"),
+        (top, "--top", "1", "1000"),
     ):
-        if not least <= value <= most:
+        if not float(least) <= value <= float(most.split()[0]):
             raise MisuseError(f"{what} must be from {least} to {most}, not {value:g}")
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         samples = _collect_samples(lambda: monitoring.ps(target, names, limit=SAMPLED), length, interval)
@@ -197,7 +203,11 @@ def _collect_samples(read: Callable[[], Listing], length: float, interval: float
 def _show(samples: HoldSamples, top: int) -> None:
     tty = sys.stdout.isatty()
     console = open_console(sys.stdout)
-    lines = [f"{samples.count} samples" + (f", {samples.errors} failed" if samples.errors else "") + "."]
+    lines = [
+        f"{samples.count} {'sample' if samples.count == 1 else 'samples'}"
+        + (f", {samples.errors} failed" if samples.errors else "")
+        + "."
+    ]
     if samples.limited:
         lines.append(f"Only the first {SAMPLED} rows of each sample were counted.")
     waits, holds = samples.list_longest_waits(top), samples.list_longest_holds(top)
