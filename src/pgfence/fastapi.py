@@ -148,9 +148,9 @@ class Locked:
     The endpoint's transaction holds the lock until it ends.
 
     Write `Depends(Locked("account:{account_id}", session=get_session), scope="function")` in the decorator or as a parameter.
-    Dependencies in the decorator run first, in the order of the list, so put authentication before this one. A timeout results in
-    status 423, and a path parameter that cannot be used in a lock name in 422. `Locked` cannot be used for a WebSocket. See
-    `TransactionLock` for the guarantees.
+    Dependencies in the decorator run first, in the order of the list, so put authentication before this one. With
+    `install_error_handlers`, a timeout results in status 423. `Locked` cannot be used for a WebSocket. See `TransactionLock` for
+    the guarantees.
 
     Args:
         names: names in which a field in braces is a path parameter, converted as declared. If `account_id` is declared as `int`,
@@ -164,6 +164,7 @@ class Locked:
         TypeError: for a request, if a field is not declared as a parameter, if the endpoint is a generator, or if a dependency
             requests the session without `scope="function"`, with `use_cache=False`, or under other scopes of `Security`, so
             that there would be two sessions.
+        HTTPException: for a request, 422 if a path parameter cannot be used in a lock name.
         PgfenceError: for a request, the same errors as `TransactionLock.acquire`.
     """
 
@@ -218,7 +219,7 @@ class IdempotentCall(Generic[T]):
 
         Raises:
             TypeError: `run` was called with a Session on an event loop, where waiting would block the commit of the request that
-                has claimed the key.
+                has claimed the key; or `fn` is a coroutine function although the session is a Session, or the reverse.
             PgfenceError: the same errors as `idempotent`.
         """
         if isinstance(self._once, AsyncIdem):
@@ -243,16 +244,25 @@ class Idempotent(Generic[T]):
     `IdempotentCall[PayOut]`.
 
     Guarantees: a request without exactly one usable key, or without a principal, gets a 400. A key belongs to one principal,
-    method and path. A request with the same key and another query or body gets a 422. JSON and forms are compared by content, and
-    other bodies byte for byte.
+    method and path. For a request with the same key and another query or body, `run` raises IdempotencyKeyReusedError (422). JSON
+    and forms are compared by content, and other bodies byte for byte.
 
-    Limitations: nothing happens unless the endpoint calls `run`.
+    Limitations: nothing happens unless the endpoint calls `run`. The body is compared as the client sent it, before it is
+    validated: a price of `"10.0"` differs from `"10.00"`, and an omitted member from its default. If clients may vary the body in
+    this way, call `idempotent` with the validated model as `payload`, which compares the values.
 
     Args:
         session: the dependency that provides the endpoint's Session or AsyncSession.
         principal: a dependency that returns who sent the request, as a non-empty str. Convert a number with `str()`. The
             principal must be unique among all applications that share the tables, and must never be a constant.
-        result: the type of the result. A type that cannot be stored raises TypeError.
+        result: the type of the result.
+
+    Raises:
+        TypeError: a result of the type `result` cannot be stored; or, for a request, the endpoint is a generator, a dependency
+            would get another session (see `Locked`), or the principal is not a str.
+        HTTPException: for a request, 400 if it has no usable key or no principal, or if its body cannot be compared, because it
+            contains NaN or an infinity or is nested too deeply.
+        RuntimeError: for a request whose body was read with `request.stream()` before this dependency runs.
     """
 
     def __init__(self, *, session: Callable[..., Any], principal: Callable[..., str], result: type[T]) -> None:

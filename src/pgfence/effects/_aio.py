@@ -20,7 +20,8 @@ class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
 
     Guarantees, arguments and errors are the same as for `IdempotentEffect`, except that the engine is an AsyncEngine and the
     work a coroutine function. The heartbeat runs in a dedicated thread, so that a blocked event loop does not cause the loss of
-    the claim. After a cancellation, the outcome is unknown. A cancellation that arrives while the result is being stored does not stop the storing.
+    the claim. After a cancellation, the outcome is unknown. If a cancellation
+    arrives while the result is being stored, the result is stored nevertheless.
     """
 
     _engines = ASYNC_ENGINES
@@ -32,7 +33,8 @@ class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
             fn: called with the attempt.
 
         Raises:
-            PgfenceError: the same errors as `IdempotentEffect.run`.
+            TypeError: `fn` is a generator function.
+            Exception: the other errors of `IdempotentEffect.run`.
         """
         reject_generator(fn)
         self._check_function(fn)

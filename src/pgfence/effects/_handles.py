@@ -205,8 +205,9 @@ class Attempt(_Attempt):
         Raises:
             AttemptLostError: this attempt is no longer valid. Roll back.
             IdempotencyMisuseError: the value is not of the type `result`, or cannot be stored; or the attempt was already
-                completed by a transaction that was committed or is still open.
-            TransactionStateError: the connection is in autocommit.
+                completed by a transaction that was committed or is still open; or the database of the session does not contain
+                the key.
+            TransactionStateError: the connection is in autocommit or in psycopg's pipeline mode.
             TypeError: `session` is not a Session.
         """
         if not is_session(session):

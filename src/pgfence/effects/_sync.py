@@ -49,12 +49,12 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
         key: the text that the client sends again with each retry, from 1 to 255 characters long and without control characters.
         scope: text that names the operation and the owner of the key, with the same limits as the key. Two clients that must not
             see each other's results need different scopes. Do not use the same scope with `idempotent`.
-        payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means
-            that nothing is compared.
+        payload: the value that must be equal in all requests with the same key, compared as by `idempotent`. None means that
+            nothing is compared.
         result: the type of the result. Dataclasses and models in the result, or in what a step returns, can be stored only if
             this type contains their classes; see `idempotent`.
-        ttl: seconds after which the claim of a dead attempt expires, from 0.3 s to a day. The TTL does not limit how long the
-            work takes.
+        ttl: seconds after which the claim of a dead attempt expires, from 0.3 s to a day (a timedelta may be longer). The TTL
+            does not limit how long the work takes.
         keep: seconds for which the result is kept after the work has ended, and for which the steps of a lost attempt are kept
             after its claim has ended. `keep` must be at least the TTL. When `keep` has passed, the key counts as new and its steps
             are deleted, so `keep` must be longer than the time for which the client retries.
@@ -80,19 +80,21 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
         Raises:
             IdempotencyKeyReusedError: the key belongs to a request with another payload, finished or in progress. Respond with
                 422.
-            IdempotencyInProgressError: another attempt is running, or it ended with the error `ended_with` and its claim has not
-                expired yet. Respond with 409. `retry_after` is the number of seconds after which to retry.
+            IdempotencyInProgressError: another attempt is running; or it ended with the error `ended_with`, or its process died,
+                and its claim has not expired yet; or a transaction of `idempotent` has the key. Respond with 409. `retry_after`
+                is the number of seconds after which to retry.
             AttemptLostError: this attempt is no longer valid; or, with `takeover=False`, an earlier attempt was lost.
             IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored. If the annotation shows that,
                 the error is raised before the function runs. Otherwise, the work was done, and other callers do not get its
                 result. The error is also raised if the key was used over HTTP, or if the transaction of `Attempt.complete` was not
                 committed.
-            UnreachableError: the server did not respond. If this happened before the function ran, nothing was done. If it
-                happened after that, the result is stored in the background if the server recovers in time, and calling again is
-                safe.
+            UnreachableError: the server did not respond, or all `max_lock_connections` were in use. If this happened before the
+                function ran, nothing was done. If it happened after that, the result is stored in the background if the server
+                recovers in time, and calling again is safe.
             SchemaError: pgfence's tables are missing or older than version 2, or this role may not use them.
-            StandbyError: the server accepts no writes.
+            StandbyError, UnsupportedServerError: no key can be claimed on this server.
             TypeError: `fn` is a coroutine or generator function.
+            ValueError: the encoding of the database cannot represent the key or the result.
             Exception: the error that the function raised, with a note that says what happens to the key; or the recorded error.
         """
         check_plain_function(fn)

@@ -129,8 +129,8 @@ def idempotent(
         scope: text that names the operation and the owner of the key, for example operation, tenant and user. It has the same
             limits as the key. The same key in another scope is a different key. Two clients that must not see each other's results
             need different scopes.
-        payload: the value that must be equal in all requests with the same key. It is compared by its fingerprint. None means
-            that nothing is compared.
+        payload: the value that must be equal in all requests with the same key. Its values are compared, so 1 and 1.0 are equal,
+            and two models with equal fields are equal, however the client wrote them. None means that nothing is compared.
         result: the type of the result. Dataclasses, pydantic models, named tuples and enumerations can be stored if this type
             contains them, and a result of another type is rejected. With None, only JSON and the standard library's types of
             numbers, texts, times and collections can be stored.
@@ -142,20 +142,27 @@ def idempotent(
             again for each retry. You must still commit the transaction, or nothing is stored. An error of the flush at the end
             counts as an error of the work.
 
+    Returns:
+        An `Idem`, or an `AsyncIdem` for an async session. The key is claimed when you call `run` or enter the block.
+
     Raises:
         IdempotencyKeyReusedError: on entering, if the key belongs to a request with another payload, finished or in progress.
             Respond with 422.
-        IdempotencyInProgressError: on entering, if the holder of the key did not end within the timeout. Respond with 409.
+        IdempotencyInProgressError: on entering, if the holder of the key did not end within the timeout, if an
+            `IdempotentEffect` has the key, or in the case described in Limitations. Respond with 409.
         IdempotencyMisuseError: on leaving, if the block has not read `op.replayed` or not called `op.complete()`, or if the
             result is not of the type `result` or cannot be stored. On entering, if this transaction has already claimed the key,
             or the stored result cannot be read. From COMMIT, if the work was begun and not finished (SQLSTATE PF004), or the
             claim was rolled back inside the block. In these cases, nothing is committed.
-        TransactionStateError: the connection is in autocommit.
+        TransactionStateError: the connection is in autocommit or in psycopg's pipeline mode.
         DeadlockError: this transaction waits for a key of another transaction, which waits for a key of this one.
         SchemaError: pgfence's tables are missing or older than version 2, or this role may not use them.
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
         CapacityError: the server's lock table is full; PostgreSQL has aborted the transaction.
-        TypeError, ValueError: an argument is unusable; nothing was sent.
+        UnreachableError: no connection could be opened.
+        UnsupportedServerError: the database is not PostgreSQL, or the driver is not supported.
+        TypeError, ValueError: an argument is unusable, and nothing was sent; or the encoding of the database cannot represent a
+            text (ValueError).
     """
     call = KeyCall(
         scope=check_key(scope, "the scope"),
@@ -195,7 +202,8 @@ def insert_once(
     remains usable. The server waits for an unfinished insert of another transaction, up to the session's `lock_timeout`.
 
     Limitations: the existing row may have other values. In REPEATABLE READ and SERIALIZABLE, a row that was committed after the
-    snapshot cannot be read, so the call raises IdempotencyInProgressError with SQLSTATE 40001.
+    snapshot cannot be read, so the call raises IdempotencyInProgressError with SQLSTATE 40001. In autocommit, PostgreSQL rejects
+    the savepoint that the call sets.
 
     Args:
         session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. Pending
@@ -203,6 +211,9 @@ def insert_once(
         instance: a new instance of a mapped class, with the columns of the key set.
         key: attributes, or their names, that form a primary key, a unique constraint or a unique index of the table. The
             constraint must not be deferred, and the index must not be partial or over an expression.
+
+    Returns:
+        The instance that was passed, or the instance of the existing row.
 
     Raises:
         ValueError: no such unique key is declared, an attribute of the key belongs to another class or is None, or the instance is

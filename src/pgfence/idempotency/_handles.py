@@ -214,6 +214,7 @@ class AsyncIdem(_KeyBase[T]):
             fn: the function that does the work in the session's transaction. It must not commit.
 
         Raises:
+            TypeError: `fn` has returned something that cannot be awaited. Roll back what it did.
             IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored.
             PgfenceError: the same errors as on entering the block.
         """

@@ -5,7 +5,8 @@ previous attempt. A result that is returned was committed. Another attempt follo
 committed anything, and only after one of these errors:
 
 - `VersionConflictError` from a flush, and SQLAlchemy's own StaleDataError;
-- SQLSTATE 40001 (serialization failure) and 40P01 (deadlock), wherever they arise, including at COMMIT; also `DeadlockError`.
+- SQLSTATE 40001 (serialization failure) and 40P01 (deadlock), wherever they arise, including at COMMIT; also `DeadlockError`,
+  and an `IdempotencyInProgressError` with SQLSTATE 40001.
 
 Attempts and total time are bounded, and the last error is raised. Attempts are separated by a random backoff whose upper limit is
 5 ms at first and doubles each time, up to 500 ms, so that conflicting transactions do not collide again.

@@ -93,8 +93,8 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
 
     Guarantees: the returned result is that of an attempt that was committed, and only one attempt is committed. Each attempt has
     a fresh session and reads everything again. The call retries version conflicts of a flush (`VersionConflictError`,
-    StaleDataError), serialization failures (SQLSTATE 40001) and deadlocks (40P01, `DeadlockError`), also at COMMIT, after a
-    random backoff whose upper limit is 5 ms at first and doubles each time, up to 500 ms.
+    StaleDataError), serialization failures (SQLSTATE 40001, also an `IdempotencyInProgressError` with this state) and deadlocks
+    (40P01, `DeadlockError`), also at COMMIT, after a random backoff whose upper limit is 5 ms at first and doubles each time, up to 500 ms.
 
     Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called `attempts` times. The number of
     the attempt is in `session.info["pgfence_attempt"]`. Use `attempts=1` for work that must not be done twice. A running attempt
@@ -123,7 +123,9 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
         TypeError: `sessionmaker` is not a session factory; or `fn` is not a function, is a generator function, requires more
             arguments than the session, is async although the factory is sync, or does not return an awaitable although the
             factory is async.
-        ValueError: `attempts` is below 1.
+        ValueError: `attempts` is below 1, or `timeout` is negative.
+        UnreachableError: no connection could be opened.
+        UnsupportedServerError: the database is not PostgreSQL, or the driver is not supported.
         Exception: the last attempt's error, or the first error that another attempt cannot resolve.
     """
     asynchronous = _is_async(sessionmaker)
@@ -168,8 +170,10 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
         TypeError: at decoration, if `sessionmaker` is not a session factory, or the function takes no positional argument, is a
             generator function, or is async although the factory is sync. At a call, if a session is passed, or if the function
             does not return an awaitable although the factory is async.
-        ValueError: `attempts` is below 1.
-        PgfenceError: at a call, under the same conditions as in `run_transaction`.
+        ValueError: `attempts` is below 1, or `timeout` is negative.
+        TransactionStateError: at decoration, if a session with an open transaction is passed instead of a factory; at a call, as
+            for `run_transaction`.
+        Exception: at a call, the other errors of `run_transaction`.
     """
     asynchronous = _is_async(sessionmaker)
     count, limit = check_int(attempts, "attempts"), None if timeout is None else seconds(timeout)
