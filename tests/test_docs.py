@@ -144,6 +144,26 @@ def test_the_decision_tree_says_what_its_page_says(tree: str) -> None:
         assert [result for result in results if result.lower() not in item.lower()] == []
 
 
+def test_the_comparison_shows_the_measured_costs() -> None:
+    """The costs in the comparison and in the README are those of the benchmarks page."""
+    measured = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").partition("All contestants, sync:")[2]
+    ratios = {
+        name: f"{float(ratio):.1f}"
+        for name, ratio in re.findall(r"^\| (.+?) \| ([\d.]+)x \|", measured, re.MULTILINE)[:14]
+    }
+    comparison = (ROOT / "docs" / "choose" / "comparison.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| cost of acquiring .*\]\(\S+\)\) \| (.*) \|$", comparison, re.MULTILINE)
+    assert row is not None
+    assert row[1].split(" | ") == [
+        f"{ratios['pgfence, hold()']}x",
+        f"{ratios['sqlalchemy-dlock, one connection']}x to {ratios['sqlalchemy-dlock, from the pool']}x",
+        f"{ratios['pals (psycopg2)']}x to {ratios['pals (psycopg)']}x",
+        f"{ratios['django-pglock']}x",
+        f"{ratios['redis-py']}x",
+    ]
+    assert f"{ratios['pgfence, hold()']} times as long" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_readme_fits_on_one_screen() -> None:
     """The README has at most 110 lines, and six rows in its table of what to use; the rest is in the docs."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
