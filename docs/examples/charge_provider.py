@@ -3,6 +3,8 @@
 pip install "pgfence[cli,psycopg,asyncpg]"
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
 pgfence install
+
+Create the table `charged_payment` first, for example with `Base.metadata.create_all`.
 """
 
 from sqlalchemy import create_engine

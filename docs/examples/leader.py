@@ -6,6 +6,7 @@ POD_NAME=$(hostname) uvicorn leader:app
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pgfence import AsyncElection, AsyncMember, AsyncTerm, claim
 
+log = logging.getLogger(__name__)
 async_engine = create_async_engine("postgresql+psycopg://")
 AsyncSessionLocal = async_sessionmaker(async_engine)
 
@@ -43,13 +45,21 @@ async def drain(term: AsyncTerm) -> None:
             await asyncio.sleep(1)
 
 
+async def lead(member: AsyncMember) -> None:
+    while True:
+        try:
+            return await member.run(drain)  # returns when the member resigns
+        except Exception:
+            log.exception("the term ends with an error")
+
+
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
     async with AsyncElection(async_engine, "outbox", ttl=15).stand(
         owner=os.environ["POD_NAME"]
     ) as member:
         app.state.member = member
-        app.state.outbox = asyncio.create_task(member.run(drain))
+        app.state.outbox = asyncio.create_task(lead(member))
         yield
 
 

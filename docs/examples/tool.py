@@ -9,7 +9,9 @@ from sqlalchemy.orm import Session
 from pgfence import AdvisoryLock
 
 cli = typer.Typer()
-engine = create_engine("postgresql+psycopg://")
+engine = create_engine(
+    "postgresql+psycopg://", connect_args={"application_name": "tool"}
+)
 
 
 @cli.command()
@@ -17,7 +19,7 @@ def rebuild() -> None:
     lock = AdvisoryLock(engine, "rebuild")
     held = lock.try_acquire()
     if held is None:
-        print("busy:", lock.holders())
+        print("busy:", *lock.holders())
         raise typer.Exit(75)
     stop = threading.Event()
     held.on_lost(stop.set)

@@ -11,6 +11,7 @@ from pgfence import schema
 from support import pages
 from support.processes import Script
 from support.servers import database
+from support.waiting import eventually
 
 SERVE = """
 import json, os, time
@@ -37,6 +38,15 @@ with TestClient(leader.app) as client:
 print(json.dumps(health))
 """
 
+RUN = """
+from fastapi.testclient import TestClient
+import leader
+
+os.environ["POD_NAME"] = "pod-7"
+with TestClient(leader.app):
+    park()
+"""
+
 
 def test_the_application_leads_works_and_resigns(dsn: str) -> None:
     """It is elected, drains the outbox in fenced transactions, and its shutdown releases the term."""
@@ -53,3 +63,19 @@ def test_the_application_leads_works_and_resigns(dsn: str) -> None:
             assert connection.execute("SELECT count(*) FROM outbox WHERE NOT sent").fetchall() == [(0,)]
             term = "SELECT owner, token, released_at IS NOT NULL FROM pgfence_lease"
             assert connection.execute(term).fetchall() == [("pod-7", 1, True)]
+
+
+def test_the_application_works_again_after_an_error(dsn: str) -> None:
+    """An error ends the term, and the same member drains the outbox in a later one."""
+    with database(dsn, "leader") as own:
+        engine = create_engine(f"postgresql+psycopg://{own.split('://', 1)[1]}")
+        schema.create_all(engine)
+        engine.dispose()
+        with psycopg.connect(own, autocommit=True) as connection:
+            script = Script(pages.reader(own, RUN))
+            term = "SELECT FROM pgfence_lease WHERE token > 1 OR released_at IS NOT NULL"
+            eventually(lambda: connection.execute(term).rowcount == 1, deadline=20)
+            connection.execute("CREATE TABLE outbox (id bigserial PRIMARY KEY, sent boolean NOT NULL DEFAULT false)")
+            connection.execute("INSERT INTO outbox (sent) VALUES (false)")
+            eventually(lambda: connection.execute("SELECT FROM outbox WHERE sent").rowcount == 1, deadline=20)
+            script.close()

@@ -151,7 +151,8 @@ class AsyncMember:
 
         Raises:
             RuntimeError: `run` is already running for this member.
-            Exception: the error that `fn` raises, which also ends its term. The member stays a candidate until it resigns.
+            Exception: the error that `fn` raises, which also ends its term. The member stays a candidate until it resigns, so call
+                `run` again, or the member may be elected and do nothing.
         """
 
         async def work(term: AsyncTerm) -> None:

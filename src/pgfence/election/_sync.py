@@ -222,7 +222,8 @@ class Member:
         Raises:
             TypeError: `fn` is a coroutine function.
             RuntimeError: `run` is already running for this member.
-            Exception: the error that `fn` raises, which also ends its term. The member stays a candidate until it resigns.
+            Exception: the error that `fn` raises, which also ends its term. The member stays a candidate until it resigns, so call
+                `run` again, or the member may be elected and do nothing.
         """
         reject_coroutine(fn, _ASYNC)
 
