@@ -51,6 +51,7 @@ def test_pgfence_run_imports_no_lease_and_no_other_command() -> None:
     """Its parser and the lock it holds by default load what they use. How long that takes decides when the command starts."""
     loaded = python("import sys, pgfence.cli.app, pgfence.cli.run_command; print(*sys.modules)").split()
     unused = (
+        "difflib",
         "pgfence._admin",
         "pgfence._leases.manager",
         "pgfence._leases.request",
