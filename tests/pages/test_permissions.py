@@ -15,14 +15,18 @@ from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.orm import Session
 
 from pgfence import (
+    AdvisoryLock,
     Election,
     IdempotentEffect,
     Lease,
+    LockKey,
+    LockTimeoutError,
     Once,
     Partitions,
     RateLimit,
     SchemaError,
     Semaphore,
+    TransactionLock,
     fenced,
     idempotent,
     monitoring,
@@ -190,4 +194,23 @@ def test_the_listed_privileges_are_enough(feature: str, dsn: str, owner: psycopg
         for grant in list_grants(feature):
             owner.execute(f"GRANT {grant} TO {url.username}".encode())
         USES[feature](engine)
+        engine.dispose()
+
+
+def test_only_a_wait_for_a_session_lock_needs_plpgsql(dsn: str, owner: psycopg.Connection[Any], name: str) -> None:
+    """Without USAGE on the language a wait raises the driver's error, and a try and a transaction lock work."""
+    owner.execute("REVOKE USAGE ON LANGUAGE plpgsql FROM PUBLIC")
+    with role(owner, dsn, {}) as login:
+        url = make_url(login).set(drivername="postgresql+psycopg", database=owner.info.dbname)
+        engine = create_engine(url)
+        lock = AdvisoryLock(engine, name)
+        owner.execute("SELECT pg_advisory_lock(%s)", [LockKey.of(name).value])
+        assert lock.try_acquire() is None
+        with pytest.raises(psycopg.Error, match="permission denied for language plpgsql"):
+            lock.acquire(timeout=20)
+        with engine.begin() as connection, pytest.raises(LockTimeoutError):
+            TransactionLock(connection, name).acquire(timeout=1)
+        owner.execute(f"GRANT USAGE ON LANGUAGE plpgsql TO {url.username}".encode())
+        with pytest.raises(LockTimeoutError):
+            lock.acquire(timeout=1)
         engine.dispose()

@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._holds.wait_plan import NESTED_LIMIT, choose_first_slice, pause, slice_for, to_milliseconds
+from pgfence._holds.wait_plan import (
+    LONGEST_SLEEP,
+    NESTED_LIMIT,
+    choose_first_slice,
+    choose_sleep,
+    pause,
+    slice_for,
+    to_milliseconds,
+)
 from pgfence._leases.terms import retry_after
 from pgfence._process.clock import Deadline, clock, seconds
 from pgfence.retrying._rules import pick_pause
@@ -135,6 +143,14 @@ def test_lock_timeout_counts_per_key(length: float, keys: int, limit: int) -> No
 def test_a_wait_for_ever_is_cut_to_what_the_server_takes() -> None:
     """math.inf becomes 24.8 days, the largest lock_timeout there is."""
     assert to_milliseconds(math.inf) == 2_147_483_647
+
+
+@every_row(("ahead", "seconds"), [(3, 0.6), (8, 1.5), (18, 3.4), (10**6, 3.4)])
+def test_a_waiter_that_sleeps_queries_less_often_the_longer_its_queue(ahead: int, seconds: float) -> None:
+    """The fourth process sleeps for about 0.6 s, those from the nineteenth on for about 3.4 s, and none for more than 3.8 s."""
+    sleeps = [choose_sleep(ahead) for _ in range(1000)]
+    assert 0.8 * seconds < min(sleeps) < max(sleeps) < min(1.2 * seconds, LONGEST_SLEEP)
+    assert LONGEST_SLEEP <= 3.8
 
 
 def test_a_nested_wait_lasts_a_minute_by_default() -> None:
