@@ -37,6 +37,7 @@ DELAY = {"commit_delay": "1000", "commit_siblings": "0"}
 SLOW = "with commits that take a millisecond longer"
 LIMIT = 200e-6
 HAND = "a handwritten key"
+KEYED, EFFECT, REPLAY = "pgfence, idempotent()", "pgfence, IdempotentEffect", "pgfence, a replay"
 NUMBERS = itertools.count()
 
 
@@ -134,15 +135,15 @@ def run(quick: bool) -> dict[str, Any]:
     whole = rounds.Effort.of(quick=quick)
     effort = rounds.Effort(max(2, whole.sets // 2), whole.cycles, whole.warm)  # a commit is slow
     bars, tables = [], []
-    with_key: dict[str, Make] = {"bare": bare, "keyed": keyed, HAND: by_hand}
+    with_key: dict[str, Make] = {"bare": bare, KEYED: keyed, HAND: by_hand}
     insert, twice = (
         "a transaction of one INSERT under a key, against a handwritten key",
         "an effect that does nothing, against a bare INSERT",
     )
     pairs: tuple[tuple[str, str, str, float, dict[str, Make]], ...] = (
-        ("keyed", HAND, insert, 1.2, with_key),
-        ("effect", "bare", twice, 2.3, {"bare": bare, "effect": effect}),
-        ("replayed", "bare", "a replay, against one SELECT", 1.2, {"bare": selected, "replayed": replayed}),
+        (KEYED, HAND, insert, 1.2, with_key),
+        (EFFECT, "bare", twice, 2.3, {"bare": bare, EFFECT: effect}),
+        (REPLAY, "bare", "a replay, against one SELECT", 1.2, {"bare": selected, REPLAY: replayed}),
     )
     slow = tuple((name, base, f"{what}, {SLOW}", limit, field) for name, base, what, limit, field in pairs[:2])
     for settings, measured in (({}, pairs), (DELAY, slow)):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from support.worlds import World
 
 SCALE = float(os.environ.get("PGFENCE_TEST_FAULTS", "1"))
-# Four drivers share them.
+# For each of the two drivers.
 PAUSES = KILLS = TERMINATIONS = max(1, round(5 * SCALE))
 STOPS = CUTS = math.ceil(1.25 * SCALE)
 pytestmark = [pytest.mark.twins, pytest.mark.timeout(120 * max(1.0, SCALE))]
