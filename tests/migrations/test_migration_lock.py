@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError
 from pgfence import LockKey
 from pgfence._sql.migration_lock import UNSEEN, Doing, describe_sessions
 from pgfence.errors import LockLostError, LockTimeoutError, TransactionStateError, UnsupportedServerError
-from pgfence.migrations import migration_lock
+from pgfence.migrations import _session, migration_lock
 from support.waiting import blocking
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ async def test_no_statement_reaches_another_session_after_a_loss(
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 async def test_a_session_that_ends_in_the_block_loses_the_lock(
-    world: World, admin: psycopg.Connection[Any], key: LockKey
+    world: World, admin: psycopg.Connection[Any], key: LockKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the driver says of it, from SQLAlchemy or from a listener's own cursor, is the cause; another error says more."""
 
@@ -353,9 +353,29 @@ async def test_a_session_that_ends_in_the_block_loses_the_lock(
             admin.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
             raise LookupError
 
+    def lost_at_the_end(connection: Connection, *, begun: bool) -> None:
+        pid = pid_of(connection)
+        with pytest.raises(LockLostError, match="has ended"), migration_lock(connection, key=key):
+            if begun:
+                connection.execute(text("SELECT 1"))
+            admin.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
+
+    def lost_during_the_release(connection: Connection) -> None:
+        pid, restore = pid_of(connection), _session.server.restore
+
+        def end_and_restore(own: Connection, settings: dict[str, str]) -> None:
+            admin.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
+            restore(own, settings)
+
+        with pytest.raises(LockLostError, match="has ended"), migration_lock(connection, key=key):
+            monkeypatch.setattr(_session.server, "restore", end_and_restore)
+
     await on(world, lambda connection: lost(connection, lambda _: None))
     await on(world, lambda connection: lost(connection, ask))
     await on(world, failed)
+    await on(world, lambda connection: lost_at_the_end(connection, begun=False))
+    await on(world, lambda connection: lost_at_the_end(connection, begun=True))
+    await on(world, lost_during_the_release)
 
 
 async def test_a_waiter_holds_back_no_concurrent_index(

@@ -278,9 +278,12 @@ class MigrationLock:
         """
         try:
             written = self._end_transaction()
-        except BaseException:
-            with suppress(Exception):
+        except BaseException as error:
+            try:
                 self._give_back()
+            except Exception:
+                if is_driver_error(error):
+                    raise self._lost_error() from error
             raise
         try:
             self._give_back()
@@ -315,9 +318,13 @@ class MigrationLock:
             if hold.state == "held" and self._is_attached():
                 with self._use_autocommit(hold.session, STATEMENT_BUDGET) as own:
                     server.restore(own, self._settings)
-        except BaseException:
-            with suppress(LockLostError):
+        except BaseException as error:
+            try:
                 self._drive(self._manager.release, hold, leaving=True, failing=True)
+            except LockLostError as lost:
+                # The session has ended between the check of its state and the statement.
+                if isinstance(error, UnreachableError) and lost.reason == "killed":
+                    raise lost from error
             raise
         self._drive(self._manager.release, hold, leaving=True, failing=True)
 
