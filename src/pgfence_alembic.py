@@ -29,7 +29,12 @@ _UNASKED = "alembic.autogenerate.pgfence"
 
 
 class Directives:
-    """The operations `op.<name>(...)` of a migration."""
+    """The operations `op.<name>(...)` of a migration.
+
+    Each of them raises ValueError if a schema is empty, or if the prefix is longer than 40 bytes, and TypeError if an argument has
+    the wrong type. In autocommit, for example in `autocommit_block()`, all of them except those on indexes raise
+    TransactionStateError. On a server older than PostgreSQL 14, these operations raise UnsupportedServerError.
+    """
 
     @classmethod
     def create_pgfence(
@@ -46,7 +51,7 @@ class Directives:
                 means the newest version.
 
         Raises:
-            ValueError: this release does not know the version, the schema is empty, or the prefix is too long.
+            ValueError: this release does not know the version.
             SchemaError: this role may not create them, or existing ones differ from what pgfence creates.
         """
         ours = _operations()
@@ -86,7 +91,8 @@ class Directives:
 
         Raises:
             ValueError: this release does not know one of the versions.
-            SchemaError: the tables are missing, or a key that would be dropped has a running attempt.
+            SchemaError: the tables are missing, this role does not own them, or a key that would be dropped has a running
+                attempt.
         """
         operations.invoke(_operations().UpgradePgfence(from_, to, schema, prefix))
 
@@ -122,8 +128,9 @@ class Directives:
             prefix: prefix of their names.
 
         Raises:
-            ValueError: the table or a column does not exist, the resource cannot be used, a partitioned table and one of its
-                partitions would have different resources, or the table has another trigger with the fence's name.
+            ValueError: the table or a column does not exist, the table is a view, the resource cannot be used, a partitioned
+                table and one of its partitions would have different resources, or the table has another trigger with the
+                fence's name.
             SchemaError: pgfence's functions are missing, or this role may not create a trigger.
         """
         made = _operations().AddFence(
@@ -155,7 +162,7 @@ class Directives:
             prefix: prefix of their names.
 
         Raises:
-            ValueError: the table does not exist, or its trigger of that name is not a fence of pgfence.
+            ValueError: the table does not exist or is a view, or its trigger of that name is not a fence of pgfence.
             SchemaError: this role does not own the table.
         """
         made = _operations().DropFence(table, schema=schema, pgfence_schema=pgfence_schema, prefix=prefix)
@@ -193,8 +200,8 @@ class Directives:
             prefix: prefix of its name.
 
         Raises:
-            ValueError: the table or the column does not exist, the column is not an integer, or the table has another trigger
-                with that name.
+            ValueError: the table or the column does not exist, the column is not an integer, the table is a partition whose
+                parent counts in another column, or the table has another trigger with that name.
             SchemaError: the column is nullable, or this role may not create the function or the trigger.
         """
         options = {"column": column, "schema": schema, "pgfence_schema": pgfence_schema, "prefix": prefix}
@@ -255,9 +262,11 @@ class Directives:
         cannot be created on that table. It counts as the same only if it is written exactly as PostgreSQL writes it, which the
         error quotes.
 
-        A script (`--sql`) also drops an invalid index, and accepts any other index of that name as the wanted index. Earlier
-        steps of the migration are committed first, because CONCURRENTLY runs outside a transaction. The build waits for older
-        transactions without a limit, regardless of `lock_timeout`, because no reader or writer waits behind it.
+        A script (`--sql`) drops an invalid index without CONCURRENTLY, so readers and writers wait for a moment, and accepts
+        any other index of that name as the wanted index.
+
+        Earlier steps of the migration are committed first, because CONCURRENTLY runs outside a transaction. The build waits for
+        older transactions without a limit, regardless of `lock_timeout`, because no reader or writer waits behind it.
         `statement_timeout` does end it.
 
         Args:
@@ -270,8 +279,8 @@ class Directives:
             **kw: further arguments of `op.create_index`, such as postgresql_where.
 
         Raises:
-            ValueError: another object, or an index that differs or cannot be compared, has that name; or the table is
-                partitioned, where PostgreSQL does not support CONCURRENTLY.
+            ValueError: another object, or an index that differs or cannot be compared, has that name; there is no column; or
+                the table is partitioned, where PostgreSQL does not support CONCURRENTLY.
             TransactionStateError: Alembic did not start the transaction, for example because the Connection was already in one.
         """
         made = _operations().CreateIndexSafely(index_name, table_name, columns, schema=schema, unique=unique, **kw)

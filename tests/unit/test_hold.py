@@ -58,6 +58,7 @@ def test_a_loss_is_final_and_reported_once() -> None:
     assert (hold.reason, hold.state, told) == ("cut off", "lost", ["early"])
     hold.subscribe(lambda: told.append("late"))
     assert told == ["early", "late"]
+    assert "it was lost (cut off)" in str(hold.not_held_error())
 
 
 def test_what_is_released_cannot_be_lost() -> None:

@@ -62,7 +62,7 @@ def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
     if guarded := fences.list_fenced(connection, place):
         raise SchemaError(
             f"cannot drop pgfence's tables, because these tables are still fenced: {', '.join(guarded)}. First call"
-            " pgfence.schema.drop_fence(engine, table) for each of them",
+            " pgfence.schema.drop_fence(engine, table) or, in a migration, op.drop_fence(table) for each of them",
             needed=VERSION,
             command=f"pgfence.schema.drop_fence(engine, {guarded[0]!r})",
         )

@@ -182,7 +182,8 @@ class BaseHold:
         )
 
     def not_held_error(self) -> LockNotHeldError:
-        why = "it was already released" if self.ours else "this is a forked child, and the lock belongs to its parent"
+        ended = "it was already released" if self.released or self.reason is None else f"it was lost ({self.reason})"
+        why = ended if self.ours else "this is a forked child, and the lock belongs to its parent"
         return LockNotHeldError(f"{self.noun} {format_names(self.names)} is not held: {why}", names=self.names)
 
     def lose(self, reason: LossReason) -> bool:

@@ -45,9 +45,9 @@ def server(
     A forked child that leaves the block does not stop the server of its parent.
 
     Args:
-        data_dir: a folder in which the data are kept after the block has ended. It is created if it does not exist. The next
-            `server()` with this folder uses the same data. None means a temporary folder, which is deleted at the end of the
-            block.
+        data_dir: a folder in which the data are kept after the block has ended. The folder is created if it does not exist, but
+            its parent is not. The next `server()` with this folder uses the same data. None means a temporary folder, which is
+            deleted at the end of the block.
         fsync: whether to flush data to the disk. False is faster, but a crash of the machine may destroy the data.
         settings: server settings as in postgresql.conf, for this run, e.g. `{"max_connections": "200"}`.
 
@@ -55,8 +55,9 @@ def server(
         ValueError: `data_dir` is neither empty nor a folder that this function created, or contains data of another major
             version; or the name of a setting is not valid, its value contains NUL, or this function sets it itself.
         TypeError: a name or value in `settings` is not a string.
-        UnreachableError: no binaries were found, or the server did not start (the message ends with the last lines of the server's
-            log). The error is not retryable.
+        OSError: `data_dir` cannot be created or read.
+        UnreachableError: no binaries were found, or the server did not start, for example because a setting is invalid or another
+            server uses `data_dir`. The message ends with the last lines of the server's log. The error is not retryable.
     """
     with closing(Server(data_dir=data_dir, fsync=fsync, settings=settings)) as running:
         running.start()

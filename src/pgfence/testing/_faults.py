@@ -105,6 +105,8 @@ class PgfenceFaults:
 
         Raises:
             FaultUnavailableError: on entering, if this platform has no SIGSTOP, or a process belongs to another user.
+            ProcessLookupError: on entering, if there is no such process.
+            ValueError: a process object has not been started.
         """
         return SafeContext(_processes.pause(*map(_get_pid, processes)))
 
@@ -124,6 +126,8 @@ class PgfenceFaults:
             TypeError: the handle belongs to a lease.
             TimeoutError: the holder did not notice the loss within 10 s.
             FaultUnavailableError: this role may not terminate the session, or the process belongs to another user.
+            ProcessLookupError: there is no such process.
+            ValueError: a process object has not been started.
         """
         if isinstance(target, (Held, AsyncHeld)):
             self._kill_holder(target)
@@ -157,7 +161,11 @@ class PgfenceFaults:
 
     @property
     def url(self) -> str:
-        """The URL of `pgfence_server` through a proxy. `cut` breaks the connections that use this URL."""
+        """The URL of `pgfence_server` through a proxy. `cut` breaks the connections that use this URL.
+
+        Raises:
+            FaultUnavailableError: the URL of `pgfence_server` has no host, so its connections do not use TCP.
+        """
         if self._proxy is None:
             url = self._url()
             if make_url(url).host is None:
@@ -177,6 +185,9 @@ class PgfenceFaults:
             silent: False resets the connections and rejects new ones. True drops everything that is sent, without an error, as a
                 firewall does, so a client detects the failure only by its own time limits; the operating system still answers
                 TCP keepalives for the proxy.
+
+        Raises:
+            FaultUnavailableError: as for `url`.
         """
         _ = self.url
         assert self._proxy is not None
@@ -194,7 +205,7 @@ class PgfenceFaults:
             target: a handle; or the name of a lease, slot, permit or term, in the tables with the default schema and prefix.
 
         Raises:
-            LockNotHeldError: no lease of that name is held.
+            LockNotHeldError: the lease is not held.
             TypeError: the handle belongs to a session lock, which does not expire; use `kill`.
             TimeoutError: the holder did not notice the loss within 10 s.
         """
@@ -218,8 +229,9 @@ class PgfenceFaults:
             target: a handle; or the name of a lease, as for `expire`.
 
         Raises:
-            LockNotHeldError: no lease of that name is held.
-            LockTimeoutError: a third contender acquired the lock first.
+            LockNotHeldError: on entering, if the lock is not held.
+            LockTimeoutError: on entering, if a third contender acquired the lock first and kept it for 10 s.
+            TimeoutError, FaultUnavailableError: for a session lock, as for `kill`.
         """
         return SafeContext(self._steal(target))
 
