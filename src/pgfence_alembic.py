@@ -327,9 +327,15 @@ def _register(plugin: Plugin) -> None:
 
 
 def _operations() -> Any:
+    _enable_log()
     from pgfence._alembic import implementations, operations, renderers  # noqa: F401
 
     return operations
+
+
+def _enable_log() -> None:
+    # The env.py of `alembic init` calls fileConfig(), which disables every logger that alembic.ini does not list.
+    _log.disabled = False
 
 
 def _compare(context: AutogenContext, ops: UpgradeOps, _schemas: set[str | None]) -> PriorityDispatchResult:
@@ -345,6 +351,7 @@ def _remind(context: AutogenContext, ops: UpgradeOps, _schemas: set[str | None])
     named = context.opts.get("autogenerate_plugins") or ()
     ours = _includes_our_tables({str(getattr(op, "table_name", "")) for op in ops.ops})
     if "pgfence" not in named and (ours or any(_concerns_us(table) for table in context.sorted_tables)):
+        _enable_log()
         _log.warning(
             "pgfence's tables and triggers are not compared correctly: add"
             ' autogenerate_plugins=["alembic.autogenerate.*", "pgfence"] to context.configure() in env.py'

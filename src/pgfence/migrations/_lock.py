@@ -108,6 +108,8 @@ class _Once(SafeContext[None]):
 
 @contextmanager
 def _hold_lock(connection: Connection, limit: float | None, key: LockKey | None, unsupported: str) -> Iterator[None]:
+    # The env.py of `alembic init` calls fileConfig(), which disables every logger that alembic.ini does not list.
+    log.disabled = False
     if connection.dialect.name != "postgresql" and unsupported == "skip":
         log.info(
             "no migration lock was acquired: %s has no session locks that pgfence supports", connection.dialect.name
