@@ -9,6 +9,7 @@ from sqlalchemy import create_engine
 from pgfence import Once
 
 CRON, ZONE = "0 7 * * *", "Europe/Vienna"
+TRIES = "*/10 7-8 * * *"
 
 engine = create_engine("postgresql+psycopg://")
 scheduler = BackgroundScheduler()
@@ -19,5 +20,5 @@ def send_digest() -> int:
 
 
 send_once = Once(engine, "digest", cron=CRON, tz=ZONE).wrap()(send_digest)
-scheduler.add_job(send_once, CronTrigger.from_crontab(CRON, timezone=ZONE))
+scheduler.add_job(send_once, CronTrigger.from_crontab(TRIES, timezone=ZONE))
 scheduler.start()

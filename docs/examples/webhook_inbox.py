@@ -4,6 +4,7 @@ pip install "pgfence[cli,psycopg]" flask
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
 pgfence install
 flask --app webhook_inbox run
+Create the tables `order_paid` and `mail` first, for example with `Base.metadata.create_all`.
 """
 
 import hashlib
@@ -98,6 +99,7 @@ def sign(body: bytes) -> bytes:
 
 @app.errorhandler(PgfenceError)
 def reject(error: PgfenceError) -> ResponseReturnValue:
+    app.logger.warning("%s", error)
     headers: dict[str, str] = {}
     if error.retry_after is not None:
         headers["Retry-After"] = f"{math.ceil(error.retry_after)}"

@@ -16,7 +16,7 @@ from support.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# The program's job is due at seven: its scheduler is told that it is seven now.
+# The program tries at seven: its scheduler is told that it is seven now.
 REPLICA = """
 import queue
 from datetime import datetime, timezone
