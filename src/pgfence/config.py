@@ -70,8 +70,9 @@ def configure(
             does not apply to `LockKey` objects, which contain their own namespace.
         schema: the schema of pgfence's tables, for the primitives that need them. None means that the search path determines the
             schema.
-        prefix: the prefix of the tables' names.
-        default_timeout: seconds that a call with `timeout=None` waits; `math.inf` means to wait indefinitely.
+        prefix: the prefix of the tables' names, at most 40 bytes.
+        default_timeout: seconds that a call with `timeout=None` waits (at most 60 s while the thread or task holds a session lock or
+            a lease), and that a transaction waits at a gate; `math.inf` means to wait indefinitely.
         lock_engine: a separate engine for session locks, for example with a direct URL if `engine` uses a pooler; or a function
             that returns one.
         max_lock_connections: the maximum number of connections that session locks of this process use at a time. The same number

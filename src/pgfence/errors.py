@@ -55,8 +55,9 @@ class LockTimeoutError(PgfenceError, TimeoutError):
     If a fence raises this error, another transaction is still inside the gate, and PostgreSQL has aborted the transaction that
     tried to enter.
 
-    `holders` lists the holders that were last seen, and may be empty. `held_here` lists the names of the session locks that the
-    same task or thread already held while it waited.
+    `holders` lists the holders that were last seen, and may be empty. `held_here` lists the names of the session locks and leases
+    that the same task or thread already held while it waited. `retry_after` is 1 second. Only for a `RateLimit`, or for a slot that
+    is over, is it the number of seconds until a retry can succeed.
     """
 
     http_status = 423
@@ -95,7 +96,10 @@ class WaitCancelledError(PgfenceError):
 
 
 class LockLostError(PgfenceError):
-    """The lock was lost before it was released. Work done since then was not protected."""
+    """The lock was lost before it was released. Work done since then was not protected.
+
+    `reason` is the `LossReason`, and `token` the fencing token, or None if the lock has none.
+    """
 
     http_status = 503
     retryable = True
@@ -133,7 +137,10 @@ class DeadlockError(PgfenceError):
 
 
 class PoolerError(PgfenceError):
-    """A connection pooler is between client and server, and session locks are not safe through it."""
+    """A connection pooler is between client and server, and session locks are not safe through it.
+
+    `mode` is "transaction" if the pooler is known to be in that mode, and otherwise "unknown".
+    """
 
     def __init__(self, message: str, *, mode: PoolerMode = "unknown") -> None:
         super().__init__(message)
@@ -179,7 +186,10 @@ class TransactionStateError(PgfenceError):
 
 
 class CapacityError(PgfenceError):
-    """The server's lock table is full or nearly full. While it is full, no client can log in."""
+    """The server's lock table is full or nearly full. While it is full, no client can log in.
+
+    `used` is the number of entries that were in use at the last count, and `limit` the capacity. Both are 0 if they are unknown.
+    """
 
     http_status = 503
     retryable = True
@@ -191,7 +201,7 @@ class CapacityError(PgfenceError):
 
 
 class KeyCollisionError(PgfenceError):
-    """Two names have the same 64-bit key, so a lock on one name would also lock the other. Neither lock was acquired."""
+    """Two names have the same 64-bit key, so a lock on one name would also lock the other. The requested lock was not acquired."""
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -203,7 +213,8 @@ class SchemaError(PgfenceError):
 
     `command` is the command, call or statement that fixes the problem, such as `pgfence install`, an ALTER TABLE or a GRANT. If
     another role must run it, the message says so. `command` is empty if there is none, for example because the owner of a table
-    must run the rejected statement.
+    must run the rejected statement. `needed` is the version of the tables that the call needs, and `found` the version that is
+    installed, or None if it is unknown.
     """
 
     def __init__(
@@ -220,7 +231,7 @@ class StaleFencingTokenError(PgfenceError):
 
     If `token` is below `newest`, a newer holder has taken over. If it is above `newest`, this connection leads to a server that
     does not have the newest tokens, such as a former primary or a restored server, or the token was never issued for this
-    resource.
+    resource. For a class with `__fence__ = "row"`, pgfence itself rejects the write, and `sqlstate` is None.
     """
 
     http_status = 409
@@ -264,8 +275,8 @@ class VersionConflictError(PgfenceError):
     """Another transaction has written the rows since they were read. Nothing of this flush is committed.
 
     If a flush raised the error, it is `retryable` and its status is 409, because the unit of work can be repeated from its first
-    read, as `run_transaction` does. If the version came from a client (`load_for_version`), the error is not `retryable` and its
-    status is 412, because the client must read the row again.
+    read, as `run_transaction` does. If the version came from a client (`load_for_version`, or `merge` of a `VersionedSession`), the
+    error is not `retryable` and its status is 412, because the client must read the row again.
     """
 
     def __init__(

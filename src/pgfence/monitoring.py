@@ -1,4 +1,8 @@
-"""Functions for operators: examine the server, end holds, free and purge keys, and read the audit table."""
+"""Functions for operators: examine the server, end holds, free and purge keys, and read the audit table.
+
+All of them raise `UnsupportedServerError` if the engine is not for PostgreSQL or its driver is not supported, and `PgfenceError` if
+the server rejects a statement for another reason than those that are listed, such as a `statement_timeout`.
+"""
 
 from __future__ import annotations
 
@@ -88,8 +92,8 @@ def evict(
     Raises:
         ValueError: the name, the reason or the actor cannot be used; or the name is that of a semaphore or of partitions.
         TypeError: the name, the reason or the actor is not a str, or `engine` is not an engine.
-        LockTimeoutError: a transaction that writes with the old token is still open, and `holders` lists the transactions that
-            may be this one. Nothing was done.
+        LockTimeoutError: a transaction that writes with the old token was still open after 2 s, and `holders` lists the
+            transactions that may be this one. Nothing was done.
         SchemaError: the tables are missing, or this role lacks privileges. Nothing was done.
         StandbyError: the server accepts no writes. Nothing was done.
         UnreachableError: the server did not respond. If the connection was lost partway, check what was done before you retry.
@@ -202,7 +206,7 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
     Raises:
         ValueError: `scope`, `key`, `reason` or `actor` cannot be used.
         TypeError: `scope`, `key`, `reason` or `actor` is not a str, or `engine` is not an engine.
-        LockTimeoutError: a transaction that is about to store the result is open. Nothing was done.
+        LockTimeoutError: a transaction that is about to store the result was still open after 2 s. Nothing was done.
         SchemaError: the tables are missing or older than version 2, or this role lacks privileges. Nothing was done.
         StandbyError: the server accepts no writes. Nothing was done.
         UnreachableError: the server did not respond. If the connection was lost partway, check what was done before you retry.
@@ -225,6 +229,8 @@ def purge(engine: Engine | AsyncEngine, *, batch: int = 1000) -> object:
 
     An expired key counts as new for the next caller, whether or not it was purged. Purging keeps the table small. The keys of all
     namespaces in the table are purged.
+
+    The names of locks that no process has started to use for 30 days are deleted too, if the role may do so. They are not counted.
 
     Guarantees: a key that has not expired is kept, as is a key whose attempt is running. No other transaction waits for the purge
     longer than one batch takes. Any number of processes may purge at the same time.

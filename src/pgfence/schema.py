@@ -2,6 +2,10 @@
 
 Schema and prefix come from `configure()`, and the engine's `schema_translate_map` is applied to the schema. Without a schema,
 pgfence uses the schema in which the search path finds an installation, or otherwise the first schema of the search path.
+
+All functions that take an engine raise `StandbyError` if the server accepts no writes, `UnreachableError` if it did not respond,
+and `UnsupportedServerError` if it is not PostgreSQL or is older than PostgreSQL 14, or if the driver is not supported. If the
+session's `lock_timeout` ends a wait, they raise SQLAlchemy's own error.
 """
 
 from __future__ import annotations
@@ -46,10 +50,10 @@ def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfe
     Args:
         metadata: the MetaData to which the tables are added.
         schema: the schema of the tables; None uses that of the MetaData.
-        prefix: the prefix of the tables' names.
+        prefix: the prefix of the tables' names, at most 40 bytes.
 
     Raises:
-        ValueError: the schema is empty or the prefix is too long.
+        ValueError: the schema is empty, the prefix is too long, or one of them contains NUL.
     """
     expect_place(schema, prefix)
     return columns.define(metadata, TableNames(schema, prefix))
@@ -63,10 +67,10 @@ def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
 
     Args:
         schema: the schema of the tables, which is created if it does not exist.
-        prefix: the prefix of the tables' names.
+        prefix: the prefix of the tables' names, at most 40 bytes.
 
     Raises:
-        ValueError: the schema is empty or the prefix is too long.
+        ValueError: the schema is empty, the prefix is too long, or one of them contains NUL.
     """
     expect_place(schema, prefix)
     return texts.build_script(TableNames(schema, prefix))
@@ -88,9 +92,7 @@ def create_all(engine: AnyEngine) -> object:
     Raises:
         SchemaError: this role may not create the tables or functions, or an existing table differs from what pgfence creates.
         TransactionStateError: the Connection is in autocommit.
-        StandbyError: the server accepts no writes.
-        UnreachableError: the server did not respond.
-        UnsupportedServerError: the server is not PostgreSQL or is older than PostgreSQL 14, or the driver is not supported.
+        StandbyError, UnreachableError, UnsupportedServerError: see the module.
     """
     return perform(engine, texts.create)
 

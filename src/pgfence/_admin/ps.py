@@ -174,7 +174,7 @@ def ps(
         kind: one or more kinds, of "session", "transaction", "lease", "slot", "permit", "term", "partition", "migration",
             "idempotency" and "gate".
         state: one or more states, as the list shows them.
-        limit: the largest number of rows.
+        limit: the largest number of rows, from 1 to 1,000,000; None means all rows.
 
     Returns:
         The rows, as a sequence. Its `hidden` says what the role may not see, and `limited` whether there are more rows.

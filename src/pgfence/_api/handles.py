@@ -179,6 +179,9 @@ class Held(_Handle):
     def release(self) -> None:
         """Release the lock, and return when the server has confirmed the release or the connection is closed.
 
+        If the server does not respond to the release of a lease, the call returns too. The release is then repeated in the
+        background, and the lease ends when its TTL has passed at the latest.
+
         Raises:
             LockLostError: the lock had already been lost. Nothing is held.
             LockNotHeldError: the lock was already released, or this is a forked child.
@@ -238,6 +241,9 @@ class AsyncHeld(_Handle):
 
     async def release(self) -> None:
         """Release the lock, and return when the server has confirmed the release or the connection is closed.
+
+        If the server does not respond to the release of a lease, the call returns too. The release is then repeated in the
+        background, and the lease ends when its TTL has passed at the latest.
 
         Raises:
             LockLostError: the lock had already been lost. Nothing is held.

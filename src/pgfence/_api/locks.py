@@ -78,7 +78,7 @@ class LockBase(Guided, ABC, Generic[H]):
             return []
 
     def is_held(self) -> bool:
-        """Return whether any process holds the lock at this moment, without taking a lock."""
+        """Return whether any process holds the lock at this moment, without taking a lock; errors are the same as for `holders`."""
         return bool(self.holders())
 
     def hold(self, *, timeout: Seconds | None = None, on_loss: OnLoss = "cancel") -> AbstractContextManager[H, None]:
@@ -87,12 +87,14 @@ class LockBase(Guided, ABC, Generic[H]):
         Limitations: the block continues after a loss, because sync code cannot be interrupted. Use `check()` or `on_lost()`.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
+            timeout: the same as for `acquire`.
             on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag", it does not, so check `lost`.
 
         Raises:
             PgfenceError: on entering, the same errors as `acquire`.
             LockLostError: on leaving after a loss, unless the block itself raised an exception.
+            TransactionStateError: on leaving, if the lock is on your own Connection, and a transaction is open there. The
+                transaction is rolled back, and the connection is closed.
         """
         if on_loss != "cancel":
             check_choice("on_loss", on_loss, ("cancel", "flag"))
@@ -124,7 +126,7 @@ class LockBase(Guided, ABC, Generic[H]):
         """Return a decorator that runs a function while holding the lock.
 
         Names that are str are `str.format` templates, which are filled with the arguments of the call, for example
-        `"close:{tenant_id}"`. To write a literal brace, double it.
+        `"close:{tenant_id}"`. To write a literal brace, double it. A call raises the same errors as `hold`.
 
         Args:
             timeout: seconds to wait. None means the configured default or, if `busy` is "skip" or a callable, no waiting.
@@ -138,8 +140,8 @@ class LockBase(Guided, ABC, Generic[H]):
         Raises:
             TypeError: at decoration, for a coroutine function (use the Async class) or a generator function (use `hold()` inside
                 it).
-            ValueError: at decoration, if a field of a template is not an argument of the function; when `wrap` is called, if an
-                option has an unknown value, or two options contradict each other.
+            ValueError: at decoration, if a name is not a valid template, or one of its fields is not an argument of the function;
+                when `wrap` is called, if an option has an unknown value, or two options contradict each other.
         """
         policy = Policy(timeout, busy, unreachable)
 
@@ -231,7 +233,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
             return []
 
     async def is_held(self) -> bool:
-        """Return whether any process holds the lock at this moment, without taking a lock."""
+        """Return whether any process holds the lock at this moment, without taking a lock; errors are the same as for `holders`."""
         return bool(await self.holders())
 
     def hold(
@@ -240,13 +242,15 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
         """Hold the lock for the duration of an `async with` block.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
+            timeout: the same as for `acquire`.
             on_loss: with "cancel", a loss cancels the block, and leaving it raises LockLostError. With "flag", neither
                 happens, so check `lost`.
 
         Raises:
             PgfenceError: on entering, the same errors as `acquire`.
             LockLostError: on leaving after a loss, unless the block itself raised another exception.
+            TransactionStateError: on leaving, if the lock is on your own AsyncConnection, and a transaction is open there. The
+                transaction is rolled back, and the connection is closed.
         """
         if on_loss != "cancel":
             check_choice("on_loss", on_loss, ("cancel", "flag"))

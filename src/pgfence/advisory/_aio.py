@@ -105,7 +105,8 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         Returns None if the lock is held, even by this task. A try never waits, so it cannot deadlock.
 
         Raises:
-            PgfenceError: the same errors as `acquire`, but LockTimeoutError only if all connections for locks are in use.
+            PgfenceError: the same errors as `acquire`, except SelfDeadlockError. LockTimeoutError is raised only if all
+                connections for locks are in use.
         """
         manager, sql, on = self._place()
         return await manager.acquire(self._labels, sql, 0.0, self._handle, on=await _start(on))
@@ -115,18 +116,22 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
 
         Args:
             timeout: seconds to wait. None means the configured default (at most 60 s while this task holds another session
-                lock), `math.inf` waits indefinitely, and 0 does not wait. A wait continues through a server outage until its
-                timeout. With None, it does so only if the server had already responded that the lock is held.
+                lock or a lease), `math.inf` waits indefinitely, and 0 does not wait. A wait continues through a server outage
+                until its timeout. With None, it does so only if the server had already responded that the lock is held.
 
         Raises:
-            LockTimeoutError: the lock did not become free in time. The message and `holders` name the holder.
+            LockTimeoutError: the lock did not become free in time, and the message and `holders` name the holder; or all
+                connections for locks were in use.
             SelfDeadlockError: this task holds the lock, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
             UnreachableError: the server cannot be reached, or could no longer be reached at the end of the wait. In the second
                 case, the message contains the server's last response.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
-            CapacityError: the server's lock table is nearly full.
-            TransactionStateError: the caller's own connection is in a transaction or a pipeline.
+            CapacityError: the server's lock table is full, or would be filled to 90 %. pgfence counts its entries when it opens a
+                connection, and before a request for more than 100 names.
+            KeyCollisionError: another name that is stored in pgfence's tables has the same key.
+            TransactionStateError: the caller's own connection is in a transaction or a pipeline, or, with `token=True`, its
+                transactions are read-only.
             SchemaError: with `token=True`, pgfence's tables are missing or too old, or this role may not use them.
         """
         manager, sql, on = self._place()
@@ -181,6 +186,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         Raises:
             UnreachableError: the server cannot be reached.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
+            SchemaError: with `token=True`, pgfence's tables are missing, or this role may not read them.
         """
         manager, sql, on = self._place()
         if on is None:

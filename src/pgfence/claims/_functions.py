@@ -104,6 +104,8 @@ def claim(
         TransactionStateError: the connection is in autocommit; or autoflush is off, and there are unflushed changes, which
             could be lost when the rows are read.
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
+        UnreachableError: the session had no connection yet, and the server cannot be reached.
+        UnsupportedServerError: the engine is not for PostgreSQL, or its driver is not supported.
         ValueError: `limit` or `ttl` is out of range; the statement has LIMIT, OFFSET, FOR UPDATE, GROUP BY, HAVING or DISTINCT;
             or the table has no primary key.
         TypeError: `session` is not a session, `entity` is not a mapped class, or `statement` returns anything other than the
@@ -140,8 +142,9 @@ def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) ->
             back. PostgreSQL has aborted this transaction, so nothing of it can be committed; with a savepoint around
             the call, only the savepoint is aborted.
         LockNotHeldError: `claim` did not return this instance.
-        TransactionStateError: the connection is in autocommit.
-        TypeError, ValueError: `row` is not an instance of a class with `Claimable`, or `ttl` is out of range.
+        TransactionStateError, StandbyError, UnreachableError: the same as for `claim`, except that unflushed changes are allowed.
+        TypeError: `row` is not an instance of a class with `Claimable`, `session` is not a session, or `ttl` is not a duration.
+        ValueError: `ttl` is out of range.
     """
     return _run(session, lambda work: extend(work, row, ttl), "extend_claim")
 
@@ -168,7 +171,7 @@ def finish_claim(session: Any, row: Claimable) -> object:
         AttemptLostError: the claim was replaced or finished, the row was deleted, or the transaction of the claim was rolled
             back. PostgreSQL has aborted this transaction, as in `extend_claim`.
         LockNotHeldError: `claim` did not return this instance.
-        TransactionStateError: the connection is in autocommit.
+        TransactionStateError, StandbyError, UnreachableError: the same as for `extend_claim`.
         TypeError: `row` is not an instance of a class with `Claimable`, or `session` is not a session.
     """
     return _run(session, lambda work: finish(work, row), "finish_claim")

@@ -139,11 +139,12 @@ class Election:
 
         Args:
             owner: the name that operators see for the leader; None means the host name and the process id.
-            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
+            timeout: the same as for `Lease.acquire`.
 
         Raises:
             LockTimeoutError: another process was still the leader at the timeout; the message names it.
             PgfenceError: the same errors as `Lease.acquire`.
+            TypeError: `owner` is not a str.
         """
         return self._candidate.with_owner(owner).acquire(timeout=timeout)
 
@@ -158,7 +159,7 @@ class Election:
             on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag", it does not, so check `lost`.
 
         Raises:
-            PgfenceError: on entering, the same errors as `campaign`.
+            PgfenceError, TypeError: on entering, the same errors as `campaign`.
             LockLostError: on leaving after a loss, unless the block itself raised an exception.
         """
         return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
@@ -173,8 +174,8 @@ class Election:
             timeout: seconds to wait for a change, after which the iteration ends; None waits indefinitely.
 
         Raises:
-            UnreachableError: the server cannot be reached. Iterate again.
-            SchemaError: the tables are missing.
+            UnreachableError: the server cannot be reached. Call `observe` again.
+            SchemaError, StandbyError, UnsupportedServerError: the same as for `Lease.acquire`.
         """
         observer = Observer(self._candidate, math.inf if timeout is None else seconds(timeout))
         try:

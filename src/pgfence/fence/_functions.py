@@ -59,10 +59,13 @@ def fence(
         StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was reset.
         LockTimeoutError: a transaction of an older holder was still inside the gate after the configured `default_timeout`, or
             the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so roll back.
-        TransactionStateError: another statement was already sent in this transaction, or the connection is in autocommit.
+        TransactionStateError: another statement was already sent in this transaction, or the connection is in autocommit or a
+            pipeline.
         CapacityError: the server's lock table is full. PostgreSQL has aborted this transaction.
-        SchemaError: pgfence's tables are missing, or this role may not use them.
+        SchemaError: pgfence's tables are missing, or this role may not use them. PostgreSQL has aborted this transaction.
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
+        UnreachableError: the session had no connection yet, and the server cannot be reached.
+        UnsupportedServerError: the engine is not for PostgreSQL, or its driver is not supported.
         TypeError: `session` is an engine or a factory, which has no transaction; a name is not a str; or a token is not an int.
         ValueError: a name is not usable, or a token is below 1.
     """
@@ -103,9 +106,9 @@ def fenced(
         after_reads: whether statements of this transaction may precede the entry; see `fence`.
 
     Raises:
-        StaleFencingTokenError: on entering, if the token is not the newest.
-        TransactionStateError: on entering, if another statement was already sent in this transaction, or the connection is in
-            autocommit. On leaving, if the transaction has ended inside the block, unless the block itself raised an exception.
+        PgfenceError: on entering, the same errors as `fence`.
+        TransactionStateError: on leaving, if the transaction has ended inside the block, unless the block itself raised an
+            exception.
         TypeError, ValueError: the same errors as `fence`.
     """
     if is_async(session):

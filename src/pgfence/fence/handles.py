@@ -141,10 +141,12 @@ class FencedHeld(_HasToken, Held):
             StaleFencingTokenError: another token is valid now. Nothing of the transaction can be committed.
             LockTimeoutError: a transaction of an older holder was still inside the gate after the configured `default_timeout`,
                 or the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so roll back.
-            TransactionStateError: the connection is in autocommit, or another statement was already sent.
+            TransactionStateError: the connection is in autocommit or a pipeline, or another statement was already sent.
             LockLostError, LockNotHeldError: the lock or lease is no longer held, as far as this process knows.
-            SchemaError: the tables are missing, or this role may not use them.
-            ValueError: the session is configured for another schema or prefix, whose installation has not issued this token.
+            SchemaError, CapacityError, StandbyError, UnreachableError: see `pgfence.fence`.
+            TypeError: `session` is an engine, a factory or async; or a resource is not a str.
+            ValueError: the session is configured for another schema or prefix, whose installation has not issued this token; or a
+                resource is not usable.
         """
         enter(unwrap_sync(session), _collect_tokens(self, resources), issued=self._hold.place)
 
@@ -165,7 +167,10 @@ class FencedHeld(_HasToken, Held):
             resources: the resources whose gates are entered; by default the resource with the name of the lock or lease.
 
         Raises:
-            PgfenceError: on entering, the same errors as `fence`; inside the block, the errors of fences that reject a statement.
+            PgfenceError, ValueError: on entering, the same errors as `fence`; inside the block, the errors of fences that reject a
+                statement.
+            CommitOutcomeUnknownError: on leaving, if the connection was lost during COMMIT.
+            TypeError: the factory is neither a sessionmaker nor an Engine, or a resource is not a str.
         """
         return begin_fenced(factory, _collect_tokens(self, resources), self._hold.place)
 
@@ -194,16 +199,15 @@ class HeldLease(_Leased, FencedHeld):
     def checkpoint(self, session: SyncWork, data: Json) -> None:
         """Save a checkpoint in your transaction. The next holder can resume from it.
 
-        The transaction enters the gate of this lease.
+        The transaction enters the gate of this lease, even if other statements were already sent.
 
         Args:
             session: a Session or Connection, preferably the one from `begin()`.
             data: JSON, which replaces the previous checkpoint.
 
         Raises:
-            StaleFencingTokenError: another token is valid now.
-            LockLostError, LockNotHeldError: the lease is no longer held.
-            TypeError: `data` contains an object that JSON cannot represent.
+            PgfenceError: the same errors as `fence`, except that other statements may precede the call.
+            TypeError: `data` contains an object that JSON cannot represent, or `session` is an engine, a factory or async.
             ValueError: `data` contains NaN, infinity, NUL, a lone surrogate or a circular reference; or the session is configured
                 for another schema or prefix.
         """

@@ -40,16 +40,16 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         """Acquire the lease, waiting until it is free or the timeout has passed.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A
-                wait continues through a server outage until its timeout. With None, it does so only if the server had already
-                responded that the lease is held.
+            timeout: seconds to wait. None means the configured default (at most 60 s while this task holds another lease or a
+                session lock), `math.inf` waits indefinitely, and 0 does not wait. A wait continues through a server outage
+                until its timeout. With None, it does so only if the server had already responded that the lease is held.
 
         Raises:
             LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder.
             SelfDeadlockError: this task holds the lease, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
-            UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
-                background.
+            UnreachableError: the server cannot be reached, or the call does not wait and all connections for leases are in use.
+                If the response to a grant was lost, that grant is released in the background.
             SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
@@ -68,7 +68,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         Raises:
             LockLostError: the lease has expired, was already adopted, or was evicted.
             TypeError, ValueError: `ref` is not a valid reference.
-            PgfenceError: the same errors as `acquire`.
+            UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
         """
         return await adopt(ASYNC_ENGINES, engine, ref, AsyncHeldLease, "AsyncLease.adopt")
 
@@ -76,7 +76,6 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         """Return the current holder, as the server reports it, or an empty list if the lease is free. This takes no lock.
 
         Raises:
-            UnreachableError: the server cannot be reached.
-            SchemaError: the tables are missing.
+            UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
         """
         return await self._find_holders()

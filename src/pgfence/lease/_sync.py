@@ -58,7 +58,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         Returns None if the lease is held, even by this thread. A try never waits, so it cannot deadlock.
 
         Raises:
-            PgfenceError: the same errors as `acquire`, except LockTimeoutError and SelfDeadlockError.
+            PgfenceError: the same errors as `acquire`, except LockTimeoutError, SelfDeadlockError and WaitCancelledError.
         """
         return run_sync(self._take, 0.0)
 
@@ -66,17 +66,17 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         """Acquire the lease, waiting until it is free or the timeout has passed.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A
-                wait continues through a server outage until its timeout. With None, it does so only if the server had already
-                responded that the lease is held.
+            timeout: seconds to wait. None means the configured default (at most 60 s while this thread holds another lease or a
+                session lock), `math.inf` waits indefinitely, and 0 does not wait. A wait continues through a server outage
+                until its timeout. With None, it does so only if the server had already responded that the lease is held.
 
         Raises:
             LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder.
             WaitCancelledError: the event of `cancel_waits()` was set.
             SelfDeadlockError: this thread holds the lease, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
-            UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
-                background.
+            UnreachableError: the server cannot be reached, or the call does not wait and all connections for leases are in use.
+                If the response to a grant was lost, that grant is released in the background.
             SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
@@ -95,7 +95,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         Raises:
             LockLostError: the lease has expired, was already adopted, or was evicted.
             TypeError, ValueError: `ref` is not a valid reference.
-            PgfenceError: the same errors as `acquire`.
+            UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
         """
         return run_sync(adopt, SYNC_ENGINES, engine, ref, HeldLease, "Lease.adopt")
 
@@ -103,7 +103,6 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         """Return the current holder, as the server reports it, or an empty list if the lease is free. This takes no lock.
 
         Raises:
-            UnreachableError: the server cannot be reached.
-            SchemaError: the tables are missing.
+            UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
         """
         return run_sync(self._find_holders)

@@ -52,9 +52,9 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         """Request the current slot, and wait while another process runs it, because that attempt may fail.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A
-                wait continues through a server outage until its timeout. With None, it does so only if the server had already
-                responded that the slot is held.
+            timeout: seconds to wait. None means the configured default (at most 60 s while this task holds a lease or a session
+                lock), `math.inf` waits indefinitely, and 0 does not wait. A wait continues through a server outage until its
+                timeout. With None, it does so only if the server had already responded that the slot is held.
 
         Raises:
             SlotOverError: the slot is done or was missed. This error is raised immediately. `retry_after` is the number of
@@ -65,8 +65,8 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
             SelfDeadlockError: this task is running a slot of this name, or waiting would deadlock within this process. Not raised
                 with `timeout=0`.
             LockTimeoutError: another process held the slot until the timeout. The message and `holders` name the holder.
-            UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
-                background.
+            UnreachableError: the server cannot be reached, or the call does not wait and all connections for leases are in use.
+                If the response to a grant was lost, that grant is released in the background.
             SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: no slot can be written on this server.
         """
@@ -130,7 +130,6 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         """Return the holders that are running slots of this name, as the server reports them, without taking a lock.
 
         Raises:
-            UnreachableError: the server cannot be reached.
-            SchemaError: the tables are missing.
+            UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
         """
         return await self._find_holders()

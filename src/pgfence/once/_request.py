@@ -95,6 +95,7 @@ class OnceOptions(LeaseOptions[EngineSourceT, HandleT]):
         super().__init__(engine, name, ttl=ttl, max_hold=max_hold, namespace=namespace)
         self._schedule = schedule_of(every, cron, at, tz, catch_up)
         self._catch_up: CatchUp = catch_up
+        self._qualify(namespace or "")
 
     async def _take(self, timeout: Seconds | None, *, lasts: bool = False) -> HandleT | None:
         try:
@@ -110,7 +111,7 @@ class OnceOptions(LeaseOptions[EngineSourceT, HandleT]):
 
     def _build_request(self, place: TableNames, namespace: str) -> SlotRequest:
         return SlotRequest(
-            stored=qualify_name(self._get_row_name(), namespace if self._namespace is None else self._namespace, WHAT),
+            stored=self._qualify(namespace if self._namespace is None else self._namespace),
             place=place,
             terms=self._terms,
             identity=self._identity,
@@ -118,6 +119,10 @@ class OnceOptions(LeaseOptions[EngineSourceT, HandleT]):
             schedule=self._schedule,
             catch_up=self._catch_up,
         )
+
+    def _qualify(self, namespace: str) -> str:
+        what = f"{WHAT}, including its slot," if isinstance(self._schedule, datetime) else WHAT
+        return qualify_name(self._get_row_name(), namespace, what)
 
     def _get_row_name(self) -> str:
         """Return the name of the row.

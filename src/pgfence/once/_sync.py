@@ -36,18 +36,19 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     A slot is held by a lease with the given name, which has a heartbeat and a token; see `Lease`. One slot of a name runs at a
     time.
 
-    Guarantees: a slot that was finished never runs again. If several callers request a slot at the same time, one of them gets
+    Guarantees: a slot that was recorded as done never runs again. If several callers request a slot at the same time, one of them gets
     it. An attempt that died partway is reported to the next attempt (`Slot.resumed`). If a slot was finished while the server's
     clock was ahead, `acquire()` raises `pgfence.once.SlotClockError` until the slot begins, and the error is also logged at
     WARNING.
 
-    Limitations: a run that died partway may have left partial work behind, so make the work resumable. A slot runs only if it is
+    Limitations: a run that died partway may have left partial work behind, so make the work resumable. If the server cannot be
+    reached from the end of the work until the TTL has passed, the slot is not recorded as done and runs again. A slot runs only if it is
     requested. Hosts with different schedules for the name, or different versions of pgfence or cronsim, may compute different
     slots. If the server's own time zone rules are updated late, the current slot may get another beginning and run again.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
-        name: a str, at most 255 characters including its namespace.
+        name: a str, at most 255 characters including its namespace and, with `at`, its slot (26 characters or more).
         every: the length of a slot. Whole days go from midnight to midnight in `tz`, and weeks begin on Monday. Any other
             length is a fixed amount of elapsed time.
         cron: a crontab line of five fields, or a nickname such as `@hourly` or `@daily`, in `tz`, with cron's own rules for
@@ -77,7 +78,8 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         Returns None if the slot is done or was missed, or if it is being run, even by this thread.
 
         Raises:
-            PgfenceError: the same errors as `acquire`, except SlotOverError, LockTimeoutError and SelfDeadlockError.
+            PgfenceError: the same errors as `acquire`, except SlotOverError, LockTimeoutError, SelfDeadlockError and
+                WaitCancelledError.
         """
         return run_sync(self._try)
 
@@ -85,9 +87,9 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         """Request the current slot, and wait while another process runs it, because that attempt may fail.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A
-                wait continues through a server outage until its timeout. With None, it does so only if the server had already
-                responded that the slot is held.
+            timeout: seconds to wait. None means the configured default (at most 60 s while this thread holds a lease or a session
+                lock), `math.inf` waits indefinitely, and 0 does not wait. A wait continues through a server outage until its
+                timeout. With None, it does so only if the server had already responded that the slot is held.
 
         Raises:
             SlotOverError: the slot is done or was missed. This error is raised immediately. `retry_after` is the number of
@@ -99,8 +101,8 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
                 raised with `timeout=0`.
             LockTimeoutError: another process held the slot until the timeout. The message and `holders` name the holder.
             WaitCancelledError: the event of `cancel_waits()` was set.
-            UnreachableError: the server cannot be reached. If the response to a grant was lost, that grant is released in the
-                background.
+            UnreachableError: the server cannot be reached, or the call does not wait and all connections for leases are in use.
+                If the response to a grant was lost, that grant is released in the background.
             SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: no slot can be written on this server.
         """
@@ -164,7 +166,6 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         """Return the holders that are running slots of this name, as the server reports them, without taking a lock.
 
         Raises:
-            UnreachableError: the server cannot be reached.
-            SchemaError: the tables are missing.
+            UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
         """
         return run_sync(self._find_holders)

@@ -108,7 +108,7 @@ class Partitions:
             ValueError: there is no such partition; or another number of partitions or another hash is stored.
             TypeError: the partition is not an int.
             UnreachableError: the server cannot be reached.
-            SchemaError: the tables are missing or too old.
+            SchemaError, StandbyError, UnsupportedServerError: the same as for `Lease.acquire`.
         """
         return run_sync(self._options.find_owner, partition)
 
@@ -127,7 +127,7 @@ class Partitions:
             ValueError, TypeError: `count` is not a valid number.
             ValueError: another hash is stored. Nothing was done.
             UnreachableError: the server did not respond; resizing again is safe.
-            SchemaError: the tables are missing, or this role may not use them.
+            SchemaError, StandbyError, UnsupportedServerError: the same as for `Lease.acquire`.
         """
         run_sync(self._options.change_count, count)
 

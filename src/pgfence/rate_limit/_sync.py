@@ -71,7 +71,8 @@ class RateLimit(RateLimitOptions[EngineSource]):
 
         Args:
             n: how many units to take, from 1 to `limit`. Either all of them are taken or none.
-            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait.
+            timeout: seconds to wait. None means the configured default (at most 60 s while this thread holds a lease or a session
+                lock), `math.inf` waits indefinitely, and 0 does not wait. A server outage ends the wait.
 
         Raises:
             LockTimeoutError: the units will not be allowed in time. The error is raised as soon as this is known, usually
@@ -94,6 +95,6 @@ class RateLimit(RateLimitOptions[EngineSource]):
         Raises:
             ValueError, TypeError: a value is out of range or of the wrong type.
             UnreachableError: the server did not respond. Changing again is safe.
-            SchemaError: the tables are missing, or this role may not use them.
+            SchemaError, StandbyError, UnsupportedServerError: the same as for `try_take`.
         """
         run_sync(self._change, limit, per)

@@ -33,7 +33,7 @@ class WriteHeld(Held):
 
         Raises:
             LockLostError: the lock was lost.
-            LockNotHeldError: the handle was released.
+            LockNotHeldError: the handle was released, or this is a forked child.
         """
         return run_sync(downgrade, cast("LockManager", self._manager), cast("SessionHold", self._hold), Held)
 
@@ -76,7 +76,7 @@ class ReadWriteLock:
 
     Limitations: those of `AdvisoryLock`. Within the first half second of a reader's wait, the order between processes is not
     guaranteed. Clients that lock the same key by other means, in shared mode, do not wait behind a writer. A reader cannot become
-    a writer, and cannot acquire the read lock twice; both attempts raise SelfDeadlockError.
+    a writer, and cannot acquire the read lock twice; waiting for either raises SelfDeadlockError.
 
     Args:
         engine: an Engine, or a function that returns one.
@@ -84,7 +84,8 @@ class ReadWriteLock:
         namespace: replaces the configured namespace, for a name that is a str.
 
     Raises:
-        TypeError: `engine` is a different kind of object, such as a Session or a Connection.
+        TypeError: `engine` is a different kind of object, such as a Session or a Connection; or the name is neither a str nor a
+            LockKey.
         ValueError: the name is not usable.
     """
 

@@ -45,8 +45,7 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
         The name of an entry is that of the permit's row, `NAME#i`, which `monitoring.evict` accepts.
 
         Raises:
-            UnreachableError: the server cannot be reached.
-            SchemaError: the tables are missing.
+            UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
         """
         return await self._find_holders()
 

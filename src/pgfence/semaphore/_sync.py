@@ -24,8 +24,8 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         with Semaphore(engine, "provider", permits=10, ttl=30).hold(timeout=5) as permit:
             call_provider()
 
-    A permit is held like a lease. A dedicated thread renews it at intervals of a third of the TTL, it has a fencing
-    token, and it also works through a pooler in transaction mode. Permit `i` of the semaphore `NAME` is the lease row `NAME#i`, with a separate
+    A permit is held like a lease. A dedicated thread renews it at intervals of a third of the TTL, it has a fencing token, and it
+    also works through a pooler in transaction mode. Permit `i` of the semaphore `NAME` is the lease row `NAME#i`, with a separate
     token series.
 
     Guarantees: no more than `permits` permits are held at a time, by the server's clock. The permits of a process that dies
@@ -44,7 +44,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         name: text, at most 250 characters with its namespace; it must not end in `#` or `/` followed by digits.
         permits: the number of permits, from 1 to 1,000. The first process that requests a permit stores the number; see `resize`.
         ttl: seconds after which a dead holder loses a permit, from 0.3 s to a day (a timedelta may be longer).
-        weight: how many permits each call of `acquire` takes.
+        weight: how many permits each call of `acquire` takes, from 1 to `permits`.
         on_mismatch: what to do if another number of permits is stored. "raise" raises ValueError, and "stored" follows the stored
             number.
         fair: whether waiters are served in the order of their arrival. All processes should use the same value. Waiters with
@@ -69,7 +69,8 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         Returns None if too few permits are free.
 
         Raises:
-            PgfenceError, ValueError: the same errors as `acquire`, except LockTimeoutError and SelfDeadlockError.
+            PgfenceError, ValueError: the same errors as `acquire`, except LockTimeoutError, SelfDeadlockError and
+                WaitCancelledError.
         """
         return run_sync(self._take, 0.0)
 
@@ -77,8 +78,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         """Acquire as many permits as the weight, waiting until they are free or the timeout has passed.
 
         Args:
-            timeout: seconds to wait. None means the configured default, `math.inf` waits indefinitely, and 0 does not wait. A
-                wait continues through an outage of the server, as with a `Lease`.
+            timeout: the same as for `Lease.acquire`.
 
         Raises:
             LockTimeoutError: too few permits were free in time. The message names the holder of the permit that expires first.
@@ -98,8 +98,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         The name of an entry is that of the permit's row, `NAME#i`, which `monitoring.evict` accepts.
 
         Raises:
-            UnreachableError: the server cannot be reached.
-            SchemaError: the tables are missing.
+            UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
         """
         return run_sync(self._find_holders)
 
@@ -115,6 +114,6 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         Raises:
             ValueError, TypeError: `permits` is not a valid number.
             UnreachableError: the server did not respond. Resizing again is safe.
-            SchemaError: the tables are missing, or this role may not use them.
+            SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
         """
         run_sync(self._resize, permits)

@@ -75,8 +75,8 @@ class TransactionLock(TransactionLockBase):
         stale_snapshot_ok: whether to allow REPEATABLE READ and SERIALIZABLE.
 
     Raises:
-        TypeError: `session` is neither a Session, a scoped_session nor a Connection. Pass engines and session factories to
-            `begin`.
+        TypeError: a name is neither a str nor a LockKey, or `session` is neither a Session, a scoped_session nor a Connection.
+            Pass engines and session factories to `begin`.
         ValueError: no name was given, or a name is not usable.
     """
 
@@ -117,7 +117,7 @@ class TransactionLock(TransactionLockBase):
 
         Args:
             timeout: seconds to wait for all names together. None means the configured default (at most 60 s while this thread
-                holds a session lock), `math.inf` waits indefinitely, and 0 does not wait.
+                holds a session lock or a lease), `math.inf` waits indefinitely, and 0 does not wait.
 
         Raises:
             LockTimeoutError: the lock did not become free in time. The message and `holders` name the holders; the
@@ -130,10 +130,11 @@ class TransactionLock(TransactionLockBase):
                 and the transaction is as it was before.
             StandbyError: the server is a standby.
             UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is not supported.
+            UnreachableError: the session had no connection yet, and the server cannot be reached.
             KeyCollisionError: another name has the same key. pgfence detected this when it stored this name for an earlier lock of
                 this process. Nothing was requested.
-            CapacityError: the server's lock table is nearly full. If `sqlstate` is set, the table was full, and PostgreSQL has
-                aborted the transaction.
+            CapacityError: more than 100 names were requested, and would fill the server's lock table to 90 %. If `sqlstate` is
+                set, the table was full, and PostgreSQL has aborted the transaction.
         """
         self._acquire(self._unwrap(), timeout, THREADS.get_contender())
 
@@ -163,11 +164,14 @@ class TransactionLock(TransactionLockBase):
         """Return the current holders of any of the names, including this transaction, without taking a lock.
 
         Transaction and session locks on the same key are reported alike, because the server does not distinguish them.
+
+        Raises:
+            UnreachableError, UnsupportedServerError: the same as for `acquire`.
         """
         return self._holders(self._unwrap())
 
     def is_held(self) -> bool:
-        """Return whether any session, this transaction included, holds any of the names at this moment."""
+        """Return whether any session, this transaction included, holds any of the names; errors are the same as for `holders`."""
         return self._is_held(self._unwrap())
 
     @overload
@@ -213,7 +217,7 @@ class TransactionLock(TransactionLockBase):
             stale_snapshot_ok: see the class.
 
         Raises:
-            TypeError: the factory is neither a sessionmaker nor an Engine.
+            TypeError: a name is neither a str nor a LockKey, or the factory is neither a sessionmaker nor an Engine.
             ValueError: no name was given, or a name is not usable.
             PgfenceError: on entering, the same errors as `acquire`.
             CommitOutcomeUnknownError: on leaving, if the connection was lost during COMMIT.

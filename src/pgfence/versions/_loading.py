@@ -69,6 +69,8 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
             current version, or None if the row was deleted. Respond with 412. The error is not `retryable`, because the client
             must read the row first. The session remains usable.
         TransactionStateError: the session has unflushed changes, which could be lost when the row is read again.
+        SchemaError: the version of the row is NULL. `command` contains the statements that fix it.
+        InvalidRequestError: SQLAlchemy's own error, if `pk` does not fit the primary key.
         TypeError: `expected` is not a version of that class (such as None or "1"); the class is not versioned; or `session` is
             not a session. With `__version_mode__ = "xmin"`, the only IfMatch that is allowed is `*`; see `etag`.
     """

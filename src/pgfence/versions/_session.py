@@ -103,8 +103,11 @@ class VersionedSession(Session):
         Raises:
             VersionConflictError: rows are not at the version at which they were read. The transaction or savepoint was rolled
                 back, so call rollback().
+            VersionRequiredError, SchemaError: a row has no version, or was read without it; see `Versioned`.
+            TransactionStateError: the session has `conflict_check="batch"`, and the connection is in AUTOCOMMIT.
             PgfenceError: the rows were not written although no other process has written them, because a trigger or a policy
                 prevents it, or because this session has changed the rows by a statement that it cannot track.
+            StaleDataError: SQLAlchemy's own error, for rows of classes without a version.
         """
         flush = Flush(self, self.conflict_check)
         before = NOW.set(flush)

@@ -70,6 +70,7 @@ def etag(instance: object, /) -> str:
             AsyncSession cannot do here, so use `expire_on_commit=False` with it.
 
     Raises:
+        SchemaError: the version of the row is NULL. `command` contains the statements that fix it.
         ValueError: the row is not in the database yet, or has unflushed changes, so that its next version is not known.
         TypeError: the object is not an instance of a versioned class, or its class has `__version_mode__ = "xmin"`. An
             xmin does not survive a dump and restore of the database, but a client may still hold the tag.
