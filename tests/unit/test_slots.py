@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pgfence.once
+from pgfence import Once
 from pgfence.once._schedule import schedule_of, zone_of
 from pgfence.once._slots import Ahead, Cron, Due, Every, Over, due
 from support.rows import every_row
@@ -345,6 +346,12 @@ def test_unusable_arguments_are_rejected_with_advice(given: dict[str, Any], erro
     arguments: dict[str, Any] = {"every": None, "cron": None, "at": None, "tz": "UTC", "catch_up": "last"}
     with pytest.raises(error, match=says):
         schedule_of(**arguments | given)
+
+
+def test_a_name_that_is_too_long_with_its_slot_is_rejected() -> None:
+    """The slot of `at=` belongs to the stored name, so the constructor counts it."""
+    with pytest.raises(ValueError, match="including its slot, must not be longer than 255 .* but has 256"):
+        Once(lambda: None, "a" * 230, at="2026-04-30")  # type: ignore[arg-type, return-value]
 
 
 @every_row(

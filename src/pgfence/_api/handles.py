@@ -183,7 +183,8 @@ class Held(_Handle):
         background, and the lease ends when its TTL has passed at the latest.
 
         Raises:
-            LockLostError: the lock had already been lost. Nothing is held.
+            LockLostError: the lock had already been lost, or the server did not respond to the release of a session lock. Nothing
+                is held.
             LockNotHeldError: the lock was already released, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
@@ -246,7 +247,8 @@ class AsyncHeld(_Handle):
         background, and the lease ends when its TTL has passed at the latest.
 
         Raises:
-            LockLostError: the lock had already been lost. Nothing is held.
+            LockLostError: the lock had already been lost, or the server did not respond to the release of a session lock. Nothing
+                is held.
             LockNotHeldError: the lock was already released, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
