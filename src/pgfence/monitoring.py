@@ -71,8 +71,8 @@ def evict(
     audit table. The call waits at most 2 s for writers with the old token that are inside the gate. After that, no write with the
     old token can commit. The handle of a lease is lost with the reason "evicted". Handles of the same engine in this process are
     lost by the time the function returns. The server notifies other processes immediately. If no notification arrives (behind a
-    pooler), their handles are lost at the next renewal. A holder that has held its lease for less than a second is notified when
-    that second has passed. Sessions that hold an advisory lock with that name are terminated, and their holders are notified
+    pooler), their handles are lost at the next renewal. A holder that has held its lease for less than a second may be notified
+    only when that second has passed. Sessions that hold an advisory lock with that name are terminated, and their holders are notified
     immediately, with the reason "killed". A name whose lease was already released still gets a higher token, so that a late
     writer is rejected.
 

@@ -16,7 +16,7 @@ from support.rows import every_row
 from support.waiting import blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.usefixtures("tables")
 NOW = ["release-leaked", "--reason", "old import", "--idle-for", "0"]
@@ -63,6 +63,16 @@ def test_it_shows_asks_ends_and_records(
     assert "No session that holds a leaked lock has been idle" in capfd.readouterr().out
     assert main(["audit", "--since", "1m", "--action", "release leaked"]) == 0
     assert f"release leaked  backend {leak.info.backend_pid}\n" in capfd.readouterr().out
+
+
+def test_a_role_that_cannot_see_other_sessions_is_told_so(
+    leak: psycopg.Connection[Any], role: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A member of pg_read_all_stats finds the session, and no other role may conclude that there is none."""
+    assert main([*NOW, "--dry-run", "--dsn", role()]) == 67
+    assert "run GRANT pg_read_all_stats TO <role>" in capfd.readouterr().out
+    assert main([*NOW, "--dry-run"]) == 0
+    assert "pg_read_all_stats" not in capfd.readouterr().out
 
 
 def test_a_session_that_takes_long_to_end_is_recorded(

@@ -222,7 +222,7 @@ def _end_sessions(connection: Connection, order: EvictionRequest, pids: list[int
         command = "GRANT pg_signal_backend TO <role>"
         raise SchemaError(
             f"this role may not end the session that holds {unqualify_name(order.name)!r}: {message_of(error)}. Run {command}, or"
-            " evict as the holder's own role. Nothing was done",
+            " evict as the holder's own role (only a superuser can end the session of a superuser). Nothing was done",
             needed=VERSION,
             command=command,
             sqlstate=NO_RIGHT,

@@ -54,6 +54,7 @@ ELSEWHERE = (
 IDLE_SECONDS = "CAST(EXTRACT(EPOCH FROM pg_catalog.clock_timestamp() - a.state_change) AS double precision)"
 QUERY = "pg_catalog.left(a.query, 1000)"
 
+_SEES_OTHER_ROLES = "SELECT pg_catalog.pg_has_role('pg_read_all_stats', 'USAGE')"
 _LOOK = (
     f"SELECT l.pid, ((l.classid::bigint << 32) | l.objid::bigint), l.objsubid, l.mode, a.application_name,"
     f" pg_catalog.host(a.client_addr), {microseconds_sql('a.state_change')}, {microseconds_sql('a.backend_start')},"
@@ -144,6 +145,11 @@ def look(connection: Connection, order: ReleaseRequest) -> tuple[LeakedSession, 
         if is_leaked("idle", idle, query, order.idle_for):
             sessions.setdefault(pid, []).append(row)
     return tuple(_build_session(rows) for rows in sessions.values())
+
+
+def is_reader_of_all_stats(connection: Connection, order: ReleaseRequest) -> bool:
+    """Return whether the role sees the state of other roles' sessions, without which `look` does not find them."""
+    return bool(_run(connection, order.place, _SEES_OTHER_ROLES).scalar())
 
 
 def _build_session(rows: Sequence[Row]) -> LeakedSession:

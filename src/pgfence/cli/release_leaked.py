@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _LISTED = 5
 _QUERY = 60
+_HIDDEN = "This role cannot see the sessions of other roles. To allow it, run GRANT pg_read_all_stats TO <role>"
 
 
 @click.command(
@@ -107,7 +108,8 @@ class _Release:
         seen = perform(self._engine, leaks.look, self._order)
         if not seen:
             nothing = f"No session that holds a leaked lock has been idle for {self._order.idle_for:g} s."
-            return AdminReport("nobody", Code.NOBODY, [nothing], seen)
+            hidden = [] if perform(self._engine, leaks.is_reader_of_all_stats, self._order) else [_HIDDEN]
+            return AdminReport("nobody", Code.NOBODY, [nothing, *hidden], seen)
         lines = [_format_line(session) for session in seen]
         if dry_run:
             return AdminReport("seen", Code.OK, [*lines, "Nothing was done."], seen)
