@@ -10,8 +10,11 @@ import pytest
 from sqlalchemy import Connection, text
 
 from pgfence import AsyncLease, Lease, LockKey, schema
+from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
+from pgfence._connections.pool import OPEN_BUDGET
 from pgfence._leases import manager as lease_manager
 from pgfence._leases import statements
+from pgfence._process.monitor import TICK as MONITOR_TICK
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
 from pgfence.migrations import _session, migration_lock
 from pgfence.testing._processes import pause
@@ -34,6 +37,13 @@ def admin(private_server: OwnServer) -> Iterator[psycopg.Connection[Any]]:
     """An administrator's connection to the private server."""
     with psycopg.connect(private_server.dsn, autocommit=True, application_name="admin") as connection:
         yield connection
+
+
+def test_the_limits_are_those_of_the_page() -> None:
+    """The page on guarantees promises about 6 seconds: the limit of a statement, and the watcher's tick."""
+    assert RELEASE_BUDGET + MONITOR_TICK == 6
+    assert OPEN_BUDGET <= RELEASE_BUDGET
+    assert STATEMENT_BUDGET == 30
 
 
 async def test_a_wait_on_a_hung_backend_ends_soon_after_its_timeout(

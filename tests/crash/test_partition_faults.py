@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -58,9 +59,9 @@ OWNERS = (
 NEWER = "SELECT FROM pgfence_partition_member WHERE name = %s AND seen_at > %s"
 
 
-def working(script: Callable[..., Script], dsn: str, name: str, code: str = "") -> Script:
+def working(script: Callable[..., Script], dsn: str, name: str, code: str = "", ttl: float = TTL) -> Script:
     """Start a worker in another process, which owns all four partitions."""
-    worker = script(WORKER + (code or "park()"), f"postgresql+psycopg://{dsn.split('://', 1)[1]}", name, str(TTL))
+    worker = script(WORKER + (code or "park()"), f"postgresql+psycopg://{dsn.split('://', 1)[1]}", name, str(ttl))
     worker.wait_for("owns 4")
     return worker
 
@@ -74,11 +75,14 @@ async def test_the_partitions_of_a_killed_worker_move_within_two_ttls(
     world: World, script: Callable[..., Script], dsn: str, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """SIGKILL: the other worker owns all of them when their leases and the membership have expired."""
-    victim = working(script, dsn, name)
-    with Partitions(world.engine(), name, 4, ttl=TTL).join(lambda _, held: held.wait_lost(), address="here") as worker:
+    ttl = 3.0
+    victim = working(script, dsn, name, ttl=ttl)
+    with Partitions(world.engine(), name, 4, ttl=ttl).join(lambda _, held: held.wait_lost(), address="here") as worker:
         await eventually(lambda: list_owners(admin, name) == {str(victim.pid): 2, "here": 2})
         victim.kill()
+        killed = time.monotonic()
         await eventually(lambda: len(worker.owned) == 4)
+        assert time.monotonic() - killed < 2 * ttl + 2  # two seconds for a busy machine
         assert sorted(held.token for held in worker.owned.values()) == [2, 2, 2, 2]
 
 
