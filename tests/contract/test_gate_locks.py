@@ -222,6 +222,40 @@ def test_writers_in_read_committed_leave_no_lock_on_the_row(sessions: Callable[[
     assert writers[0].run(locker.format(writers[0].name)) == [(True,)]
 
 
+def test_a_write_inside_the_gate_takes_no_further_advisory_lock(sessions: Callable[[], Session]) -> None:
+    """The trigger gets the lock again that the transaction holds, and leaves the gate's row as it is."""
+    writer = sessions()
+    taken = f"SELECT count(*) FROM pg_locks WHERE locktype IN ('advisory', 'tuple') AND pid = {writer.pid}"
+    assert writer.begin(INSIDE["enters, read committed"], 1) == ""
+    assert writer.run(taken) == [(1,)]
+    for _ in range(3):
+        writer.write()
+    assert writer.run(taken) == [(1,)]
+    assert writer.run(f"SELECT xmax::text FROM pgfence_gate WHERE resource = '{writer.name}'") == [("0",)]
+
+
+@pytest.mark.parametrize("shared", ["", "_shared"])
+def test_another_program_that_locks_the_number_of_a_gate_lets_nobody_in(
+    sessions: Callable[[], Session], admin: psycopg.Connection[Any], shared: str
+) -> None:
+    """Writers use the row lock, a newer holder waits for the program too, and an older writer stays out."""
+    old, new, stranger = sessions(), sessions(), sessions()
+    key = f"hashtextextended('{old.name}', 'pgfence_gate'::regclass::oid::bigint)"
+    stranger.run(f"SELECT pg_advisory_lock{shared}({key})")
+    assert old.begin(INSIDE["enters, read committed"], 1) == ""
+    with ThreadPoolExecutor(1) as pool:
+        entering = pool.submit(new.begin, NEWER["enters, read committed"], 2)
+        eventually(lambda: waits(admin, new))
+        old.write()
+        old.run("COMMIT")
+        eventually(lambda: admin.execute("SELECT pg_blocking_pids(%s)", [new.pid]).fetchone() == ([stranger.pid],))
+        stranger.run("SELECT pg_advisory_unlock_all()")
+        assert entering.result() == ""
+    new.run("COMMIT")
+    stranger.run(f"SELECT pg_advisory_lock{shared}({key})")
+    assert old.begin(INSIDE["enters, read committed"], 1) == "PF001"
+
+
 @pytest.mark.parametrize("newer", ["enters, read committed", "enters by version 3", "evicts", "updates the row"])
 def test_a_holder_that_enters_between_look_and_lock_is_noticed(
     sessions: Callable[[], Session], admin: psycopg.Connection[Any], place: str, newer: str

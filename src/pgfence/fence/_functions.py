@@ -56,7 +56,8 @@ def fence(
             the last holder's commit, and a write based on outdated data would undo that commit.
 
     Raises:
-        StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was reset.
+        StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was reset. In
+            REPEATABLE READ and SERIALIZABLE, PostgreSQL may raise a serialization failure (SQLSTATE 40001) instead.
         LockTimeoutError: a transaction of an older holder was still inside the gate after the configured `default_timeout`, or
             the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so roll back.
         TransactionStateError: another statement was already sent in this transaction, or the connection is in autocommit or a
