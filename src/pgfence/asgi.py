@@ -82,21 +82,22 @@ class IdempotencyMiddleware:
         methods: the HTTP methods that the middleware handles.
         routes: paths below the application's root path, such as `/payments`, `/orders/{id}/payments` or `/v1/*`. On these paths,
             a request without a key gets a 400. `{name:path}` matches any number of segments, and a trailing slash makes no
-            difference. None means all paths; a request without a key is then passed on to the application.
+            difference, but `/v1/*` does not match `/v1`. None means all paths; a request without a key is then passed on to the application.
         record_below: responses with this status or above are failures, which are sent and not stored. The same applies to the
             statuses 401, 408, 425 and 429, and to responses with `Retry-After` whose status is 400 or above, because the same
             request may succeed later.
         max_body: the largest request or response body, in bytes. A longer request gets a 413, and a longer response is not
             stored.
-        ttl: seconds until the claim of a dead process expires, from 0.3 s to a day. The TTL does not limit how long a request may
-            take.
+        ttl: seconds until the claim of a dead process expires, from 0.3 s to a day (a timedelta may be longer). The TTL does not
+            limit how long a request may take.
         keep: seconds for which a response is kept, at least the TTL.
         on_failure: what happens to the key after a failure, that is, an error, no response, or a response that is not stored.
             With "free", the next request runs immediately. With "lapse", the next request runs after the claim has expired; use
             "lapse" for handlers that leave work running. After a cancellation, the key always lapses.
 
     Raises:
-        TypeError, ValueError: an argument is unusable.
+        TypeError, ValueError: an argument is unusable; or, for a request, `principal` returned something other than a str or None
+            (TypeError).
     """
 
     def __init__(

@@ -60,7 +60,8 @@ class IdempotencyMiddleware:
     server that terminates it (`wsgi.input_terminated`). Otherwise, the request gets a 411.
 
     Raises:
-        TypeError, ValueError: an argument is unusable.
+        TypeError, ValueError: an argument is unusable; or, for a request, `principal` returned something other than a str or None
+            (TypeError).
     """
 
     def __init__(

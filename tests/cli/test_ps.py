@@ -135,7 +135,10 @@ def test_an_empty_list_and_a_limit_are_explained(name: str, engine: Engine, capf
         assert main(["ps", name, "--limit", "1"]) == 0
         out = capfd.readouterr().out
         assert f"{name}:a" in out and f"{name}:b" not in out
-        assert out.splitlines()[-1] == "There are more than 1 rows; increase --limit to see more."
+        assert out.splitlines()[-1] == "There are more than 1 row; increase --limit to see more."
+        assert main(["ps", name, "--kind", "slot", "--state", "held"]) == 0
+        said = f"Nothing that matches --kind slot, --state held is held under a name that begins with '{name}'.\n"
+        assert capfd.readouterr().out == said
         assert main(["ps", name, "--limit", "0", "--state", "held"]) == 0
         assert f"{name}:b" in capfd.readouterr().out
 

@@ -124,7 +124,7 @@ def test_a_session_that_is_used_meanwhile_is_left_alone(
         (["audit", "--action", "shrug"], "--action"),
         (["audit", "--dsn", "sqlite://"], "needs PostgreSQL"),
         (["release-leaked"], "--reason"),
-        (["release-leaked", "--reason", " ", "--yes"], "reason must not be blank"),
+        (["release-leaked", "--reason", " ", "--yes"], "--reason must not be blank"),
         (["release-leaked", "--reason", "r", "--idle-for", "-1"], "--idle-for"),
     ],
 )

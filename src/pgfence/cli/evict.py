@@ -13,7 +13,7 @@ from pgfence._sql import resign
 from pgfence.cli import options
 from pgfence.cli.codes import Code, MisuseError
 from pgfence.cli.parser import Command, Option
-from pgfence.cli.report import AdminReport, as_data, confirm, expect_answer, run_reported
+from pgfence.cli.report import AdminReport, as_data, confirm, expect_answer, misuse_of, run_reported
 from pgfence.cli.server import open_engine
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class _Eviction:
         try:
             self._order = requests.build_eviction_request(engine, name, reason=reason, actor=actor)
         except ValueError as error:
-            raise MisuseError(str(error)) from None
+            raise misuse_of(error) from None
 
     def run(self, *, dry_run: bool, yes: bool) -> AdminReport[Found]:
         expect_answer(dry_run=dry_run, yes=yes)

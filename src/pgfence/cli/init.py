@@ -25,7 +25,7 @@ from pgfence.migrations import _environment as environment
     },
     codes=[
         ("0", "The environment was created."),
-        ("64", "Misuse: there is no such template, or the directory is not empty."),
+        ("64", "Misuse: there is no such template, the directory is not empty, or a file cannot be created."),
         ("78", "Alembic is not installed."),
     ],
 )

@@ -26,7 +26,7 @@ from pgfence.config import DEFAULT
         ("0", "Everything is installed."),
         ("64", "Misuse."),
         ("69", "The server did not respond."),
-        ("78", "This role may not create the tables, or existing ones differ from what pgfence creates."),
+        ("78", "This role may not create the tables, existing ones differ, or the server is read-only or too old."),
     ],
 )
 @options.dsn

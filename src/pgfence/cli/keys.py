@@ -15,7 +15,15 @@ from pgfence._sql import stuck_keys as statements
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.parser import SECONDS, Command, Group, Option
-from pgfence.cli.report import AdminReport, confirm, exit_on_error, expect_answer, format_columns, run_reported
+from pgfence.cli.report import (
+    AdminReport,
+    confirm,
+    exit_on_error,
+    expect_answer,
+    format_columns,
+    misuse_of,
+    run_reported,
+)
 from pgfence.cli.running import check_seconds
 from pgfence.cli.server import open_engine
 from pgfence.config import config_of
@@ -177,7 +185,7 @@ class _Freeing:
         try:
             self._order = stuck_keys.build_free_key_request(engine, scope, key, reason=reason, actor=actor)
         except ValueError as error:
-            raise MisuseError(str(error)) from None
+            raise misuse_of(error) from None
 
     def run(self, *, dry_run: bool, yes: bool) -> AdminReport[StuckKey]:
         expect_answer(dry_run=dry_run, yes=yes)

@@ -120,19 +120,28 @@ def ps(
     if not 0.1 <= interval <= 3600:
         raise MisuseError(f"--interval must be from 0.1 to 3600 seconds, not {interval:g}")
     chosen = [_STATES[state] for state in states]
+    nothing = _describe_nothing(
+        names, [*(f"--kind {kind}" for kind in kinds), *(f"--state {state}" for state in states)]
+    )
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
 
         def read(most: int | None) -> Listing:
             return monitoring.ps(target, names, kind=kinds or None, state=chosen or None, limit=most)
 
         if watched:
-            watch(read, limit or None, interval, as_json=as_json)
+            watch(read, limit or None, interval, as_json=as_json, nothing=nothing)
         else:
-            _show_once(read, limit or None, names, as_json=as_json)
+            _show_once(read, limit or None, nothing, as_json=as_json)
     raise CommandExit(Code.OK)
 
 
-def _show_once(read: Callable[[int | None], Listing], limit: int | None, prefix: str, *, as_json: bool) -> None:
+def _describe_nothing(prefix: str, filters: list[str]) -> str:
+    """Return the sentence for an empty list. The sentence says nothing about rows that the options excluded."""
+    what = f"Nothing that matches {', '.join(filters)}" if filters else "Nothing"
+    return f"{what} is held{f' under a name that begins with {prefix!r}' if prefix else ''}."
+
+
+def _show_once(read: Callable[[int | None], Listing], limit: int | None, nothing: str, *, as_json: bool) -> None:
     try:
         with exit_on_error():
             listing = read(limit)
@@ -141,4 +150,4 @@ def _show_once(read: Callable[[int | None], Listing], limit: int | None, prefix:
     if as_json:
         print(json.dumps(build_data(listing)))
     else:
-        show_listing(listing, prefix, sys.stdout)
+        show_listing(listing, sys.stdout, nothing)

@@ -37,17 +37,26 @@ _WIDE = 120
 """The smallest terminal width at which the holder has a separate column."""
 
 
-def show_listing(listing: Listing, prefix: str, file: TextIO) -> None:
-    """Print the list, fitted to the width of a terminal and with colors; elsewhere, as aligned lines in full."""
+NOTHING = "Nothing is held."
+
+
+def show_listing(listing: Listing, file: TextIO, nothing: str = NOTHING) -> None:
+    """Print the list, fitted to the width of a terminal and with colors; elsewhere, as aligned lines in full.
+
+    Args:
+        listing: the list.
+        file: where to print.
+        nothing: the sentence for an empty list.
+    """
     now = datetime.now(UTC)
     if file.isatty():
         console = open_console(file)
-        console.print(_build_view(listing, now, console.width) if listing else _describe_nothing(prefix))
+        console.print(_build_view(listing, now, console.width) if listing else nothing)
     elif listing:
         cells = [tuple(text for text, _ in line) for line in _iterate_lines(listing, now)]
         print("\n".join(format_columns([TITLES, *cells])), file=file)
     else:
-        print(_describe_nothing(prefix), file=file)
+        print(nothing, file=file)
     for note in _list_notes(listing):
         print(note, file=file)
 
@@ -58,12 +67,9 @@ def open_console(file: TextIO) -> Console:
     return Console(file=file, color_system=system, highlight=False, markup=False, emoji=False)
 
 
-def _describe_nothing(prefix: str) -> str:
-    return f"Nothing is held under a name that begins with {prefix!r}." if prefix else "Nothing is held."
-
-
 def _list_notes(listing: Listing) -> list[str]:
-    more = [f"There are more than {len(listing)} rows; increase --limit to see more."] if listing.limited else []
+    rows = f"{len(listing)} {'row' if len(listing) == 1 else 'rows'}"
+    more = [f"There are more than {rows}; increase --limit to see more."] if listing.limited else []
     return [*more, *listing.hidden]
 
 
@@ -191,7 +197,9 @@ def _build_holder_data(holder: Holder) -> dict[str, object]:
     return {name: getattr(holder, name) for name in known}
 
 
-def watch(read: Callable[[int | None], Listing], limit: int | None, interval: float, *, as_json: bool) -> None:
+def watch(
+    read: Callable[[int | None], Listing], limit: int | None, interval: float, *, as_json: bool, nothing: str = NOTHING
+) -> None:
     """Refresh the list until Ctrl-C. If the list cannot be read, show the error, and try again at the next refresh."""
     console = open_console(sys.stdout)
     live = None
@@ -202,7 +210,7 @@ def watch(read: Callable[[int | None], Listing], limit: int | None, interval: fl
             while True:
                 began = time.monotonic()
                 most = limit if live is None else min(limit or console.height, console.height)
-                _show(_try_read(read, most), live, as_json=as_json)
+                _show(_try_read(read, most), live, as_json=as_json, nothing=nothing)
                 time.sleep(max(0.0, interval - (time.monotonic() - began)))
     except KeyboardInterrupt:
         return
@@ -215,10 +223,10 @@ def _try_read(read: Callable[[int | None], Listing], most: int | None) -> Listin
         return error
 
 
-def _show(found: Listing | PgfenceError, live: Live | None, *, as_json: bool) -> None:
+def _show(found: Listing | PgfenceError, live: Live | None, *, as_json: bool, nothing: str) -> None:
     now = datetime.now(UTC)
     if live is not None:
-        live.update(build_frame(found, now, live.console.width), refresh=True)
+        live.update(build_frame(found, now, live.console.width, nothing), refresh=True)
     elif as_json:
         at = {"at": now.isoformat()}
         print(
@@ -229,14 +237,14 @@ def _show(found: Listing | PgfenceError, live: Live | None, *, as_json: bool) ->
         print(f"{now.isoformat(timespec='seconds')}  {found}", flush=True)
     else:
         print(now.isoformat(timespec="seconds"))
-        show_listing(found, "", sys.stdout)
+        show_listing(found, sys.stdout, nothing)
         print(flush=True)
 
 
-def build_frame(found: Listing | PgfenceError, now: datetime, width: int) -> RenderableType:
+def build_frame(found: Listing | PgfenceError, now: datetime, width: int, nothing: str = NOTHING) -> RenderableType:
     """Return one frame of the live view."""
     title = Text(f"pgfence ps   {now.isoformat(timespec='seconds')}   Ctrl-C to quit", "dim")
     if isinstance(found, PgfenceError):
         return Group(title, Text(), Text(str(found), "bold red"))
-    body = _build_view(found, now, width) if found else Text("Nothing is held.")
+    body = _build_view(found, now, width) if found else Text(nothing)
     return Group(title, Text(), body, *(Text(note, "dim") for note in _list_notes(found)))

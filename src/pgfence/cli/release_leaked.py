@@ -11,9 +11,9 @@ from pgfence._admin.leaks import build_release_request
 from pgfence._admin.requests import perform
 from pgfence._sql import leaks
 from pgfence.cli import options
-from pgfence.cli.codes import Code, MisuseError
+from pgfence.cli.codes import Code
 from pgfence.cli.parser import SECONDS, Command, Option
-from pgfence.cli.report import AdminReport, confirm, expect_answer, run_reported
+from pgfence.cli.report import AdminReport, confirm, expect_answer, misuse_of, run_reported
 from pgfence.cli.running import check_seconds
 from pgfence.cli.server import open_engine
 
@@ -98,7 +98,7 @@ class _Release:
         try:
             self._order: ReleaseRequest = build_release_request(engine, reason=reason, actor=actor, idle_for=idle_for)
         except ValueError as error:
-            raise MisuseError(str(error)) from None
+            raise misuse_of(error) from None
 
     def run(self, *, dry_run: bool, yes: bool) -> AdminReport[Sequence[LeakedSession]]:
         expect_answer(dry_run=dry_run, yes=yes)

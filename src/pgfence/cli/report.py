@@ -215,6 +215,12 @@ def expect_answer(*, dry_run: bool, yes: bool) -> None:
         raise MisuseError("cannot ask for confirmation without a terminal: add --yes, or --dry-run to change nothing")
 
 
+def misuse_of(error: ValueError) -> MisuseError:
+    """Return the error for an argument that the library rejected. Its message names the option."""
+    message = str(error)
+    return MisuseError(f"--{message}" if message.startswith(("reason ", "actor ")) else message)
+
+
 def confirm(lines: Sequence[str], question: str) -> bool:
     """Print lines to stderr, ask for confirmation, and return whether the user confirmed."""
     import click

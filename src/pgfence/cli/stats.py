@@ -116,7 +116,7 @@ class HoldSamples:
     codes=[
         ("0", "The lists were printed. After Ctrl-C, they contain what was seen until then."),
         ("64", "Misuse."),
-        ("69", "The server did not respond to any request."),
+        ("69", "The server did not respond to the first request."),
         ("78", "The server rejected the query, is not PostgreSQL, or is too old."),
     ],
 )
