@@ -30,7 +30,10 @@ from pgfence.cli.report import Console
             "The server did not respond or closed the connection; or no PostgreSQL binaries were found for the temporary server.",
         ),
         ("75", "Another demo is running in this database."),
-        ("78", "The server cannot run the demo: it is a pooler or a standby, or the role may not create a schema."),
+        (
+            "78",
+            "The server cannot run the demo: it is a pooler or a standby, or the schema pgfence_demo exists or cannot be created.",
+        ),
         ("128 + N", "Signal N ended the demo."),
     ],
 )
