@@ -148,12 +148,12 @@ def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
     Raises:
         ValueError: the table or a column does not exist, or the resource cannot be used.
         TypeError: the table or the resource has the wrong type.
-        SchemaError: pgfence's functions are missing, or this role may not create a trigger.
+        SchemaError: pgfence's functions are missing, or this role does not own the table.
         TransactionStateError: the Connection is in autocommit.
     """
     parts = fences.parts_of(resource, config_of(engine).namespace)
     target = _resolve_target(engine, table)
-    return perform(engine, lambda connection, place: fences.add(connection, place, target, parts))
+    return perform(engine, lambda connection, place: fences.add(connection, place, target, parts), triggers=True)
 
 
 @overload
@@ -179,7 +179,7 @@ def drop_fence(engine: AnyEngine, table: object) -> object:
         TransactionStateError: the Connection is in autocommit.
     """
     target = _resolve_target(engine, table)
-    return perform(engine, lambda connection, place: fences.drop(connection, place, target))
+    return perform(engine, lambda connection, place: fences.drop(connection, place, target), triggers=True)
 
 
 @overload
@@ -204,9 +204,9 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
     or a disabled one.
 
     Args:
-        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. Creating the
-            trigger needs the TRIGGER privilege on the table, and the CREATE privilege on the schema of pgfence's tables, or on
-            the first schema of the search path.
+        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. The role must own
+            the table. Unless the function exists, the role also needs the CREATE privilege on the schema of pgfence's tables, or
+            on the first schema of the search path.
         table: a name (or schema.name), a Table, or a mapped class. With joined inheritance, pass the base class, whose table has
             the version. An UPDATE of another table alone does not increment the version. If `table` is a name, or a Table that
             does not belong to a class with the mixin, it must have a column `version`.
@@ -215,12 +215,12 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
         ValueError: the table or the column does not exist, the column is not an integer, or the table has an unrelated trigger of
             the same name.
         TypeError: the table has the wrong type.
-        SchemaError: the column is nullable, and `command` contains the statements that fix it; or this role may not create the
-            function or trigger.
+        SchemaError: the column is nullable, and `command` contains the statements that fix it; or this role does not own the
+            table, or may not create the function.
         TransactionStateError: the Connection is in autocommit.
     """
     target, column = _resolve_target(engine, table), _find_version_column(table)
-    return perform(engine, lambda connection, place: versions.add(connection, place, target, column))
+    return perform(engine, lambda connection, place: versions.add(connection, place, target, column), triggers=True)
 
 
 @overload
@@ -247,7 +247,7 @@ def drop_version_trigger(engine: AnyEngine, table: object) -> object:
         TransactionStateError: the Connection is in autocommit.
     """
     target = _resolve_target(engine, table)
-    return perform(engine, lambda connection, place: versions.drop(connection, place, target))
+    return perform(engine, lambda connection, place: versions.drop(connection, place, target), triggers=True)
 
 
 def _table_of(given: object) -> Table | None:

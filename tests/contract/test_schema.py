@@ -384,6 +384,23 @@ async def test_dropping_tables_of_another_role_does_not_advise_to_install(
     assert caught.value.command == ""
 
 
+async def test_a_version_trigger_without_its_function_names_the_missing_privilege(
+    world: World, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any]
+) -> None:
+    """Installing the tables would not create the function, so it is not advised. A role that gets the privilege can add it."""
+    await given(schema.create_all(engine_at(world, place)))
+    least = role()
+    name, table = least.split("//")[1].split(":")[0], f'"{place.schema}".paper'
+    admin.execute(f"CREATE TABLE {table} (version bigint NOT NULL); ALTER TABLE {table} OWNER TO {name}".encode())
+    admin.execute(f'GRANT USAGE ON SCHEMA "{place.schema}" TO {name}'.encode())
+    engine = engine_at(world, place, dsn=least)
+    with pytest.raises(SchemaError, match=r"Try again as a role with the missing privilege$") as caught:
+        await given(schema.add_version_trigger(engine, f"{place.schema}.paper"))
+    assert caught.value.command == ""
+    admin.execute(f'GRANT CREATE ON SCHEMA "{place.schema}" TO {name}'.encode())
+    await given(schema.add_version_trigger(engine, f"{place.schema}.paper"))
+
+
 @pytest.mark.every_driver
 async def test_a_role_with_the_listed_rights_only_can_use_everything(
     world: World, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection
@@ -27,25 +28,32 @@ if TYPE_CHECKING:
     from pgfence._process.coroutines import Coro
     from pgfence.errors import PgfenceError
 
-_CONTEXT = ErrorContext(on_primary="Create and drop pgfence's tables on the primary", owner=True)
+_TABLES = ErrorContext(on_primary="Create and drop pgfence's tables on the primary", owner=True)
+_TRIGGERS = ErrorContext(on_primary="Add and drop triggers on the primary", owner=True, trigger=True)
 
 
 def perform(
-    engine: Engine | AsyncEngine | Connection | AsyncConnection, work: Callable[[Connection, TableNames], None]
+    engine: Engine | AsyncEngine | Connection | AsyncConnection,
+    work: Callable[[Connection, TableNames], None],
+    *,
+    triggers: bool = False,
 ) -> Coro[None] | None:
-    """Call `work` in a new transaction, or in the transaction of a Connection. For async objects, return a coroutine."""
+    """Call `work` in a new transaction, or in the transaction of a Connection. For async objects, return a coroutine.
+
+    `triggers` says whether the work adds or drops triggers, instead of pgfence's tables.
+    """
     place = table_names_of(engine)
     style_of(engine.dialect)
 
     def run_in_transaction(connection: Connection) -> None:
         with connection.begin():
-            perform_on(connection, place, work)
+            perform_on(connection, place, work, triggers=triggers)
 
     if isinstance(engine, Connection):
-        perform_on(engine, place, work)
+        perform_on(engine, place, work, triggers=triggers)
         return None
     if is_async_connection(engine):
-        return engine.run_sync(perform_on, place, work)
+        return engine.run_sync(partial(perform_on, triggers=triggers), place, work)
     return run_on_engine(engine, run_in_transaction, _translate)
 
 
@@ -69,7 +77,9 @@ def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
     texts.drop(connection, place)
 
 
-def perform_on(connection: Connection, place: TableNames, work: Callable[[Connection, TableNames], None]) -> None:
+def perform_on(
+    connection: Connection, place: TableNames, work: Callable[[Connection, TableNames], None], *, triggers: bool = False
+) -> None:
     """Call `work` in the transaction of a Connection, and pass the table names with the schema that they are in.
 
     Raises:
@@ -85,5 +95,5 @@ def perform_on(connection: Connection, place: TableNames, work: Callable[[Connec
     try:
         work(connection, texts.resolve_schema(connection, place))
     except DBAPIError as error:
-        raise_translated(error, place, _CONTEXT, connection.engine)
+        raise_translated(error, place, _TRIGGERS if triggers else _TABLES, connection.engine)
         raise

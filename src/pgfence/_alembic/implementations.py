@@ -39,7 +39,12 @@ _log = logging.getLogger("pgfence.migrations")
 
 
 def _perform(
-    operations: Operations, place: TableNames, work: Callable[[Connection, TableNames], None], script: Iterable[str]
+    operations: Operations,
+    place: TableNames,
+    work: Callable[[Connection, TableNames], None],
+    script: Iterable[str],
+    *,
+    triggers: bool = False,
 ) -> None:
     context = operations.migration_context
     if not _is_postgresql(operations):
@@ -50,7 +55,8 @@ def _perform(
         indexes.write(operations, script)
     else:
         connection = operations.get_bind()
-        ddl.perform_on(connection, TableNames(translate_schema(connection, place.schema), place.prefix), work)
+        settled = TableNames(translate_schema(connection, place.schema), place.prefix)
+        ddl.perform_on(connection, settled, work, triggers=triggers)
 
 
 def _translate_target(connection: Connection, target: Target) -> Target:
@@ -136,6 +142,7 @@ def _add_fence(operations: Operations, operation: AddFence) -> None:
         operation.place,
         lambda connection, place: fences.add(connection, place, _translate_target(connection, target), parts),
         [migration_scripts.build_fence_addition(operation.place, target, parts)],
+        triggers=True,
     )
 
 
@@ -147,6 +154,7 @@ def _drop_fence(operations: Operations, operation: DropFence) -> None:
         operation.place,
         lambda connection, place: fences.drop(connection, place, _translate_target(connection, target)),
         [migration_scripts.build_fence_removal(operation.place, target)],
+        triggers=True,
     )
 
 
@@ -158,6 +166,7 @@ def _add_version_trigger(operations: Operations, operation: AddVersionTrigger) -
         operation.place,
         lambda connection, place: versions.add(connection, place, _translate_target(connection, target), column),
         migration_scripts.build_version_addition(operation.place, target, column),
+        triggers=True,
     )
 
 
@@ -169,6 +178,7 @@ def _drop_version_trigger(operations: Operations, operation: DropVersionTrigger)
         operation.place,
         lambda connection, place: versions.drop(connection, place, _translate_target(connection, target)),
         migration_scripts.build_version_removal(operation.place, target),
+        triggers=True,
     )
 
 

@@ -52,7 +52,7 @@ _HERE = _Here()
 
 @contextmanager
 def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
-    """End this thread's waits for locks, leases and slots inside the block once `event` is set.
+    """End this thread's waits for locks, leases, slots, permits and rate limits inside the block once `event` is set.
 
     ::
 

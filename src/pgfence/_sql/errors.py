@@ -66,6 +66,7 @@ class ErrorContext(NamedTuple):
         on_primary: the advice for a read-only server. If it is empty, an error about a read-only server is not translated.
         read_only: the exception class for a read-only server.
         owner: whether the statement creates or drops objects, for which a GRANT is not enough.
+        trigger: whether these objects are triggers, which installing the tables does not create.
         deadlock: the message for a deadlock. If it is empty, a deadlock is not translated.
         fewer_locks: the advice for a full lock table. If it is empty, that error is not translated.
         lock_table: the used entries and the capacity of the lock table.
@@ -77,6 +78,7 @@ class ErrorContext(NamedTuple):
     on_primary: str = ""
     read_only: type[StandbyError | TransactionStateError] = StandbyError
     owner: bool = False
+    trigger: bool = False
     deadlock: str = ""
     fewer_locks: str = ""
     lock_table: tuple[int, int] = (0, 0)
@@ -166,13 +168,10 @@ _VIEW_OF_SERVER = r"permission denied for (?:relation|table|view) (pg_\w+)"
 
 def _denial_error(said: str, place: TableNames, context: ErrorContext) -> SchemaError:
     if context.owner:
-        command = "" if re.search(_NEEDS_OWNER, said) else place.command
-        advice = (
-            f"Run `{command}`, or call pgfence.schema.create_all(engine), as a role with the missing privilege"
-            if command
-            else "Try again as its owner"
-        )
-        said = f"the call was rejected: {said}. {advice}"
+        who = "its owner" if (owned := re.search(_NEEDS_OWNER, said)) else "a role with the missing privilege"
+        command = "" if owned or context.trigger else place.command
+        again = f"Run `{command}`, or call pgfence.schema.create_all(engine)," if command else "Try again"
+        said = f"the call was rejected: {said}. {again} as {who}"
         return SchemaError(said, needed=VERSION, command=command, sqlstate=NO_RIGHT)
     if view := re.search(_VIEW_OF_SERVER, said):
         command = f"GRANT SELECT ON pg_catalog.{view[1]} TO <role>"

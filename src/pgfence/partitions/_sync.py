@@ -139,7 +139,7 @@ class Partitions:
         `serve(partition, lease)` is called for each partition that this worker owns, on a separate thread. `lease.lost` becomes
         True when the partition is to move to another worker, when this worker leaves, and when the lease is lost. `serve` must
         return soon after that. `lease.wait_lost(seconds)` is a pause that ends early in these cases. After a loss,
-        `lease.begin()` raises LockLostError, which `serve` may let propagate.
+        `lease.begin()` raises LockLostError or StaleFencingTokenError, which `serve` may let propagate.
 
         Other exceptions of `serve` are logged to `pgfence.partitions`. The partition is then released, and this worker takes it
         again after 2 seconds at the earliest; the pause doubles with each further error, up to a minute. After an eviction,
