@@ -22,7 +22,12 @@ def start(user_id: int) -> None:
     held = Lease(engine, f"export:{user_id}", ttl=300).try_acquire()
     if held is None:
         raise HTTPException(409, "an export is already queued or running")
-    export.delay(held.hand_over())
+    ref = held.hand_over()
+    try:
+        export.delay(ref)
+    except Exception:  # the task is not queued, so do not block the next request
+        Lease.adopt(engine, ref).release()
+        raise
 
 
 @queue.task()

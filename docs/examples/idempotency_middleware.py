@@ -4,6 +4,8 @@ pip install "pgfence[cli,fastapi,asyncpg,psycopg]" uvicorn
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
 pgfence install
 uvicorn idempotency_middleware:app
+
+Create the table `order_payment` first, for example with `Base.metadata.create_all`.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator

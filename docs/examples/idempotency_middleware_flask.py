@@ -4,6 +4,8 @@ pip install "pgfence[cli,psycopg]" flask
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
 pgfence install
 flask --app idempotency_middleware_flask run
+
+Create the table `refund` first, for example with `Base.metadata.create_all`.
 """
 
 from flask import Flask, request

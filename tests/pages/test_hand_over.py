@@ -29,6 +29,18 @@ from exports import app
 client = TestClient(app)
 print(json.dumps([client.post(f"/exports/{user}").status_code for user in (1, 1, 2)]))
 """
+WITHOUT_BROKER = """
+from fastapi.testclient import TestClient
+import exports
+from pgfence import Lease
+
+def fail(ref):
+    raise ConnectionRefusedError
+
+exports.export.delay = fail
+response = TestClient(exports.app, raise_server_exceptions=False).post("/exports/5")
+print(response.status_code, Lease(exports.engine, "export:5", ttl=300).is_held())
+"""
 pytestmark = pytest.mark.timeout(120)  # workers are started, which takes long where others compute
 ASYNC_WORKER = """
 import asyncio
@@ -74,6 +86,11 @@ def test_a_second_request_is_rejected_until_the_worker_is_done(queue: Queue, eng
         eventually(lambda: not held(engine, 1) and not held(engine, 2), deadline=50)
         assert json.loads(queue.run(API))[0] == 202
         eventually(lambda: not held(engine, 1), deadline=50)
+
+
+def test_a_request_whose_task_cannot_be_sent_releases_the_lease(queue: Queue) -> None:
+    """A broker that is down does not block the next request for one TTL."""
+    assert queue.run(WITHOUT_BROKER) == "500 False\n"
 
 
 def test_a_message_that_is_delivered_twice_is_adopted_once(queue: Queue, engine: Engine) -> None:
