@@ -209,6 +209,22 @@ def test_writers_with_one_token_are_inside_side_by_side(
         assert session.begin((INSIDE[way][0], INSIDE[way][1].replace("SET n = n", "SET n = n WHERE false")), 1) == ""
 
 
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
+def test_writers_of_a_new_holder_wait_for_its_first_transaction(
+    sessions: Callable[[], Session], admin: psycopg.Connection[Any], end: str
+) -> None:
+    """The first transaction raises the gate's token. The next one with this token enters when the first one has ended."""
+    first, second = sessions(), sessions()
+    assert first.begin(INSIDE["enters, read committed"], 2) == ""
+    with ThreadPoolExecutor(1) as pool:
+        entering = pool.submit(second.begin, INSIDE["enters, read committed"], 2)
+        eventually(lambda: waits(admin, second))
+        assert not entering.done()
+        first.run(end)
+        assert entering.result() == ""
+    second.run("COMMIT")
+
+
 def test_writers_in_read_committed_leave_no_lock_on_the_row(sessions: Callable[[], Session]) -> None:
     """In READ COMMITTED writers do not lock the gate's row, so no multixact is written; in REPEATABLE READ they do."""
     locker = "SELECT xmax <> 0 FROM pgfence_gate WHERE resource = '{}'"

@@ -40,8 +40,9 @@ def fence(
 
     Guarantees: a transaction that enters the gate after a newer token was granted is rejected. A transaction that is already
     inside may still commit. The first transaction of the newer holder waits at the gate until the older transactions inside have
-    ended, and can read what they wrote. Transactions with the same token run concurrently. A rejected transaction cannot commit
-    even if the error is swallowed, so roll back.
+    ended, and can read what they wrote. Transactions with the same token run concurrently, except that all others wait until the
+    first one, which raises the gate's token, has ended. A rejected transaction cannot commit even if the error is swallowed, so
+    roll back.
 
     Limitations: nothing is guaranteed about writers that enter no gate, unless `pgfence.schema.add_fence` guards the tables, or
     about effects outside this transaction. In REPEATABLE READ and SERIALIZABLE, the snapshot is older than the wait, so use READ
@@ -58,8 +59,9 @@ def fence(
     Raises:
         StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was reset. In
             REPEATABLE READ and SERIALIZABLE, PostgreSQL may raise a serialization failure (SQLSTATE 40001) instead.
-        LockTimeoutError: a transaction of an older holder was still inside the gate after the configured `default_timeout`, or
-            the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so roll back.
+        LockTimeoutError: a transaction of an older holder, or the first one with this token, was still inside the gate after the
+            configured `default_timeout`, or the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so roll
+            back.
         TransactionStateError: another statement was already sent in this transaction, or the connection is in autocommit or a
             pipeline.
         CapacityError: the server's lock table is full. PostgreSQL has aborted this transaction.

@@ -139,8 +139,9 @@ class FencedHeld(_HasToken, Held):
 
         Raises:
             StaleFencingTokenError: another token is valid now. Nothing of the transaction can be committed.
-            LockTimeoutError: a transaction of an older holder was still inside the gate after the configured `default_timeout`,
-                or the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so roll back.
+            LockTimeoutError: a transaction of an older holder, or the first one with this token, was still inside the gate after
+                the configured `default_timeout`, or the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so
+                roll back.
             TransactionStateError: the connection is in autocommit or a pipeline, or another statement was already sent.
             LockLostError, LockNotHeldError: the lock or lease is no longer held, as far as this process knows.
             SchemaError, CapacityError, StandbyError, UnreachableError: see `pgfence.fence`.
