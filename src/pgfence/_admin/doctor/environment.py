@@ -54,8 +54,10 @@ def find_script(ini: Path) -> Path:
         location = parser.get("alembic", "script_location")
     except OSError as error:
         raise ValueError(f"cannot read {ini}: {error.strerror}") from error
+    except (configparser.NoSectionError, configparser.NoOptionError) as error:
+        raise ValueError(f"{ini} has no script_location in a section [alembic]") from error
     except (configparser.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{ini} has no script_location in its section [alembic]: {type(error).__name__}") from error
+        raise ValueError(f"{ini} is not a valid ini file: {type(error).__name__}") from error
     if ":" in location and not Path(location).is_absolute():
         raise ValueError(f"the script_location of {ini} is in a package ({location}), which pgfence does not import")
     return ini.parent / location / "env.py"
