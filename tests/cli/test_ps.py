@@ -171,6 +171,7 @@ def test_mistakes_and_servers_that_cannot_be_used_have_codes(
         assert main(["ps", *words]) == 64
         assert capfd.readouterr().err.startswith("pgfence: error: ")
     assert main(["ps", "--dsn", "postgresql://nobody@127.0.0.1:1/nothing"]) == 69
+    assert capfd.readouterr().err.rstrip().endswith("Nothing was done")
     assert main(["ps", "--prefix", "no_such_"]) == 0
 
 

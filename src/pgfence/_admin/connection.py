@@ -9,7 +9,6 @@ from sqlalchemy import Engine
 from pgfence._api.inputs import is_async_engine
 from pgfence._sql.addresses import describe_server
 from pgfence._sql.errors import (
-    LOCK_OUTCOME_UNKNOWN,
     find_connect_error,
     is_connection_lost,
     message_of,
@@ -79,9 +78,11 @@ def _raise_translated(engine: Engine, error: Exception, translate: Translate) ->
 
 def translate_statement_error(engine: Engine, error: Exception) -> PgfenceError | None:
     """Return the error to raise for a failed connection or statement, or None if the database did not raise `error`."""
+    if unreachable := find_connect_error(engine, error, "Nothing was done"):
+        return unreachable
     told = translate_connect_error(engine, error)
-    if told is None or find_connect_error(engine, error, LOCK_OUTCOME_UNKNOWN) is not None:
-        return told
+    if told is None:
+        return None
     where, reason = describe_server(engine), message_of(error)
     if is_connection_lost(error):
         return UnreachableError(
