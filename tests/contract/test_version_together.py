@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import secrets
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from support.worlds import World
 
 pytestmark = pytest.mark.one_driver
+PAGE = (Path(__file__).parents[2] / "docs" / "concepts" / "versions.md").read_text(encoding="utf-8")
 
 
 def changing(cls: Any, number: int) -> Any:
@@ -59,6 +62,22 @@ async def test_several_rows_need_few_statements(world: World, kind: str) -> None
         changed = [version for version in (await read(world, engine, cls)).items() if version[0] <= number]
         if kind != "uuid":
             assert changed == [(each, 2) for each in range(1, number + 1)]
+
+
+@pytest.mark.twins
+@pytest.mark.parametrize("check", ["auto", "row", "batch"])
+async def test_the_page_counts_the_statements_of_a_flush(world: World, check: str) -> None:
+    """The table on the page is for 1 and 100 rows. A flush of five rows sends as many statements, or one for each row."""
+    table = re.findall(r"^\| (1|100.*?) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)
+    assert len(table) == 3
+    by_driver = world.pick(0, 1)
+    column = {"auto": 1 + by_driver, "row": 3, "batch": 4 + by_driver}[check]
+    engine = world.engine()
+    for row in table:
+        number = 1 if row[0] == "1" else 5
+        cls = await page(world, engine, "server" if "server" in row[0] else "integer")
+        sent = await on_session(world, engine, changing(cls, number), conflict_check=check)
+        assert len(sent) == (int(row[column]) if row[column] != "100" else number), row
 
 
 async def test_deleted_rows_are_one_statement(world: World) -> None:
