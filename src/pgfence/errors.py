@@ -229,9 +229,9 @@ class SchemaError(PgfenceError):
 class StaleFencingTokenError(PgfenceError):
     """PostgreSQL rejected a write (SQLSTATE PF001), because another token is valid for the resource. Nothing is committed.
 
-    If `token` is below `newest`, a newer holder has taken over. If it is above `newest`, this connection leads to a server that
-    does not have the newest tokens, such as a former primary or a restored server, or the token was never issued for this
-    resource. For a class with `__fence__ = "row"`, pgfence itself rejects the write, and `sqlstate` is None.
+    If `token` is below `newest`, a newer holder has taken over, or this one was evicted. If it is above `newest`, this connection
+    leads to a server that does not have the newest tokens, such as a former primary or a restored server, or the token was never
+    issued for this resource. For a class with `__fence__ = "row"`, pgfence itself rejects the write, and `sqlstate` is None.
     """
 
     http_status = 409

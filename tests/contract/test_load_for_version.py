@@ -397,6 +397,22 @@ async def test_a_row_without_a_version_is_no_conflict(desk: Desk, admin: psycopg
             etag(row)
 
 
+@pytest.mark.parametrize("mixin", [Versioned, VersionedUUID])
+async def test_the_statements_of_a_missing_version_fill_the_column(
+    desk: Desk, mixin: Any, admin: psycopg.Connection[Any]
+) -> None:
+    """After the `command` of the error, the row can be loaded and written."""
+    cls = page(mixin)
+    await desk.make(cls, cls(id=1, title="old"))
+    admin.execute(f"ALTER TABLE {cls.__tablename__} ALTER version DROP NOT NULL".encode())
+    admin.execute(f"UPDATE {cls.__tablename__} SET version = NULL".encode())
+    with pytest.raises(SchemaError) as caught:
+        await desk.retitle(cls)
+    admin.execute(caught.value.command.encode())
+    await desk.retitle(cls)
+    assert await desk.title(cls) == "theirs"
+
+
 async def test_dataclasses_have_the_version_of_their_own_column(desk: Desk) -> None:
     """MappedAsDataclass: no argument of `__init__`, and the version is found under the name that the class gave it."""
 

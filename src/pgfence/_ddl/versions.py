@@ -65,11 +65,11 @@ def build_removal(place: TableNames, table: str) -> str:
     return f"DROP TRIGGER IF EXISTS {quote(trigger_name(place))} ON {table}"
 
 
-def backfill(table: str, column: str) -> str:
+def backfill(table: str, column: str, version: str = "1") -> str:
     """Return statements, for an error message, that turn a nullable column into a version column."""
     return (
-        f"UPDATE {table} SET {quote(column)} = 1 WHERE {quote(column)} IS NULL;"
-        f" ALTER TABLE {table} ALTER {quote(column)} SET DEFAULT 1, ALTER {quote(column)} SET NOT NULL"
+        f"UPDATE {table} SET {quote(column)} = {version} WHERE {quote(column)} IS NULL;"
+        f" ALTER TABLE {table} ALTER {quote(column)} SET DEFAULT {version}, ALTER {quote(column)} SET NOT NULL"
     )
 
 

@@ -211,7 +211,7 @@ def _translate_rejection(error: BaseException, state: str) -> PgfenceError | Non
             int(detail["newest"]),
         )
         why = (
-            "a newer holder has taken over"
+            "a newer holder has taken over, or this one was evicted"
             if token < newest
             else "this server never issued it, or the lease's row was set back (by a restore or a failover). If this"
             " connection leads to a former primary, close it (engine.dispose()) and try again on a new one"

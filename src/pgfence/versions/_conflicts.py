@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from sqlalchemy import Uuid
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.attributes import instance_state
 
@@ -253,7 +254,9 @@ def switched_class_error(state: State, replaced: State) -> PgfenceError:
 def missing_version_error(mapper: Mapper[object], key: Key) -> SchemaError:
     """Return the error for a row that is to be written and whose version is NULL."""
     table = get_version_table(mapper)
-    command = backfill(Target(table.name, table.schema).quoted, get_version_column(mapper).name)
+    column = get_version_column(mapper)
+    version = "gen_random_uuid()" if isinstance(column.type, Uuid) else "1"
+    command = backfill(Target(table.name, table.schema).quoted, column.name, version)
     return SchemaError(
         f"{mapper.class_.__name__} {key} has no version, so a write cannot be checked. To fill the column, run: {command}",
         command=command,
