@@ -45,5 +45,5 @@ def abandon_inherited_connections(**_: object) -> None:
 async def export_in_asyncio(ref: LeaseRef) -> None:
     async_engine = create_async_engine("postgresql+asyncpg://")
     async with await AsyncLease.adopt(async_engine, ref) as lease:
-        lease.progress()
+        lease.check()  # your work
     await async_engine.dispose()

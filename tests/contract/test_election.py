@@ -122,6 +122,36 @@ async def test_an_error_of_the_work_ends_its_term(world: World, name: str, admin
     assert row(admin, name).released_at is not None
 
 
+async def test_an_error_about_the_loss_ends_only_the_term(world: World, name: str) -> None:
+    """check() raises in the work when the leader is asked to resign, and run() goes on with the next term."""
+    terms: list[int] = []
+    member: Any = None
+
+    def begin(term: Any) -> None:
+        terms.append(term.token)
+        if len(terms) == 2:
+            member._candidacy.end()
+        else:
+            term._grant.resign()
+
+    def work(term: Any) -> None:
+        begin(term)
+        while True:
+            term.check()
+
+    async def work_async(term: Any) -> None:
+        begin(term)
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            term.check()
+
+    member = await world.call(election(world, world.engine(), name).stand)
+    await world.call(member.run, world.pick(work, work_async))
+    await terminate(world, member)
+    assert terms == [1, 2]
+
+
 async def test_a_resignation_stops_the_work_first(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """resign() marks the term lost, which ends the work, and the lease is released after that."""
     working, seen = threading.Event(), []

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from pgfence._holds.hold import format_names
 from pgfence._leases.request import holder_of, owner_of
 from pgfence._process.clock import between
+from pgfence.errors import LockLostError, StaleFencingTokenError
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class Candidacy(Generic[TermT]):
 
         Raises:
             RuntimeError: `run` is already running.
-            Exception: the error that the work raises; its term ends.
+            Exception: the error that the work raises; its term ends. An error about the loss of the term is not raised.
         """
         with self._lock:
             if self._has_runner:
@@ -214,6 +215,10 @@ class Candidacy(Generic[TermT]):
             assert term is not None
             try:
                 await work(term)
+            except (LockLostError, StaleFencingTokenError):
+                if not term.lost:
+                    raise
+                # The term has ended, which is how the work was notified of it. The work goes on in the next term.
             finally:
                 # The term ends with the work, so that the lease is released only after it.
                 _grant_of(term).resign()
