@@ -173,8 +173,9 @@ class Attempt(_Attempt):
 
         Raises:
             AttemptLostError: this attempt is no longer valid. The step was not done, or was done and not saved.
-            IdempotencyMisuseError: the result cannot be stored, or the step is already running in this attempt. If the
-                annotation shows that the result cannot be stored, the error is raised before `fn` runs.
+            IdempotencyMisuseError: the result cannot be stored, the step is already running in this attempt, or the attempt has
+                ended or was completed. If the annotation shows that the result cannot be stored, the error is raised before `fn`
+                runs.
             UnreachableError: the server did not respond, and it is unknown whether the result was saved.
             TypeError, ValueError: `name` is not usable; or `fn` is a coroutine or generator function.
         """
@@ -205,9 +206,10 @@ class Attempt(_Attempt):
         Raises:
             AttemptLostError: this attempt is no longer valid. Roll back.
             IdempotencyMisuseError: the value is not of the type `result`, or cannot be stored; or the attempt was already
-                completed by a transaction that was committed or is still open; or the database of the session does not contain
-                the key.
+                completed by a transaction that was committed or is still open, or has ended; or the database of the session does
+                not contain the key.
             TransactionStateError: the connection is in autocommit or in psycopg's pipeline mode.
+            UnreachableError: the session's connection could not be opened.
             TypeError: `session` is not a Session.
         """
         if not is_session(session):

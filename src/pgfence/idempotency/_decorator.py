@@ -77,10 +77,11 @@ def idempotent_call(
     Raises:
         TypeError: at decoration, if not exactly one parameter is a session, the function is a generator function, `payload` is
             a str, or a result of the type in the return annotation cannot be stored. If the annotation is not defined yet, it
-            is checked at the call.
+            is checked at the call. At a call, if a coroutine function gets a Session, or a plain function an AsyncSession.
         ValueError: at decoration, if a field of a template, or a name in `payload`, is not a parameter. At a call, if a field
             of a template is None.
-        PgfenceError: at a call, the same errors as `idempotent`.
+        Exception: at a call, the same errors as `idempotent`, also for `timeout`, `keep` and `record`, which are not checked at
+            decoration.
     """
     return _Decorator(key, scope, payload, {"timeout": timeout, "keep": keep, "record": record})
 
