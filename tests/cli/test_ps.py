@@ -175,6 +175,15 @@ def test_mistakes_and_servers_that_cannot_be_used_have_codes(
     assert main(["ps", "--prefix", "no_such_"]) == 0
 
 
+def test_closed_stdout_discards_the_output(name: str, engine: Engine) -> None:
+    """`pgfence ps >&-` has no traceback, and neither has a command that prints in color."""
+    with Lease(engine, name, ttl=30).hold():
+        for words in (["ps"], ["doctor"], ["stats", "--for", "0.1"]):
+            line = ["sh", "-c", '"$@" >&-', "sh", sys.executable, "-m", "pgfence", *words]
+            done = subprocess.run(line, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+            assert (done.returncode in (0, 1), done.stderr) == (True, "")
+
+
 def test_the_printed_expression_computes_the_key(dsn: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`pgfence key` prints SQL that psql runs, for any name; --who finds a stored name in the database."""
     assert main(["key", 'it\'s \\ a "name"', "--namespace", "shop", "--json"]) == 0

@@ -34,6 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if argv is not None:
         return _perform(words)
+    if sys.stdout is None:  # closed by the caller, as in `pgfence ps >&-`, who does not want the output
+        descriptor = os.open(os.devnull, os.O_RDWR)
+        os.set_inheritable(
+            descriptor, True
+        )  # it may have the number of a standard descriptor, which a command inherits
+        sys.stdout = os.fdopen(descriptor, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A name that the encoding of the terminal cannot represent must not end the command.
         sys.stdout.reconfigure(errors="backslashreplace")
