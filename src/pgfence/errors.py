@@ -35,7 +35,11 @@ def _restore(cls: type[PgfenceError], args: tuple[object, ...], state: dict[str,
 
 
 class PgfenceError(DontWrapMixin, Exception):
-    """Base class of the exceptions that pgfence defines. SQLAlchemy does not wrap them in a StatementError."""
+    """Base class of the exceptions that pgfence defines. SQLAlchemy does not wrap them in a StatementError.
+
+    It is raised directly if native threads are missing (gevent, eventlet, uWSGI), if a flush of a `VersionedSession` could not
+    write a row that no other process has written, and if the server rejects a statement of `pgfence.monitoring`.
+    """
 
     http_status: int = 500
     retryable: bool = False

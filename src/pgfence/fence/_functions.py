@@ -50,7 +50,8 @@ def fence(
 
     Args:
         session: a Session, scoped_session or Connection, or their async counterpart, in which case the result must be awaited.
-        resource: the name of the resource, in the configured namespace. The name of a lease is the resource of that lease.
+        resource: the name of the resource, in the configured namespace. The name of a lease is the resource of that lease, unless
+            the lease has its own `namespace`. For such a lease, use its `begin` or `fence`.
         token: the token of the lease, or of an advisory lock with `token=True`.
         tokens: several resources at once, in place of `resource` and `token`. Their gates are entered in one global order.
         after_reads: whether statements of this transaction may precede the entry. What these statements read may be older than

@@ -135,10 +135,12 @@ class FencedHeld(_HasToken, Held):
 
         Args:
             session: a Session or Connection.
-            resources: the resources whose gates are entered; by default the resource with the name of the lock or lease.
+            resources: the resources whose gates are entered, in the namespace of the lock or lease; by default the resource with
+                its name.
 
         Raises:
-            StaleFencingTokenError: another token is valid now. Nothing of the transaction can be committed.
+            StaleFencingTokenError: another token is valid now. Nothing of the transaction can be committed. In REPEATABLE READ and
+                SERIALIZABLE, PostgreSQL may raise a serialization failure (SQLSTATE 40001) instead.
             LockTimeoutError: a transaction of an older holder, or the first one with this token, was still inside the gate after
                 the configured `default_timeout`, or the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so
                 roll back.
@@ -165,7 +167,8 @@ class FencedHeld(_HasToken, Held):
 
         Args:
             factory: a sessionmaker, which yields a Session; or an Engine, which yields a Connection.
-            resources: the resources whose gates are entered; by default the resource with the name of the lock or lease.
+            resources: the resources whose gates are entered, in the namespace of the lock or lease; by default the resource with
+                its name.
 
         Raises:
             PgfenceError, ValueError: on entering, the same errors as `fence`; inside the block, the errors of fences that reject a
