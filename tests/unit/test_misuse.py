@@ -190,8 +190,8 @@ def test_the_wrong_twin_is_named() -> None:
         ),
         (lambda: pgfence.TransactionLock(ASYNC_ENGINE, "a"), r"use AsyncTransactionLock\.begin\(\)"),
         (lambda: pgfence.AsyncTransactionLock(ENGINE, "a"), r"use TransactionLock\.begin\(\)"),
-        (lambda: pgfence.Lease(ASYNC_ENGINE, "a", ttl=5), "async counterpart"),
-        (lambda: pgfence.AsyncLease(ENGINE, "a", ttl=5), "sync counterpart"),
+        (lambda: pgfence.Lease(ASYNC_ENGINE, "a", ttl=5), r"create_engine\(\), or its async counterpart"),
+        (lambda: pgfence.AsyncLease(ENGINE, "a", ttl=5), r"create_async_engine\(\), or its sync counterpart"),
         (lambda: pgfence.IdempotentEffect(ASYNC_ENGINE, "k", scope="a"), "async counterpart"),
         (lambda: pgfence.Lease(create_engine("postgresql+asyncpg://nowhere/"), "a", ttl=5), "create_async_engine"),
     ):

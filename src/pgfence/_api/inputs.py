@@ -119,9 +119,8 @@ def check_engine_source(engine: object, what: str, why: str = LEASE_OUTLIVES.for
         TypeError: the argument is neither an Engine nor a function.
     """
     if not isinstance(engine, Engine):
-        _check_source(
-            engine, f"{what} needs an Engine", why, "its async counterpart" if hasattr(engine, "sync_engine") else ""
-        )
+        instead = "create_engine(), or its async counterpart" if hasattr(engine, "sync_engine") else ""
+        _check_source(engine, f"{what} needs an Engine", why, instead)
     return cast("EngineSource", engine)
 
 
@@ -130,19 +129,18 @@ def check_async_engine_source(
 ) -> AsyncEngineSource:
     """Return what the caller passed as an engine, after checking that it is an AsyncEngine or a function."""
     if not is_async_engine(engine):
-        _check_source(
-            engine, f"{what} needs an AsyncEngine", why, "its sync counterpart" if isinstance(engine, Engine) else ""
-        )
+        instead = "create_async_engine(), or its sync counterpart" if isinstance(engine, Engine) else ""
+        _check_source(engine, f"{what} needs an AsyncEngine", why, instead)
     return cast("AsyncEngineSource", engine)
 
 
-def _check_source(given: object, needs: str, why: str, twin: str) -> None:
+def _check_source(given: object, needs: str, why: str, instead: str) -> None:
     """Raise TypeError unless an object is a function. A sessionmaker is callable and must be rejected explicitly."""
     attributes = ("get_bind", "registry", "exec_driver_sql")
     if is_sessionmaker(given) or is_async_sessionmaker(given) or any(hasattr(given, name) for name in attributes):
         raise TypeError(f"{needs}, not {type(given).__name__}: {why}")
-    if twin:
-        raise TypeError(f"{needs}, not {type(given).__name__}: use {twin}")
+    if instead:
+        raise TypeError(f"{needs}, not {type(given).__name__}: use {instead}")
     if not callable(given):
         raise TypeError(f"{needs}, or a function that returns one, not {type(given).__name__}")
 
