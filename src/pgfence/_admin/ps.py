@@ -13,7 +13,7 @@ from pgfence._admin.requests import perform
 from pgfence._api.inputs import check_choice, check_int, check_text
 from pgfence._sql import ps as statements
 from pgfence._sql.params import from_microseconds
-from pgfence._sql.storage import table_names_of
+from pgfence._sql.storage import TableNames, table_names_of
 from pgfence._sql.ticket_queue import find_queue, find_queue_of
 from pgfence.config import config_of
 from pgfence.keys import LockKey
@@ -105,7 +105,8 @@ class Listing(Sequence[Row]):
     Attributes:
         rows: the rows.
         limited: whether there are more rows than `limit`.
-        hidden: sentences that say what the list does not contain because the role may not see it.
+        hidden: sentences that say what the list does not contain, because the role may not see it or the configured tables do not
+            exist.
     """
 
     rows: tuple[Row, ...] = ()
@@ -177,7 +178,7 @@ def ps(
         limit: the largest number of rows, from 1 to 1,000,000; None means all rows.
 
     Returns:
-        The rows, as a sequence. Its `hidden` says what the role may not see, and `limited` whether there are more rows.
+        The rows, as a sequence. Its `hidden` says what could not be listed, and `limited` whether there are more rows.
 
     Raises:
         ValueError: an argument has a value that is not allowed.
@@ -259,6 +260,9 @@ def _list_hidden(query: HoldQuery, access: Access) -> Iterable[str]:
             f"{query.place.name('idempotency_key')} has about {access.tables['idempotency_key']:,.0f} rows, so it was not read."
             " To read it, request the kind idempotency"
         )
+    # By default, missing tables are normal, because advisory locks need none.
+    if query.place != TableNames() and all(rows == statements.MISSING for rows in access.tables.values()):
+        yield f"There are no pgfence tables {query.place.describe(access.database)}, so leases and keys are not listed"
 
 
 class _Waiters:
