@@ -98,7 +98,7 @@ async def hashtext_key(connection: AsyncConnection, name: str) -> LockKey: ...
 @overload
 def hashtext_key(connection: Connection, name: str) -> LockKey: ...
 def hashtext_key(connection: Connection | AsyncConnection, name: str) -> object:
-    """Return the key of `pg_advisory_lock(hashtext(name))`, which the server computes in one round trip.
+    """Return the key of `pg_advisory_lock(hashtext(name))`, which the server computes in one query.
 
     Only the server can compute this key, because PostgreSQL does not guarantee that `hashtext` is the same in every release. Use
     the server on which the lock is held, and do not store the result. The call leaves no transaction open that was not open

@@ -159,7 +159,7 @@ def ps(
     or was lost.
 
     Guarantees: no lock is taken, nothing is written, and no value that is stored under a key is sent to the client. The list
-    takes two round trips.
+    takes two queries in one transaction.
 
     Limitations: the server knows its sessions, but not the threads and tasks that use them. Of the tasks and threads of one
         process that wait for the same name, only the first is listed. Waiters for a lease, a slot, a permit, a term or a

@@ -39,7 +39,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
     _handle = AsyncSlot
 
     async def try_acquire(self) -> AsyncSlot | None:
-        """Request the current slot, without waiting. This takes two round trips.
+        """Request the current slot, without waiting. This takes two round trips on an open connection, or one if the slot is done.
 
         Returns None if the slot is done or was missed, or if it is being run, even by this task.
 

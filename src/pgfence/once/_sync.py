@@ -73,7 +73,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     _handle = Slot
 
     def try_acquire(self) -> Slot | None:
-        """Request the current slot, without waiting. This takes two round trips.
+        """Request the current slot, without waiting. This takes two round trips on an open connection, or one if the slot is done.
 
         Returns None if the slot is done or was missed, or if it is being run, even by this thread.
 

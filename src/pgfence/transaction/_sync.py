@@ -38,10 +38,11 @@ class TransactionLock(TransactionLockBase):
             one.balance -= 10
             two.balance += 10
 
-    Load rows after acquiring the lock, because rows read before it may be stale. A free lock costs one round trip. Acquiring the
-    same lock again in one transaction costs none. The wait happens in the server, where PostgreSQL detects deadlocks. The
-    session's `statement_timeout` and `lock_timeout` do not end the wait early, but a limit on the whole transaction
-    (`transaction_timeout`) or in the driver (asyncpg's `command_timeout`) does.
+    Load rows after acquiring the lock, because rows read before it may be stale. A free lock costs one round trip, or three if it
+    has several names and is not the first statement of its transaction. Acquiring the same lock again in one transaction costs
+    none. The wait happens in the server, where PostgreSQL detects deadlocks. The session's `statement_timeout` and `lock_timeout`
+    do not end the wait early, but a limit on the whole transaction (`transaction_timeout`) or in the driver (asyncpg's
+    `command_timeout`) does.
 
     Guarantees: among all clients that use PostgreSQL's advisory locks on a key in a database, one transaction holds the lock at a
     time, or several that all requested it in shared mode. The lock is held until COMMIT, ROLLBACK, or a ROLLBACK TO a savepoint
