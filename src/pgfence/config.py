@@ -92,14 +92,14 @@ def configure(
     LockKey.of("any", namespace=namespace)
     _expect(max_lock_connections, int, "max_lock_connections", "an int")
     if max_lock_connections < 1:
-        raise ValueError("max_lock_connections must be 1 or more")
+        raise ValueError(f"max_lock_connections must be 1 or more, not {max_lock_connections}")
     if pooler not in get_args(PoolerSetting):
         raise ValueError(f"pooler must be one of {', '.join(get_args(PoolerSetting))}, not {pooler!r}")
     expect_place(schema, prefix)
     if lock_engine is not None and not callable(lock_engine):
-        _get_dialect(lock_engine)
+        _get_dialect(lock_engine, "lock_engine must be an Engine, an AsyncEngine or a function that returns one")
     if on_event is not None and not callable(on_event):
-        raise TypeError("on_event must be callable")
+        raise TypeError(f"on_event must be a function, not {type(on_event).__name__}")
     new = Config(
         namespace=namespace,
         schema=schema,
@@ -177,9 +177,9 @@ def _expect(value: object, kind: type | tuple[type, ...], what: str, wanted: str
         raise TypeError(f"{what} must be {wanted}, not {type(value).__name__}")
 
 
-def _get_dialect(thing: HasDialect) -> Dialect:
+def _get_dialect(thing: HasDialect, wanted: str = "expected an Engine or AsyncEngine") -> Dialect:
     try:
         dialect: Dialect = thing.dialect
     except AttributeError:
-        raise TypeError(f"expected an Engine or AsyncEngine, not {type(thing).__name__}") from None
+        raise TypeError(f"{wanted}, not {type(thing).__name__}") from None
     return dialect

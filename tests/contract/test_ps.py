@@ -267,6 +267,8 @@ def test_filters_and_limit(name: str, dsn: str, engine: Engine) -> None:
     for wrong in ({"kind": "leases"}, {"state": "stuck"}, {"limit": 0}):
         with pytest.raises(ValueError):
             monitoring.ps(engine, **wrong)
+    with pytest.raises(TypeError, match="kind must be a str or a sequence of str, not int"):
+        monitoring.ps(engine, kind=7)  # type: ignore[call-overload]
     shop.dispose()
 
 

@@ -64,7 +64,7 @@ def build_audit_query(
         raise TypeError(f"since must be a datetime or a timedelta, not {type(since).__name__}")
     if since.tzinfo is None:
         raise ValueError(
-            "since must have a time zone, because the server and this process may be in different time zones"
+            f"since={since} has no time zone, and the server's may differ from that of this process: use datetime(..., tzinfo=UTC)"
         )
     return AuditQuery(place, since.timestamp(), None, wanted)
 

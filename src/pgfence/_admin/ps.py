@@ -215,6 +215,8 @@ def build_query(
 def _check_choices(given: str | Sequence[str] | None, what: str, choices: tuple[str, ...]) -> tuple[str, ...] | None:
     if given is None:
         return None
+    if not isinstance(given, (str, Sequence)):
+        raise TypeError(f"{what} must be a str or a sequence of str, not {type(given).__name__}")
     chosen = (given,) if isinstance(given, str) else tuple(given)
     for each in chosen:
         check_choice(what, each, choices)
