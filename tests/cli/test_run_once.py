@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
@@ -14,10 +15,12 @@ import pytest
 
 import pgfence.cli
 from support.commandline import Cli, first_line
+from support.proxy import Proxy
 from support.rows import every_row
 from support.zones import write_zone
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     import psycopg
@@ -185,6 +188,56 @@ def test_a_stopped_run_leaves_the_slot_free(cli: Cli, name: str) -> None:
         process.communicate(timeout=20)
     assert process.returncode == 143
     assert cli.run("--once-per", YEARLY, name, "--", "true").returncode == 0
+
+
+@pytest.fixture
+def proxy(cli: Cli) -> Iterator[Proxy]:
+    """A proxy to the server, for `unreachable_at_the_end`."""
+    with closing(Proxy(cli.environment["DATABASE_URL"])) as made:
+        yield made
+
+
+@contextmanager
+def unreachable_at_the_end(cli: Cli, proxy: Proxy, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a command that succeeds while no connection to the server is possible, until its slot cannot be recorded."""
+    with cli.started(*words, "--", "sh", "-c", "echo ready; read x", DATABASE_URL=proxy.dsn) as process:
+        assert first_line(process) == "ready"
+        proxy.refuse()
+        proxy.cut()
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert "is not recorded yet" in process.stderr.readline()
+        yield process
+
+
+def test_a_slot_is_recorded_after_an_outage_at_the_end_of_the_command(cli: Cli, proxy: Proxy, name: str) -> None:
+    """If pgfence ended immediately, the slot would not be done, and the command would run again."""
+    with unreachable_at_the_end(cli, proxy, "--once-per", YEARLY, "--ttl", "40", name) as process:
+        proxy.heal()
+        assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == 0
+    assert cli.run("--once-per", YEARLY, name, "--", "true").returncode == 75
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 76), (("--on-lost", "warn"), 0)])
+def test_an_outage_at_the_end_that_outlasts_the_ttl_is_reported(
+    cli: Cli, proxy: Proxy, name: str, options: tuple[str, ...], code: int
+) -> None:
+    """The command succeeded, but the next attempt runs it again."""
+    with unreachable_at_the_end(cli, proxy, "--once-per", YEARLY, "--ttl", "2", *options, name) as process:
+        _out, err = process.communicate(timeout=30)
+    assert (process.returncode, "did not confirm" in err) == (code, True)
+    assert cli.run("--wait", "10", "--once-per", YEARLY, name, "--", "echo", "again").stdout == "again\n"
+
+
+def test_a_signal_ends_the_wait_for_a_server_that_is_down(cli: Cli, proxy: Proxy, name: str) -> None:
+    """`systemctl stop` does not wait for the TTL."""
+    with unreachable_at_the_end(cli, proxy, "--once-per", YEARLY, "--ttl", "600", name) as process:
+        process.send_signal(signal.SIGTERM)
+        _out, err = process.communicate(timeout=10)
+    assert (process.returncode, "did not confirm" in err) == (76, True)
 
 
 def test_an_evicted_run_is_stopped_and_not_done(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:

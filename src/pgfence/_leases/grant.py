@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pgfence._holds.hold import BaseHold, format_names
 from pgfence._leases import terms
@@ -39,6 +39,18 @@ _BY_CLOCK = {
 }
 
 
+class RepeatedRelease(Protocol):
+    """A release that the heartbeat repeats until the server has responded.
+
+    Attributes:
+        until: when the heartbeat gives up, on this process's clock.
+        answer: the response of the server, or None.
+    """
+
+    until: float
+    answer: Any
+
+
 class Grant(BaseHold):
     """One held lease: its row, its id and token, and how long this process trusts it.
 
@@ -66,6 +78,7 @@ class Grant(BaseHold):
         "noun",
         "progressed",
         "renewal_pending",
+        "repeated_release",
         "request_renewal",
         "rows",
         "schedule_entry",
@@ -122,6 +135,8 @@ class Grant(BaseHold):
         """The number of renewals in a row without a response."""
         self.renewal_pending = False
         """Whether a renewal has been sent, or is waiting for the connection."""
+        self.repeated_release: RepeatedRelease | None = None
+        """The release that the heartbeat repeats, because the first one got no response."""
         self.progressed = False
         """Whether `progress()` was called since the last renewal was sent."""
         self.idle = False

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import signal
+from contextlib import suppress
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._process.clock import clock
 from pgfence.cli.codes import Code
-from pgfence.cli.locks import build_variables, give_back
+from pgfence.cli.locks import build_variables, find_repeated_release, give_back
 from pgfence.cli.supervise import Interrupted
 from pgfence.errors import LockLostError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # A script can read from this variable whether it runs under a lock, and under which one.
 NAME_VARIABLE = "PGFENCE_NAME"
+_POLL = 0.1
 
 
 class OnLost(StrEnum):
@@ -110,7 +112,34 @@ class GuardedRun:
         self._report.ran = clock() - start
         self._report.command_code = ended.code
         self._speaker.trace(f"the command ended with exit code {ended.code} after {self._report.ran:.3f} s")
-        return self._report_end(ended.code, stopped=ended.stopped, lost=self._release(well=ended.code == 0))
+        lost = self._release(well=ended.code == 0)
+        if not lost and ended.code == 0 and not self._is_recorded(supervisor):
+            return self._report_unrecorded()
+        return self._report_end(ended.code, stopped=ended.stopped, lost=lost)
+
+    def _is_recorded(self, supervisor: Supervisor) -> bool:
+        """Return whether the server has responded to the release of a slot, after waiting for that until the TTL is over.
+
+        Otherwise, this process would end before the slot is recorded as done, and the command would run again.
+        """
+        repeated = find_repeated_release(self._held)
+        if repeated is None:
+            return True
+        left = max(0.0, repeated.until - clock())
+        self._speaker.tell(f"the slot of {self._job.name!r} is not recorded yet: trying again for up to {left:.0f} s")
+        with suppress(Interrupted):
+            while repeated.answer is None and (left := repeated.until - clock()) > 0:
+                supervisor.wait_for(lambda: repeated.answer is not None, min(left, _POLL))
+        return repeated.answer is not None
+
+    def _report_unrecorded(self) -> Report:
+        self._report.loss_reason = "expired"
+        return self._report.end(
+            "lost",
+            Code.OK if self._job.on_lost is OnLost.WARN else Code.LOST,
+            f"the command succeeded, but the server did not confirm that the slot of {self._job.name!r} is recorded as done:"
+            " another attempt may run the command again",
+        )
 
     def _report_end(self, code: int, *, stopped: bool, lost: bool) -> Report:
         if not lost:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from pgfence._api.handles import Held
+    from pgfence._leases.grant import RepeatedRelease
     from pgfence.cli.report import Report
     from pgfence.lease import Lease
     from pgfence.once import Once, Slot
@@ -154,6 +155,15 @@ def note(held: Held, report: Report) -> None:
     if (slot := _find_slot(held)) is not None:
         report.slot = slot.slot.isoformat()
         report.resumed = slot.resumed
+
+
+def find_repeated_release(held: Held | None) -> RepeatedRelease | None:
+    """Return the release of a slot that pgfence repeats, because the first one got no response, or None.
+
+    Until it gets a response, the slot may not be recorded as done.
+    """
+    slot = _find_slot(held)
+    return None if slot is None else slot._grant.repeated_release
 
 
 class CommandFailedError(Exception):
