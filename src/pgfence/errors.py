@@ -56,8 +56,8 @@ class PgfenceError(DontWrapMixin, Exception):
 class LockTimeoutError(PgfenceError, TimeoutError):
     """The lock did not become free within the timeout. It was not acquired, and the caller's transaction is usable.
 
-    If a fence raises this error, another transaction is still inside the gate, and PostgreSQL has aborted the transaction that
-    tried to enter.
+    If a fence raises this error (SQLSTATE PF003), another transaction is still inside the gate, and PostgreSQL has aborted the
+    transaction that tried to enter.
 
     `holders` lists the holders that were last seen, and may be empty. `held_here` lists the names of the session locks and leases
     that the same task or thread already held while it waited. `retry_after` is 1 second. Only for a `RateLimit`, or for a slot that
@@ -77,8 +77,9 @@ class LockTimeoutError(PgfenceError, TimeoutError):
         timeout: float = 0.0,
         holders: Sequence[Holder] = (),
         held_here: Sequence[str] = (),
+        sqlstate: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, sqlstate=sqlstate)
         self.names = tuple(names)
         self.keys = tuple(keys)
         self.timeout = timeout

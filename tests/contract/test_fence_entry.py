@@ -170,6 +170,7 @@ async def test_all_writers_in_the_gate_are_named_as_holders(world: World, name: 
             with pytest.raises(LockTimeoutError, match="idle in transaction: SELECT pg_backend_pid") as caught:
                 await world.call(fence, newer, name, 2)
     assert {holder.backend_pid for holder in caught.value.holders} >= inside
+    assert caught.value.sqlstate == "PF003"
 
 
 async def test_a_listener_that_executes_itself_cannot_hide_a_rollback(world: World, name: str) -> None:

@@ -180,8 +180,7 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
         )
     audit = place.prefix + "audit" in said
     key_rights = context.key_rights if context.version == KEYS else ""
-    limits = context.version == LIMITS
-    grants = build_grants(place, "<role>", key_rights=key_rights, audit=audit, limits=limits)
+    grants = build_grants(place, "<role>", key_rights=key_rights, audit=audit, limits=context.version == LIMITS)
     command = "; ".join(build_audit_grants(place, "<role>", context.audit_rights) if context.audit_rights else grants)
     return SchemaError(
         f"permission denied on pgfence's tables ({said}). As the owner of the tables, run: {command}",
@@ -261,6 +260,7 @@ def _gate_timeout_error(detail: Mapping[str, Any]) -> LockTimeoutError:
         names=(name,),
         timeout=seconds,
         holders=holders,
+        sqlstate=GATE_TIMEOUT,
     )
 
 
