@@ -332,3 +332,20 @@ def test_claiming_the_newest_token_locks_its_gate(admin: psycopg.Connection[Any]
             with pytest.raises(psycopg.Error) as refused:
                 overtake(newer, name, 3)
             assert refused.value.sqlstate == "PF003"
+
+
+async def test_a_write_that_no_token_allows_says_what_to_do_instead(
+    world: World, name: str, table: str, admin: psycopg.Connection[Any]
+) -> None:
+    """With a resource for each row, TRUNCATE and a row with NULL are rejected, and no gate is advised."""
+    admin.execute(f"ALTER TABLE {table} ADD book text".encode())
+    engine = world.engine()
+    await world.call(schema.add_fence, engine, table, resource=f"{name}:{{book}}")
+    for statement, advice in (
+        (f"TRUNCATE {table}", "Delete the rows of one resource, or drop the fence first$"),
+        (f"UPDATE {table} SET book = NULL", "Set these columns; if the row is already stored, drop the fence first$"),
+    ):
+        async with connection(world, engine) as work:
+            with pytest.raises(FenceRequiredError, match=advice) as caught:
+                await run(world, work, statement)
+            assert caught.value.resource is None

@@ -204,11 +204,8 @@ def standby_error(what: str, otherwise: str = "") -> StandbyError:
 def _translate_rejection(error: BaseException, state: str) -> PgfenceError | None:
     detail = detail_of(error)
     if state == STALE_TOKEN and "token" in detail:  # other programs may use the same SQLSTATE
-        resource, token, newest = (
-            unqualify_name(str(detail.get("resource"))),
-            int(detail["token"]),
-            int(detail["newest"]),
-        )
+        resource = unqualify_name(str(detail.get("resource")))
+        token, newest = int(detail["token"]), int(detail["newest"])
         why = (
             "a newer holder has taken over, or this one was evicted"
             if token < newest
@@ -225,8 +222,12 @@ def _translate_rejection(error: BaseException, state: str) -> PgfenceError | Non
         )
     if state == NO_TOKEN:
         name = detail.get("resource")
+        advice = "Write inside lease.begin(...) or fenced(session, resource, token)"
+        if name is None:  # a TRUNCATE, or a row without a resource, which no token allows
+            otherwise = "Set these columns; if the row is already stored, drop the fence first"
+            advice = read_detail(error, "hint").rstrip(".") or otherwise
         return FenceRequiredError(
-            f"{message_of(error)}. Write inside lease.begin(...) or fenced(session, resource, token)",
+            f"{message_of(error)}. {advice}",
             resource=None if name is None else unqualify_name(str(name)),
             sqlstate=state,
         )
@@ -275,10 +276,10 @@ def _iterate_layers(error: BaseException) -> Iterator[object]:
     yield error
 
 
-def read_detail(error: BaseException) -> str:
-    """Return the server's DETAIL of an error, or an empty string if the error has none."""
+def read_detail(error: BaseException, field: str = "detail") -> str:
+    """Return the server's DETAIL (or "hint", its HINT) of an error, or an empty string if the error has none."""
     for layer in _iterate_layers(error):
-        detail = getattr(getattr(layer, "diag", None), "message_detail", None) or getattr(layer, "detail", None)
+        detail = getattr(getattr(layer, "diag", None), f"message_{field}", None) or getattr(layer, field, None)
         if isinstance(detail, str):
             return detail
     return ""

@@ -126,7 +126,8 @@ class VersionedSession(Session):
         """Merge an instance if the row that it would overwrite is at the version at which the instance was read.
 
         Raises:
-            VersionRequiredError: the instance has no version and a row with its key exists, or its class has the mode "xmin".
+            VersionRequiredError: a row with the key of the instance exists, and the instance has no version or its class has the
+                mode "xmin".
             VersionConflictError: the row is at another version or was deleted. The error is not `retryable`, because the instance
                 keeps its version.
         """
