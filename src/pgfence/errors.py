@@ -362,7 +362,7 @@ class AttemptLostError(PgfenceError):
 
     Its claim has expired and attempt `newest` has taken over, or an operator has freed the key. What the attempt has done outside
     the database remains, and the provider can recognize it by the derived keys. `retry_after` is set, because the same call
-    returns the result of the newest attempt, or runs another one.
+    returns the result of the newest attempt, or runs another one. The SQLSTATE is PF005 if the caller's transaction is aborted.
 
     For a claim of a row, `scope` is the table, `key` the primary key, `attempt` the token of the claim and `newest` that of the
     row, and `retry_after` is None.
@@ -374,9 +374,17 @@ class AttemptLostError(PgfenceError):
     http_status = 409
 
     def __init__(
-        self, message: str, *, scope: str, key: str, attempt: int, newest: int, retry_after: float | None = None
+        self,
+        message: str,
+        *,
+        scope: str,
+        key: str,
+        attempt: int,
+        newest: int,
+        retry_after: float | None = None,
+        sqlstate: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, sqlstate=sqlstate)
         self.retry_after = retry_after
         self.scope = scope
         self.key = key

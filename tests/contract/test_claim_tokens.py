@@ -129,6 +129,7 @@ async def test_a_late_owner_cannot_finish(jobs: Jobs) -> None:
                 await jobs.world.call(call, late, first)
             error = told.value
             assert (error.scope, error.key, error.attempt, error.newest) == (Task.__tablename__, "1", 1, 2)
+            assert error.sqlstate == "PF005"
             await jobs.world.call(late.commit)
             assert read(jobs).state == "new"
         second.state = "done"

@@ -344,8 +344,9 @@ async def test_a_late_attempt_leaves_no_row(shop: Shop, payments: str) -> None:
     shop.lapse("k")
     assert await shop.run("k", work) == "paid by 2"
     gate.open()
-    with pytest.raises(AttemptLostError, match="was lost"):
+    with pytest.raises(AttemptLostError, match="was lost") as told:
         await slow
+    assert told.value.sqlstate == "PF005"
     assert rows(shop, payments) == ["attempt 2"]
     assert shop.row("k").result == "paid by 2"
 

@@ -16,6 +16,7 @@ from pgfence._leases.request import get_host
 from pgfence._orm import get_key_columns, identity_of
 from pgfence._process.clock import seconds
 from pgfence._sql.claims import abort_transaction
+from pgfence._sql.effects import LATE_ATTEMPT
 from pgfence._sql.errors import raise_translated
 from pgfence.claims._mixin import OWNER, TOKEN, UNTIL, Claimable
 from pgfence.claims._statements import STANDBY, claim_rows, find_connection
@@ -206,4 +207,5 @@ def _lost_error(state: State, claim: _Claim, newest: Any) -> AttemptLostError:
         key=key,
         attempt=claim.token,
         newest=token,
+        sqlstate=LATE_ATTEMPT,
     )

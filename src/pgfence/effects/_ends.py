@@ -75,7 +75,7 @@ def in_progress_error(wanted: EffectKey, busy: Busy, timeout: float) -> Idempote
     )
 
 
-def lost_error(wanted: EffectKey, number: int, newest: int) -> AttemptLostError:
+def lost_error(wanted: EffectKey, number: int, newest: int, sqlstate: str | None) -> AttemptLostError:
     """Return the error for an attempt whose claim has ended.
 
     `newest` is the number of the newest attempt, which is above `number` if another one has taken over.
@@ -89,6 +89,7 @@ def lost_error(wanted: EffectKey, number: int, newest: int) -> AttemptLostError:
         attempt=number,
         newest=newest,
         retry_after=1.0,
+        sqlstate=sqlstate,
     )
 
 

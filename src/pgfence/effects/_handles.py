@@ -18,7 +18,7 @@ from pgfence._api.inputs import (
     unwrap_session,
 )
 from pgfence._process.coroutines import run_sync
-from pgfence._sql.effects import finish_inside
+from pgfence._sql.effects import LATE_ATTEMPT, finish_inside
 from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
@@ -148,7 +148,7 @@ class _Attempt:
                 ) from error
             raise_translated(error, self._running.place, ErrorContext(NEEDED))
             raise
-        self._running.check_newest(newest)
+        self._running.check_newest(newest, LATE_ATTEMPT)
         self._completed = value
 
 

@@ -148,7 +148,7 @@ class RunningAttempt:
         if self._grant.released or not self._grant.ours:
             raise self._ended_error()
 
-    def check_newest(self, newest: int | None) -> None:
+    def check_newest(self, newest: int | None, sqlstate: str | None = None) -> None:
         """Check the number of the newest attempt, which the server returned to `finish_inside` or to a step.
 
         Raises:
@@ -166,7 +166,7 @@ class RunningAttempt:
         if newest != self.number:
             self._manager.heartbeat.drop(self._grant)
             self._grant.lose("superseded")
-            raise self._lost_error(newest)
+            raise self._lost_error(newest, sqlstate)
 
     # ------------------------------------------------------------ work
 
@@ -307,8 +307,8 @@ class RunningAttempt:
             f" again for {self._wanted.keep:g} s"
         )
 
-    def _lost_error(self, newest: int | None) -> AttemptLostError:
-        return lost_error(self._wanted, self.number, max(newest or 0, self.number))
+    def _lost_error(self, newest: int | None, sqlstate: str | None = None) -> AttemptLostError:
+        return lost_error(self._wanted, self.number, max(newest or 0, self.number), sqlstate)
 
     def _ended_error(self) -> IdempotencyMisuseError:
         why = "has already ended" if self._grant.ours else "belongs to the parent of this forked child"
