@@ -346,6 +346,7 @@ async def test_a_write_that_no_token_allows_says_what_to_do_instead(
         (f"UPDATE {table} SET book = NULL", "Set these columns; if the row is already stored, drop the fence first$"),
     ):
         async with connection(world, engine) as work:
+            await world.call(fence, work, f"{name}:1", 1)
             with pytest.raises(FenceRequiredError, match=advice) as caught:
                 await run(world, work, statement)
             assert caught.value.resource is None
