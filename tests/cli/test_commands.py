@@ -155,6 +155,7 @@ def test_key_has_a_form_for_programs(capsys: pytest.CaptureFixture[str]) -> None
         (["run", "--dsn", "postgresql://h/d", "--engine", "a:b", "x", "--", "true"], "--dsn or --engine"),
         (["run", "", "--", "true"], "empty"),
         (["key", ""], "empty"),
+        (["key", "x", "--engine", "shop.db:engine"], "--engine needs --who"),
         (["key", "a\x1fb"], "U+001F"),
     ],
 )

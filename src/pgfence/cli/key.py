@@ -71,6 +71,9 @@ def key(
     --dsn or --engine is given, to look up stored names and the keys of migration tools.
     """
     if who is None:
+        given = {"dsn": dsn, "engine": engine, "schema": schema, "prefix": prefix}
+        if unused := [option for option, value in given.items() if value is not None]:
+            raise MisuseError(f"--{unused[0]} needs --who: the key depends only on NAME and --namespace")
         _show_key(names, namespace or "", as_json=as_json)
         return
     wanted = _parse_key(who)

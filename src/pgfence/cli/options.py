@@ -37,7 +37,7 @@ namespace = click.option(
     cls=Option,
     heading=DATABASE,
     metavar="TEXT",
-    help="Prefix of every name, so that two applications in one database never share a lock.",
+    help="Prefix of every name, so that two applications in one database never share a lock. Default: that of --engine, if given.",
 )
 schema = click.option(
     "--schema",
