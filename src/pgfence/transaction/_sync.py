@@ -56,7 +56,7 @@ class TransactionLock(TransactionLockBase):
 
     Limitations: nothing is protected after COMMIT or ROLLBACK, and what was read before the lock may be stale. REPEATABLE READ
     and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock. Waiters
-    are not ordered. The lock exists in one database on one server, and a failover ends it with its transaction. A deadlock or a
+    stand in the server's own queue, and their order is not guaranteed. The lock exists in one database on one server, and a failover ends it with its transaction. A deadlock or a
     cancelled statement aborts the transaction, as with every statement in PostgreSQL. A lost connection and other database errors
     are raised as SQLAlchemy's own errors. There is neither a `release()` nor a `wrap()`, because the lock belongs to one
     transaction.
