@@ -252,7 +252,8 @@ class FenceRequiredError(PgfenceError):
     """A write to a fenced table or class was rejected because its transaction has no fencing token for the resource.
 
     The error is also raised if the resource or the rows of a write cannot be determined. If PostgreSQL rejected the write, the
-    SQLSTATE is PF002.
+    SQLSTATE is PF002. On an engine through which pgfence has entered no gate yet, SQLAlchemy's own error with this SQLSTATE is
+    raised instead.
     """
 
     def __init__(self, message: str, *, resource: str | None = None, sqlstate: str | None = None) -> None:

@@ -126,7 +126,8 @@ def add_fence(engine: Engine | Connection, table: str | Table | type[object], *,
 def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
     """Make PostgreSQL reject every write to a table in a transaction that has not entered the gate of its resource.
 
-    A repeated call changes nothing. A call with another resource replaces the fence.
+    A rejected write raises `FenceRequiredError`, or, on an engine through which pgfence has entered no gate yet, SQLAlchemy's own
+    error with SQLSTATE PF002. A repeated call changes nothing. A call with another resource replaces the fence.
 
     Limitations: the fence does not stop a superuser who disables triggers, or the apply process of logical replication. Tables
     that inherit from this one with INHERITS need separate fences. Partitions are covered, but a new partition can be truncated
