@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 SEPARATOR = "\x1f"
 
 
-def _check_text(value: object, what: str) -> str:
+def _check_text(value: object, what: str, for_several: str = "pass one of them") -> str:
     if not isinstance(value, str):
-        several = isinstance(value, (tuple, list, set, frozenset))
-        way = "pass several names one by one, as in *names" if several else "use str() if that is what you mean"
+        way = "use str() if that is what you mean"
+        if isinstance(value, (tuple, list, set, frozenset)):
+            way = for_several
+        elif isinstance(value, LockKey):
+            way = "pass the name itself"
         raise TypeError(f"{what} must be a str, not {type(value).__name__}: {way}")
     for bad, called in (("\x00", "NUL"), (SEPARATOR, "U+001F")):
         if bad in value:
@@ -44,7 +47,7 @@ def _check_text(value: object, what: str) -> str:
 
 
 def _check_name(value: object) -> str:
-    name = _check_text(value, "a lock name")
+    name = _check_text(value, "a lock name", "pass several names one by one, as in *names")
     if not name:
         raise ValueError("a lock name must not be empty")
     return name

@@ -199,6 +199,20 @@ def test_the_wrong_twin_is_named() -> None:
             make()
 
 
+@every_row(
+    ("given", "advice"),
+    [
+        (7, "not int: use str\\(\\) if that is what you mean"),
+        (("a", "b"), "not tuple: pass one of them"),
+        (pgfence.LockKey.of("a"), "not LockKey: pass the name itself"),
+    ],
+)
+def test_the_name_of_a_lease_is_one_text(given: Any, advice: str) -> None:
+    """Another object is rejected with advice that a lease accepts."""
+    with pytest.raises(TypeError, match=advice):
+        pgfence.Lease(ENGINE, given, ttl=5)
+
+
 ADMIN: dict[str, Callable[[Any], Any]] = {
     "evict": lambda on: monitoring.evict(on, "a", reason="r"),
     "ask_to_resign": lambda on: monitoring.ask_to_resign(on, "a", reason="r"),

@@ -51,8 +51,6 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         metadata: Json = None,
         namespace: str | None = None,
     ) -> None:
-        if not isinstance(name, str):
-            raise TypeError(f"the name of a lease must be a str, not {type(name).__name__}")
         qualify_name(name, namespace or "", "the name of a lease")
         check_choice("heartbeat", heartbeat, ("auto", "progress", "manual"))
         self._names: Sequence[Name] = (name,)
