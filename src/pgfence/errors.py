@@ -59,9 +59,8 @@ class LockTimeoutError(PgfenceError, TimeoutError):
     If a fence raises this error (SQLSTATE PF003), another transaction is still inside the gate, and PostgreSQL has aborted the
     transaction that tried to enter.
 
-    `holders` lists the holders that were last seen, and may be empty. `held_here` lists the names of the session locks and leases
-    that the same task or thread already held while it waited. `retry_after` is 1 second. Only for a `RateLimit`, or for a slot that
-    is over, is it the number of seconds until a retry can succeed.
+    `holders` lists the holders that were last seen, and may be empty. `held_here` lists the session locks and leases that the same
+    task or thread held while it waited. `retry_after` is 1 second or, for a `RateLimit` or a slot that is over, the time to wait.
     """
 
     http_status = 423
@@ -252,8 +251,7 @@ class FenceRequiredError(PgfenceError):
     """A write to a fenced table or class was rejected because its transaction has no fencing token for the resource.
 
     The error is also raised if the resource or the rows of a write cannot be determined. If PostgreSQL rejected the write, the
-    SQLSTATE is PF002. On an engine through which pgfence has entered no gate yet, SQLAlchemy's own error with this SQLSTATE is
-    raised instead.
+    SQLSTATE is PF002; on an engine through which pgfence has entered no gate yet, this is SQLAlchemy's own error.
     """
 
     def __init__(self, message: str, *, resource: str | None = None, sqlstate: str | None = None) -> None:
