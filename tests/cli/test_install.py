@@ -57,6 +57,13 @@ def test_it_makes_everything_and_may_run_twice(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_rejected_statement_prints_one_line(dsn: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """PostgreSQL reserves the names of schemas that begin with pg_."""
+    assert main(["install", "--dsn", dsn, "--schema", "pg_mine"]) == Code.REFUSED
+    err = capfd.readouterr().err
+    assert "rejected a statement: unacceptable schema name" in err and err.count("\n") == 1
+
+
 def _metadata() -> Any:
     from sqlalchemy import MetaData
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import click
+from sqlalchemy.exc import DBAPIError
 
 from pgfence import schema as tables
+from pgfence._admin.connection import translate_statement_error
 from pgfence.cli import options
 from pgfence.cli.codes import MisuseError
 from pgfence.cli.parser import Command, Option
@@ -26,7 +28,10 @@ from pgfence.config import DEFAULT
         ("0", "Everything is installed."),
         ("64", "Misuse."),
         ("69", "The server did not respond."),
-        ("78", "This role may not create the tables, existing ones differ, or the server is read-only or too old."),
+        (
+            "78",
+            "The server rejected a statement, for example because this role may not create the tables; or they differ.",
+        ),
     ],
 )
 @options.dsn
@@ -63,7 +68,10 @@ def install(
         print(_build_script(schema, prefix), end="")
         return
     with open_engine(dsn, engine, schema=schema, prefix=prefix) as target, exit_on_error():
-        tables.create_all(target)
+        try:
+            tables.create_all(target)
+        except DBAPIError as error:
+            raise translate_statement_error(target, error) or error from error
     Console(quiet=quiet).tell("tables and functions are installed")
 
 
