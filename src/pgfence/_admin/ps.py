@@ -163,9 +163,10 @@ def ps(
 
     Limitations: the server knows its sessions, but not the threads and tasks that use them. Of the tasks and threads of one
         process that wait for the same name, only the first is listed. Waiters for a lease, a slot, a permit, a term or a
-        migration lock poll the server without holding anything, so they are not listed. An advisory lock of a session that is in
-        a transaction is listed as "transaction", because the server does not show which kind of lock it is. An idempotency key
-        that is claimed in an open transaction has no name, because other sessions cannot see the claim before it is committed.
+        migration lock poll the server without holding anything, so they are not listed. Neither are transactions that locked a
+        gate's row, such as the first one of each holder. An advisory lock of a session that is in a transaction is listed as
+        "transaction", because the server does not show which kind of lock it is. An idempotency key that is claimed in an open
+        transaction has no name, because other sessions cannot see the claim before it is committed.
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby shows everything except the
