@@ -30,7 +30,7 @@ from pgfence.config import DEFAULT
         ("69", "The server did not respond."),
         (
             "78",
-            "The server rejected a statement, for example because this role may not create the tables; or they differ.",
+            "This role may not create the tables, existing ones differ, or the server rejected a statement.",
         ),
     ],
 )
