@@ -284,7 +284,7 @@ def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
         row: tuple[str | None, ...] = tuple(execute_plain(connection, WHERE).one())
         raise SchemaError(
             f"no schema in search path {row[1]!r} exists in database {row[0]!r}. Set one with"
-            " pgfence.configure(engine, schema=...)",
+            " pgfence.configure(engine, schema=...) or, on the command line, with --schema",
             needed=VERSION,
             command=f"{place.command} --schema <schema>",
         )
