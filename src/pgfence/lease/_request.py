@@ -51,7 +51,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         metadata: Json = None,
         namespace: str | None = None,
     ) -> None:
-        qualify_name(name, namespace or "", "the name of a lease")
+        qualify_name(name, namespace or "", "the name")
         check_choice("heartbeat", heartbeat, ("auto", "progress", "manual"))
         self._names: Sequence[Name] = (name,)
         self._terms = terms.build_terms(ttl, max_hold=max_hold, min_hold=min_hold, lock_delay=lock_delay)
@@ -113,7 +113,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
 
     def _create_request(self, place: TableNames, namespace: str) -> AcquireRequest:
         return LeaseRequest(
-            stored=qualify_name(self._name, namespace, "the name of a lease"),
+            stored=qualify_name(self._name, namespace, "the name"),
             place=place,
             terms=self._terms,
             identity=self._identity,
