@@ -230,6 +230,6 @@ def test_what_cannot_hold_it_is_rejected(dsn: str) -> None:
     from sqlalchemy import create_engine
 
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
-    with engine.connect() as connection, pytest.raises(TypeError, match="not a Connection"):
+    with engine.connect() as connection, pytest.raises(TypeError, match="not Connection"):
         ReadWriteLock(connection, "x")  # type: ignore[arg-type]
     engine.dispose()

@@ -192,6 +192,9 @@ def test_the_wrong_twin_is_named() -> None:
         (lambda: pgfence.AsyncTransactionLock(ENGINE, "a"), r"use TransactionLock\.begin\(\)"),
         (lambda: pgfence.Lease(ASYNC_ENGINE, "a", ttl=5), r"create_engine\(\), or its async counterpart"),
         (lambda: pgfence.AsyncLease(ENGINE, "a", ttl=5), r"create_async_engine\(\), or its sync counterpart"),
+        (lambda: pgfence.ReadWriteLock(ASYNC_ENGINE, "a"), "^ReadWriteLock needs an Engine.*async counterpart"),
+        (lambda: pgfence.AsyncReadWriteLock(ENGINE, "a"), "^AsyncReadWriteLock needs an AsyncEngine.*sync counterpart"),
+        (lambda: pgfence.ReadWriteLock(Session(ENGINE), "a"), "^ReadWriteLock needs an Engine.*pass the engine"),
         (lambda: pgfence.IdempotentEffect(ASYNC_ENGINE, "k", scope="a"), "async counterpart"),
         (lambda: pgfence.Lease(create_engine("postgresql+asyncpg://nowhere/"), "a", ttl=5), "create_async_engine"),
     ):

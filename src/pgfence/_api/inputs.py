@@ -104,6 +104,7 @@ def unwrap_session(work: Any) -> Any:
 # ---------------------------------------------------------------- engines
 
 
+HELD_ON_OWN_CONNECTION = "the lock is held on a dedicated connection, so pass the engine"
 LEASE_OUTLIVES = "a lease outlives transactions and connections. To write under it, use lease.begin({0}sessionmaker)"
 
 

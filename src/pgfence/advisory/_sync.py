@@ -54,7 +54,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
     Guarantees: each key has at most one holder per database and server, among all clients that use PostgreSQL's advisory locks.
     The lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or
     SIGKILL of the holder, the release takes milliseconds. The holder is notified of a loss within milliseconds if the socket is
-    closed, and after about 20 s if the network is cut. After a network cut, the server ends the session later than the holder
+    closed (on macOS, within about 10 s), and after about 20 s if the network is cut. After a network cut, the server ends the session later than the holder
     is notified. An interrupt or cancellation while the lock is being acquired or released does not leave it held.
     `engine.dispose()` does not release the lock. A forked child holds no lock and cannot affect the parent's lock. Locking on a
     standby, through a pooler in transaction mode or on a server that is not PostgreSQL raises an error that says what to do.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from pgfence._api.handles import AsyncHeld
+from pgfence._api.inputs import HELD_ON_OWN_CONNECTION, check_async_engine_source
 from pgfence._locks.downgrade import downgrade
 from pgfence._sql.read_write import ReadSql, WriteSql
 from pgfence.advisory._aio import AsyncAdvisoryLock
@@ -54,8 +55,7 @@ class AsyncReadWriteLock:
     """
 
     def __init__(self, engine: AsyncEngineSource, name: Name, *, namespace: str | None = None) -> None:
-        if hasattr(engine, "sync_connection"):
-            raise TypeError("AsyncReadWriteLock needs an AsyncEngine, or a function that returns one, not a connection")
+        check_async_engine_source(engine, "AsyncReadWriteLock", HELD_ON_OWN_CONNECTION)
         self._read = _AsyncReadLock(engine, name, namespace=namespace)
         self._write = _AsyncWriteLock(engine, name, namespace=namespace)
 

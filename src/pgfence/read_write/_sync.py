@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from sqlalchemy import Connection
-
 from pgfence._api.handles import Held
+from pgfence._api.inputs import HELD_ON_OWN_CONNECTION, check_engine_source
 from pgfence._locks.downgrade import downgrade
 from pgfence._process.coroutines import run_sync
 from pgfence._sql.read_write import ReadSql, WriteSql
@@ -90,8 +89,7 @@ class ReadWriteLock:
     """
 
     def __init__(self, engine: EngineSource, name: Name, *, namespace: str | None = None) -> None:
-        if isinstance(engine, Connection):
-            raise TypeError("ReadWriteLock needs an Engine, or a function that returns one, not a Connection")
+        check_engine_source(engine, "ReadWriteLock", HELD_ON_OWN_CONNECTION)
         self._read = _ReadLock(engine, name, namespace=namespace)
         self._write = _WriteLock(engine, name, namespace=namespace)
 
