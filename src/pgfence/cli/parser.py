@@ -96,7 +96,7 @@ class Command(click.Command):
         wanted = error.option_name.lstrip("-")
         known = [name.lstrip("-") for each in self.get_params(ctx) for name in each.opts if name.startswith("--")]
         close = find_close_match(wanted, known) if error.option_name.startswith("--") else None
-        return f"{error.message.rstrip('.')}{f' (did you mean --{close}?)' if close else ''}"
+        return f"No such option {error.option_name!r}{f' (did you mean --{close}?)' if close else ''}"
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         """Return the words of the usage line."""
