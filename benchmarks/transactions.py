@@ -66,7 +66,9 @@ def run(quick: bool) -> dict[str, Any]:
 
 def _bar(medians: Medians, ours: str, base: str, where: str) -> dict[str, Any]:
     figure = rounds.ratio(medians, ours, base)
-    return report.bar(f"transaction with a free lock against SELECT 1, {where}", "at most 1x", figure, LIMIT, "x")
+    return report.bar(
+        f"transaction with a free lock against SELECT 1, {where}", f"at most {LIMIT:g}x", figure, LIMIT, "x"
+    )
 
 
 def _field() -> dict[str, Make]:

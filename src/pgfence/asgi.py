@@ -82,7 +82,8 @@ class IdempotencyMiddleware:
         methods: the HTTP methods that the middleware handles.
         routes: paths below the application's root path, such as `/payments`, `/orders/{id}/payments` or `/v1/*`. On these paths,
             a request without a key gets a 400. `{name:path}` matches any number of segments, and a trailing slash makes no
-            difference, but `/v1/*` does not match `/v1`. None means all paths; a request without a key is then passed on to the application.
+            difference, but `/v1/*` does not match `/v1`. None means all paths; a request without a key is then passed on to the
+            application.
         record_below: responses with this status or above are failures, which are sent and not stored. The same applies to the
             statuses 401, 408, 425 and 429, and to responses with `Retry-After` whose status is 400 or above, because the same
             request may succeed later.

@@ -59,8 +59,9 @@ class LockTimeoutError(PgfenceError, TimeoutError):
     If a fence raises this error (SQLSTATE PF003), another transaction is still inside the gate, and PostgreSQL has aborted the
     transaction that tried to enter.
 
-    `holders` lists the holders that were last seen, and may be empty. `held_here` lists the session locks and leases that the same
-    task or thread held while it waited. `retry_after` is 1 second or, for a `RateLimit` or a slot that is over, the time to wait.
+    `holders` lists the holders that were last seen, and may be empty. `held_here` lists the session locks and leases that the
+    same task or thread held while it waited. `retry_after` is 1 second or, for a `RateLimit` or a slot that is over, the time to
+    wait.
     """
 
     http_status = 423
@@ -279,8 +280,8 @@ class VersionConflictError(PgfenceError):
     """Another transaction has written the rows since they were read. Nothing of this flush is committed.
 
     If a flush raised the error, it is `retryable` and its status is 409, because the unit of work can be repeated from its first
-    read, as `run_transaction` does. If the version came from a client (`load_for_version`, or `merge` of a `VersionedSession`), the
-    error is not `retryable` and its status is 412, because the client must read the row again.
+    read, as `run_transaction` does. If the version came from a client (`load_for_version`, or `merge` of a `VersionedSession`),
+    the error is not `retryable` and its status is 412, because the client must read the row again.
     """
 
     def __init__(
@@ -357,11 +358,11 @@ class IdempotencyInProgressError(PgfenceError):
 
 
 class AttemptLostError(PgfenceError):
-    """This attempt has been superseded; its result was not stored.
+    """This attempt has lost its claim, so its result was not stored.
 
-    Its claim has expired and attempt `newest` has taken over, or an operator has freed the key. What the attempt has done outside
-    the database remains, and the provider can recognize it by the derived keys. `retry_after` is set, because the same call
-    returns the result of the newest attempt, or runs another one. The SQLSTATE is PF005 if the caller's transaction is aborted.
+    The claim has expired, and attempt `newest` may have taken over, or an operator has freed the key. What the attempt has done
+    outside the database remains, and the provider can recognize it by the derived keys. `retry_after` is set, because the same
+    call returns the newest attempt's result or runs another one. The SQLSTATE is PF005 if the caller's transaction is aborted.
 
     For a claim of a row, `scope` is the table, `key` the primary key, `attempt` the token of the claim and `newest` that of the
     row, and `retry_after` is None.

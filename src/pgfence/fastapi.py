@@ -58,9 +58,9 @@ def install_error_handlers(app: FastAPI) -> None:
     """Turn each pgfence error into a problem response (RFC 9457), and describe these responses in the OpenAPI document.
 
     The response is `application/problem+json`, with the `http_status` of the error, a `code` for programs and a `detail` for
-    people. The reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error that is
-    `retryable`, and for an AttemptLostError if another attempt has taken over. Such a response is not stored by an
-    `IdempotencyMiddleware`. The message of the error, which may name keys and holders, is not sent but logged to
+    people. The section "Problems" of the HTTP reference lists all codes. `Retry-After` is sent if a retry may help, that
+    is, for each error that is `retryable`, and for an AttemptLostError whose attempt has lost its claim. Such a response is not
+    stored by an `IdempotencyMiddleware`. The message of the error, which may name keys and holders, is not sent but logged to
     `pgfence.fastapi`. If the status is 500 or above, it is logged at ERROR with its traceback. In a WebSocket, the error
     propagates. Call this function for each mounted application too, because it needs its own handlers.
 

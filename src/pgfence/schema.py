@@ -175,7 +175,7 @@ def drop_fence(engine: AnyEngine, table: object) -> object:
 
     Raises:
         ValueError: the table does not exist.
-        TypeError: the table has the wrong type.
+        TypeError: `table` is not a name, a Table or a mapped class.
         SchemaError: this role does not own the table.
         TransactionStateError: the Connection is in autocommit.
     """
@@ -215,7 +215,7 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
     Raises:
         ValueError: the table or the column does not exist, the column is not an integer, or the table has an unrelated trigger of
             the same name.
-        TypeError: the table has the wrong type.
+        TypeError: `table` is not a name, a Table or a mapped class.
         SchemaError: the column is nullable, and `command` contains the statements that fix it; or this role does not own the
             table, or may not create the function.
         TransactionStateError: the Connection is in autocommit.
@@ -243,7 +243,7 @@ def drop_version_trigger(engine: AnyEngine, table: object) -> object:
 
     Raises:
         ValueError: the table does not exist, or it has an unrelated trigger of the same name.
-        TypeError: the table has the wrong type.
+        TypeError: `table` is not a name, a Table or a mapped class.
         SchemaError: this role does not own the table.
         TransactionStateError: the Connection is in autocommit.
     """

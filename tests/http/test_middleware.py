@@ -395,7 +395,7 @@ async def test_a_response_after_a_take_over_does_not_count(site: Site, noticed: 
     gate.open()
     late = await first
     assert (late.status, late.header("retry-after")) == (409, "1")
-    assert "another request" in late.problem
+    assert "lost its claim" in late.problem
     again = await site.ask()
     assert (again.body, again.replayed, site.row.attempt) == (b"in time", True, 2)
 

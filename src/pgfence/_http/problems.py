@@ -146,7 +146,7 @@ OF_ERRORS = {
     "AttemptLostError": Problem(
         "idempotency_attempt_superseded",
         409,
-        f"This request took too long, and another request with the same Idempotency-Key has taken over. {_LATER}",
+        f"This request took too long and lost its claim on the Idempotency-Key, so its result was not stored. {_LATER}",
     ),
     "LockTimeoutError": Problem(
         "lock_timeout", 423, f"Another request or process holds the lock that this request needs. {_LATER}"
@@ -215,7 +215,7 @@ def problem_of(error: PgfenceError) -> Problem:
     name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in OF_ERRORS)
     if isinstance(error, IdempotencyInProgressError) and error.ended_with is not None:
         return KEY_FAILED
-    if isinstance(error, AttemptLostError) and not _is_superseded(error):
+    if isinstance(error, AttemptLostError) and not _has_lost_claim(error):
         return OUTCOME_UNKNOWN
     if name == "VersionConflictError" and error.http_status == PRECONDITION_FAILED.status:
         return PRECONDITION_FAILED
@@ -226,9 +226,12 @@ def problem_of(error: PgfenceError) -> Problem:
 
 def retry_headers(error: PgfenceError) -> dict[str, str]:
     """Return the header that says when to retry, if a retry helps. A response with this header is not recorded under a key."""
-    return {"retry-after": str(ceil(error.retry_after or SHORT))} if error.retryable or _is_superseded(error) else {}
+    return {"retry-after": str(ceil(error.retry_after or SHORT))} if error.retryable or _has_lost_claim(error) else {}
 
 
-def _is_superseded(error: PgfenceError) -> bool:
-    """Return whether another attempt has taken over, so that a retry of the request can get that attempt's result."""
+def _has_lost_claim(error: PgfenceError) -> bool:
+    """Return whether an attempt has lost its claim, so that a retry may help.
+
+    If `takeover=False` keeps the key until an operator frees it, a retry does not help.
+    """
     return isinstance(error, AttemptLostError) and (error.retry_after is not None or error.newest > error.attempt)

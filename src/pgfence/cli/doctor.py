@@ -54,7 +54,7 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
     "lease",
     cls=Option,
     metavar="NAME",
-    help="Instead of the examination, measure renewals for at most 5 s, and advise a TTL for the lease NAME.",
+    help="Instead of examining the server, measure renewals for at most 5 s, and recommend a TTL for the lease NAME.",
 )
 @click.option(
     "--alembic-ini",

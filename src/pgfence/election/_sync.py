@@ -71,8 +71,8 @@ class Election:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         name: text, at most 255 characters with its namespace.
         ttl: seconds after which a dead leader loses the term, from 0.3 s to a day.
-        heartbeat: "auto" renews the term while the process lives. "progress" renews it only if `term.progress()` was called since the
-            last renewal, so that a leader that does nothing loses the term.
+        heartbeat: "auto" renews the term while the process lives. "progress" renews it only if `term.progress()` was called since
+            the last renewal, so that a leader that does nothing loses the term.
         max_hold: seconds after which a term always ends; None means no limit.
         namespace: replaces the configured namespace.
 
@@ -156,7 +156,8 @@ class Election:
         Args:
             owner: the name that operators see for the leader.
             timeout: seconds to wait on entering.
-            on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag", it does not, so check `lost`.
+            on_loss: with "cancel", leaving the block after a loss raises LockLostError. With "flag", it does not, so check
+                `lost`.
 
         Raises:
             PgfenceError, TypeError: on entering, the same errors as `campaign`.
@@ -223,8 +224,8 @@ class Member:
         Raises:
             TypeError: `fn` is a coroutine function.
             RuntimeError: `run` is already running for this member.
-            Exception: the error that `fn` raises, which also ends its term. A LockLostError or StaleFencingTokenError that `fn` raises
-                because the term is lost only ends the term. The member stays a candidate until it resigns, so call `run`
+            Exception: the error that `fn` raises, which also ends its term. A LockLostError or StaleFencingTokenError that `fn`
+                raises because the term is lost only ends the term. The member stays a candidate until it resigns, so call `run`
                 again, or the member may be elected and do nothing.
         """
         reject_coroutine(fn, _ASYNC)

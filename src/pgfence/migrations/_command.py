@@ -97,7 +97,7 @@ def expect_one_head() -> None:
             heads = environment.script.get_heads()
         except UserWarning as doubled:
             raise _command_error(
-                f"{doubled}, and only one of them would be applied. Give one of the files a different id"
+                f"{doubled}: several files have this id, and only one of them would be applied. Give each file an id of its own"
             ) from None
         except RevisionError as broken:
             raise _command_error(str(broken)) from broken

@@ -56,10 +56,10 @@ class TransactionLock(TransactionLockBase):
 
     Limitations: nothing is protected after COMMIT or ROLLBACK, and what was read before the lock may be stale. REPEATABLE READ
     and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock. Waiters
-    stand in the server's own queue, and their order is not guaranteed. The lock exists in one database on one server, and a failover ends it with its transaction. A deadlock or a
-    cancelled statement aborts the transaction, as with every statement in PostgreSQL. A lost connection and other database errors
-    are raised as SQLAlchemy's own errors. There is neither a `release()` nor a `wrap()`, because the lock belongs to one
-    transaction.
+    stand in the server's own queue, and their order is not guaranteed. The lock exists in one database on one server, and a
+    failover ends it with its transaction. A deadlock or a cancelled statement aborts the transaction, as with every statement in
+    PostgreSQL. A lost connection and other database errors are raised as SQLAlchemy's own errors. There is neither a `release()`
+    nor a `wrap()`, because the lock belongs to one transaction.
 
     Args:
         session: the Session, scoped_session or Connection whose transaction the lock belongs to. The lock uses the connection
@@ -132,8 +132,8 @@ class TransactionLock(TransactionLockBase):
             StandbyError: the server is a standby.
             UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is not supported.
             UnreachableError: the session had no connection yet, and the server cannot be reached.
-            KeyCollisionError: another name has the same key. pgfence detected this when it stored this name for an earlier lock of
-                this process. Nothing was requested.
+            KeyCollisionError: another name has the same key. pgfence detected this when it stored this name for an earlier lock
+                of this process. Nothing was requested.
             CapacityError: more than 100 names were requested, and would fill the server's lock table to 90 %. If `sqlstate` is
                 set, the table was full, and PostgreSQL has aborted the transaction.
         """
