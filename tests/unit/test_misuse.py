@@ -195,11 +195,24 @@ def test_the_wrong_twin_is_named() -> None:
         (lambda: pgfence.ReadWriteLock(ASYNC_ENGINE, "a"), "^ReadWriteLock needs an Engine.*async counterpart"),
         (lambda: pgfence.AsyncReadWriteLock(ENGINE, "a"), "^AsyncReadWriteLock needs an AsyncEngine.*sync counterpart"),
         (lambda: pgfence.ReadWriteLock(Session(ENGINE), "a"), "^ReadWriteLock needs an Engine.*pass the engine"),
+        (pgfence.ReadWriteLock(lambda: ASYNC_ENGINE, "a").read.acquire, "use AsyncReadWriteLock"),
+        (lambda: pgfence.Election(ASYNC_ENGINE, "a"), "^Election needs an Engine"),
+        (lambda: pgfence.AsyncElection(ENGINE, "a"), "^AsyncElection needs an AsyncEngine"),
+        (lambda: pgfence.Partitions(ASYNC_ENGINE, "a", 2), "^Partitions needs an Engine"),
+        (lambda: pgfence.AsyncPartitions(ENGINE, "a", 2), "^AsyncPartitions needs an AsyncEngine"),
         (lambda: pgfence.IdempotentEffect(ASYNC_ENGINE, "k", scope="a"), "async counterpart"),
         (lambda: pgfence.Lease(create_engine("postgresql+asyncpg://nowhere/"), "a", ttl=5), "create_async_engine"),
     ):
         with pytest.raises(TypeError, match=fitting):
             make()
+
+
+def test_messages_name_no_private_class() -> None:
+    """The locks of a ReadWriteLock are named as the caller knows them, and held() names what it needs."""
+    with pytest.raises(TypeError, match=r"^ReadWriteLock\.write\.acquire\(\) does not take 5"):
+        pgfence.ReadWriteLock(ENGINE, "a").write.acquire(5)  # type: ignore[misc]
+    with pytest.raises(TypeError, match=r"^held\(\) takes the connection from connect\(\), not Session"):
+        pgfence.held(Session(ENGINE))  # type: ignore[call-overload]
 
 
 @every_row(

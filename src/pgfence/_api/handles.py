@@ -332,7 +332,10 @@ def held(connection: Connection | AsyncConnection, /) -> Held | AsyncHeld:
 
     Raises:
         LockNotHeldError: the connection does not come from `connect()`, or its block has ended.
+        TypeError: the argument is neither a Connection nor an AsyncConnection.
     """
+    if not isinstance(connection, Connection) and not hasattr(connection, "sync_connection"):
+        raise TypeError(f"held() takes the connection from connect(), not {type(connection).__name__}")
     inner = connection if isinstance(connection, Connection) else connection.sync_connection
     handle = None if inner is None else _USER_CONNECTIONS.get(inner)
     if handle is None:

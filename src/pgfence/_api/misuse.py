@@ -52,6 +52,8 @@ HANDLE_NAMES = (
 class Guided:
     """Base of the lock classes. Incorrect use raises an error that shows the correct form."""
 
+    _public_name: ClassVar[str] = ""
+    """The name of a private class in messages, which is that of its public counterpart."""
     _block: ClassVar[str]
     """The correct form of a block."""
     _decorator: ClassVar[str]
@@ -69,6 +71,10 @@ class Guided:
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not isinstance(inspect.getattr_static(self, name, None), Absent)]
 
+    @classmethod
+    def _get_public_name(cls) -> str:
+        return cls._public_name or cls.__name__
+
     def _note_misuse(self) -> None:
         """Record incorrect use before the error is raised."""
 
@@ -76,14 +82,14 @@ class Guided:
 
         def __enter__(self) -> NoReturn:
             self._note_misuse()
-            raise TypeError(f"{type(self).__name__} is not a context manager: use {self._block}")
+            raise TypeError(f"{self._get_public_name()} is not a context manager: use {self._block}")
 
         def __exit__(self, *_: object) -> NoReturn:
             raise AssertionError("never entered")
 
         async def __aenter__(self) -> NoReturn:
             self._note_misuse()
-            raise TypeError(f"{type(self).__name__} is not an async context manager: use {self._block}")
+            raise TypeError(f"{self._get_public_name()} is not an async context manager: use {self._block}")
 
         async def __aexit__(self, *_: object) -> NoReturn:
             raise AssertionError("never entered")
@@ -91,7 +97,7 @@ class Guided:
         def __call__(self, *_: object, **__: object) -> NoReturn:
             """Raise an error, because a lock is not a decorator."""
             self._note_misuse()
-            raise TypeError(f"{type(self).__name__} is not a function or decorator: use {self._decorator}")
+            raise TypeError(f"{self._get_public_name()} is not a function or decorator: use {self._decorator}")
 
 
 class Absent:
@@ -114,14 +120,14 @@ def _refuse_by_name(method: F) -> F:
     """Wrap a method so that calling it with wrong arguments raises an error that shows the correct form."""
     verb, names = method.__name__, method.__kwdefaults__ or {}
 
-    def refuse_misuse(self: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> TypeError | None:
+    def refuse_misuse(self: Guided, args: tuple[object, ...], kwargs: Mapping[str, object]) -> TypeError | None:
         unknown = [f"{name}={value!r}" for name, value in kwargs.items() if name not in names]
         got = repr(args[0]) if args else next(iter(unknown), None)
         if got is None:
             return None
-        return TypeError(f"{type(self).__name__}.{verb}() does not take {got}: {_FORMS[verb]}")
+        return TypeError(f"{self._get_public_name()}.{verb}() does not take {got}: {_FORMS[verb]}")
 
-    def expect_known(self: object, error: TypeError, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def expect_known(self: Guided, error: TypeError, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             return  # raised inside the method, not by the call itself
         if misuse := refuse_misuse(self, args, kwargs):
@@ -130,7 +136,7 @@ def _refuse_by_name(method: F) -> F:
     if inspect.iscoroutinefunction(method):
 
         @wraps(method)
-        async def check_async_call(self: object, *args: object, **kwargs: object) -> object:
+        async def check_async_call(self: Guided, *args: object, **kwargs: object) -> object:
             try:
                 return await method(self, *args, **kwargs)
             except TypeError as error:
@@ -142,7 +148,7 @@ def _refuse_by_name(method: F) -> F:
     if list(names) == ["timeout"]:
 
         @wraps(method)
-        def check_call_quickly(self: object, *args: object, timeout: object = None, **kwargs: object) -> object:
+        def check_call_quickly(self: Guided, *args: object, timeout: object = None, **kwargs: object) -> object:
             # `acquire` is called most often, and checking args and kwargs is cheaper than passing them on.
             if (args or kwargs) and (misuse := refuse_misuse(self, args, kwargs)):
                 raise misuse
@@ -151,7 +157,7 @@ def _refuse_by_name(method: F) -> F:
         return check_call_quickly  # type: ignore[return-value]
 
     @wraps(method)
-    def check_call(self: object, *args: object, **kwargs: object) -> object:
+    def check_call(self: Guided, *args: object, **kwargs: object) -> object:
         try:
             return method(self, *args, **kwargs)
         except TypeError as error:

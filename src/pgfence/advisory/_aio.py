@@ -54,6 +54,8 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
     Guarantees, limitations, arguments and errors are the same as for `AdvisoryLock`, with AsyncEngine and AsyncConnection.
     """
 
+    _counterpart = "AdvisoryLock"
+
     @overload
     @deprecated(
         "a Session cannot keep a session lock: use AsyncTransactionLock for work in its transaction, connect() for work on the"
@@ -209,7 +211,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             config = config_of(engine, pin=True)
             manager = get_manager(engine.engine.sync_engine, config)
             return manager, self._in_terms_of(engine, config, manager.style), engine
-        engine = resolve_async_engine(engine, "AsyncAdvisoryLock", "AdvisoryLock")
+        engine = resolve_async_engine(engine, self._get_public_name(), self._counterpart)
         config = config_of(engine, pin=True)
         self._locked_on, config = find_lock_engine(engine, config)
         manager = get_manager(self._locked_on.sync_engine, config)

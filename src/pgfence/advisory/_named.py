@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pgfence._api.inputs import is_async_session, is_async_sessionmaker, is_sessionmaker
 from pgfence._sql import activity
@@ -43,6 +43,9 @@ def expect_no_session(engine: object) -> None:
 class LockNames:
     """Names, engine and statements of an advisory lock."""
 
+    _public_name: ClassVar[str] = ""
+    _counterpart: ClassVar[str]
+    """The class for engines of the other kind, in messages."""
     _engine: Any
     _names: Sequence[Name]
     _namespace: str | None
@@ -98,7 +101,7 @@ class LockNames:
         return qualify_name(self._names[0], namespace, "the name of a lock with a token")
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {', '.join(map(repr, self._labels))}>"
+        return f"<{type(self)._public_name or type(self).__name__} {', '.join(map(repr, self._labels))}>"
 
 
 def look_on_connection(connection: Connection, keys: tuple[LockKey, ...]) -> list[Holder]:

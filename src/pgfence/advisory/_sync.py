@@ -87,6 +87,8 @@ class AdvisoryLock(LockNames, LockBase[H]):
         ValueError: no name was given, or a name is not usable; or there are several names and `token=True`.
     """
 
+    _counterpart = "AsyncAdvisoryLock"
+
     @overload
     @deprecated(
         "a Session cannot keep a session lock: use TransactionLock for work in its transaction, connect() for work on the"
@@ -238,7 +240,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
             config = config_of(engine, pin=True)
             manager = get_manager(engine.engine, config)
             return manager, self._in_terms_of(engine, config, manager.style), engine
-        engine = resolve_engine(engine, "AdvisoryLock", "AsyncAdvisoryLock")
+        engine = resolve_engine(engine, self._get_public_name(), self._counterpart)
         config = config_of(engine, pin=True)
         locked_on, config = find_lock_engine(engine, config)
         manager = get_manager(locked_on, config)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class _AsyncCandidate(TermOptions[AsyncEngineSource, AsyncTerm], AsyncLockBase[AsyncTerm]):
     """The lease that the leader of an election holds."""
 
+    _public_name = "AsyncElection"
     _engines = ASYNC_ENGINES
     _handle = AsyncTerm
 

@@ -33,6 +33,7 @@ _ASYNC = "a Member runs it in a thread. Use AsyncElection"
 class _Candidate(TermOptions[EngineSource, Term], LockBase[Term]):
     """The lease that the leader of an election holds."""
 
+    _public_name = "Election"
     _engines = SYNC_ENGINES
     _handle = Term
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Self, TypeVar
 from uuid import UUID
 
 from pgfence._api.inputs import check_choice, check_text
@@ -33,6 +33,7 @@ HandleT = TypeVar("HandleT")
 class LeaseOptions(Generic[EngineSourceT, HandleT]):
     """The options of a lease and its acquisition, for the sync and async classes."""
 
+    _public_name: ClassVar[str] = ""
     _engines: EngineKind[EngineSourceT]
     _handle: Callable[[LeaseManager, Grant], HandleT]
 
@@ -63,7 +64,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         )
         self._namespace = namespace
         self._request: tuple[object, AcquireRequest] | None = None
-        self._engine = self._engines.bind(engine, type(self).__name__)
+        self._engine = self._engines.bind(engine, self._public_name or type(self).__name__)
 
     @property
     def _name(self) -> str:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 class _AsyncOptions(PartitionOptions[AsyncEngineSource, AsyncPartitionLease]):
     """The arguments of `AsyncPartitions`."""
 
+    _public_name = "AsyncPartitions"
     _engines = ASYNC_ENGINES
     _handle = AsyncPartitionLease
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 class _Options(PartitionOptions[EngineSource, PartitionLease]):
     """The arguments of `Partitions`."""
 
+    _public_name = "Partitions"
     _engines = SYNC_ENGINES
     _handle = PartitionLease
 

@@ -34,12 +34,18 @@ class AsyncWriteHeld(AsyncHeld):
 class _AsyncReadLock(AsyncAdvisoryLock[AsyncHeld]):
     """The shared lock of a name."""
 
+    _public_name = "AsyncReadWriteLock.read"
+    _counterpart = "ReadWriteLock"
+
     def _build_sql(self, keys: tuple[LockKey, ...], style: ParamStyle) -> ReadSql:
         return ReadSql(keys, style)
 
 
 class _AsyncWriteLock(AsyncAdvisoryLock[AsyncHeld]):
     """The exclusive lock of a name."""
+
+    _public_name = "AsyncReadWriteLock.write"
+    _counterpart = "ReadWriteLock"
 
     def _build_sql(self, keys: tuple[LockKey, ...], style: ParamStyle) -> WriteSql:
         return WriteSql(keys, style)

@@ -40,12 +40,18 @@ class WriteHeld(Held):
 class _ReadLock(AdvisoryLock[Held]):
     """The shared lock of a name."""
 
+    _public_name = "ReadWriteLock.read"
+    _counterpart = "AsyncReadWriteLock"
+
     def _build_sql(self, keys: tuple[LockKey, ...], style: ParamStyle) -> ReadSql:
         return ReadSql(keys, style)
 
 
 class _WriteLock(AdvisoryLock[Held]):
     """The exclusive lock of a name."""
+
+    _public_name = "ReadWriteLock.write"
+    _counterpart = "AsyncReadWriteLock"
 
     def _build_sql(self, keys: tuple[LockKey, ...], style: ParamStyle) -> WriteSql:
         return WriteSql(keys, style)
