@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pgfence import errors
+from pgfence import errors, once
 from pgfence.errors import (
     AttemptLostError,
     CapacityError,
@@ -128,6 +128,16 @@ def test_an_error_tells_the_web_and_a_retry_loop_what_to_do(
     assert error.http_status == http_status
     assert error.retryable is retryable
     assert error.retry_after is None or error.retryable
+
+
+def test_every_error_is_pickled_under_a_public_module() -> None:
+    """A later release can rename its private modules, and still load an error that this release has pickled."""
+    kinds: list[type[Exception]] = [errors.PgfenceError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    assert once.SlotZoneError in kinds
+    private = {kind.__module__ for kind in kinds if kind.__module__.startswith("pgfence.") and "._" in kind.__module__}
+    assert private == set()
 
 
 def test_a_note_is_pickled_too() -> None:

@@ -9,4 +9,8 @@ from pgfence.once._slots import CatchUp
 from pgfence.once._sync import Once
 from pgfence.once._zones import SlotZoneError
 
+# The module is set because a pickled error contains it, and a later release may have renamed a private module.
+for _public in (SlotClockError, SlotOverError, SlotZoneError):
+    _public.__module__ = "pgfence.once"
+
 __all__ = ["AsyncOnce", "AsyncSlot", "CatchUp", "Once", "Slot", "SlotClockError", "SlotOverError", "SlotZoneError"]
