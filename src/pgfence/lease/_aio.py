@@ -29,7 +29,8 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
     async def try_acquire(self) -> AsyncHeldLease | None:
         """Try once to acquire the lease, without waiting. This takes one round trip on an open connection.
 
-        Returns None if the lease is held, even by this task. A try never waits, so it cannot deadlock.
+        Returns None if the lease is held, even by this task, or if a `min_hold` or a `lock_delay` has not passed. A try never
+        waits, so it cannot deadlock.
 
         Raises:
             PgfenceError: the same errors as `acquire`, except LockTimeoutError and SelfDeadlockError.
@@ -73,7 +74,9 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         return await adopt(ASYNC_ENGINES, engine, ref, AsyncHeldLease, "AsyncLease.adopt")
 
     async def holders(self) -> list[Holder]:
-        """Return the current holder, as the server reports it, or an empty list if the lease is free. This takes no lock.
+        """Return the current holder, as the server reports it, or an empty list if there is none. This takes no lock.
+
+        During a `min_hold` after a release, and during a `lock_delay`, there is no holder, although no process can acquire the lease.
 
         Raises:
             UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.

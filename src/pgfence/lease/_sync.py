@@ -55,7 +55,8 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     def try_acquire(self) -> HeldLease | None:
         """Try once to acquire the lease, without waiting. This takes one round trip on an open connection.
 
-        Returns None if the lease is held, even by this thread. A try never waits, so it cannot deadlock.
+        Returns None if the lease is held, even by this thread, or if a `min_hold` or a `lock_delay` has not passed. A try never
+        waits, so it cannot deadlock.
 
         Raises:
             PgfenceError: the same errors as `acquire`, except LockTimeoutError, SelfDeadlockError and WaitCancelledError.
@@ -100,7 +101,9 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         return run_sync(adopt, SYNC_ENGINES, engine, ref, HeldLease, "Lease.adopt")
 
     def holders(self) -> list[Holder]:
-        """Return the current holder, as the server reports it, or an empty list if the lease is free. This takes no lock.
+        """Return the current holder, as the server reports it, or an empty list if there is none. This takes no lock.
+
+        During a `min_hold` after a release, and during a `lock_delay`, there is no holder, although no process can acquire the lease.
 
         Raises:
             UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
