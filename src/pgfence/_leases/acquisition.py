@@ -118,6 +118,12 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
             self._logged = True
             super().log_wait(level, age, holders)
 
+    def build_no_connection_error(self) -> Exception:
+        why = (
+            ": all connections for leases are in use. Increase max_lock_connections"  # a held lease uses no connection
+        )
+        return self.build_timeout_error((), why=why)
+
     def build_outage_error(self, error: Away) -> Away:
         ended = super().build_outage_error(error)
         if isinstance(ended, UnreachableError):

@@ -86,7 +86,7 @@ class LeaseStatements:
         """Return the error for a call that finds all connections in use."""
         if call is not None and call.waits:
             return call.build_no_connection_error()
-        return UnreachableError("all connections for leases are in use; raise max_lock_connections")
+        return UnreachableError("all connections for leases are in use. Try again, or increase max_lock_connections")
 
     async def _ask(
         self,

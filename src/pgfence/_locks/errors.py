@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pgfence._sql.advisory import LockSql
 
-NO_CONNECTION = ": all connections for locks are in use; raise max_lock_connections"
+NO_CONNECTION = ": all connections for locks are in use. Increase max_lock_connections, or hold fewer at a time"
 
 
 def translate_lock_error(session: LockConnection, error: Exception, sql: LockSql) -> Exception:

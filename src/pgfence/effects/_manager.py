@@ -39,7 +39,9 @@ class EffectManager(LeaseManager):
         raise in_progress_error(claim.wanted, busy, call.timeout if call.waits else 0)
 
     def build_no_connection_error(self, call: LeaseAcquisition | None) -> Exception:
-        return UnreachableError("all connections for idempotency keys are in use; raise max_lock_connections")
+        return UnreachableError(
+            "all connections for idempotency keys are in use. Try again, or increase max_lock_connections"
+        )
 
     def poll_delay(self, remaining: float, left: float, *, polls: int) -> float:
         longest = min(LONGEST_SLEEP, FIRST_NAP * 1.5 ** min(polls, 20)) * between(0.5, 1.0)
