@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import create_engine, select, text
+from sqlalchemy import create_engine, event, select, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError
 from sqlalchemy.orm import sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
@@ -16,11 +16,12 @@ from pgfence.errors import (
     StaleFencingTokenError,
     TransactionStateError,
     UnsupportedServerError,
+    VersionConflictError,
 )
 from pgfence.fence import fence
 from pgfence.lease import AsyncLease, Lease
 from pgfence.retrying import run_transaction
-from support.retrying import Row, transact
+from support.retrying import Row, conflict, transact
 from support.transactions import factory
 from support.worlds import World
 
@@ -178,6 +179,43 @@ async def test_work_that_continues_after_its_own_commit_is_rejected(world: World
     with pytest.raises(InvalidRequestError, match="context manager"):
         await transact(world, world.engine(), work)
     assert calls == [1]
+    assert row.n() == 1
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback", "close"])
+async def test_a_function_that_ends_its_own_transaction_is_rejected(world: World, row: Row, end: str) -> None:
+    """A function that returns after it ended its transaction raises an error, because its result may not be committed."""
+
+    def work(session: Session) -> None:
+        row.add_one(session)
+        session.flush()
+        getattr(session, end)()
+
+    with pytest.raises(TransactionStateError, match="neither commit, roll back nor close"):
+        await transact(world, world.engine(), work)
+    assert row.n() == (end == "commit")
+
+
+@pytest.mark.parametrize("when", ["in a listener", "in the function"])
+async def test_a_conflict_after_the_commit_is_not_retried(world: World, row: Row, when: str) -> None:
+    """A conflict that is raised after the transaction was committed is raised, and the transaction runs once."""
+
+    def fail(*_: object) -> None:
+        raise conflict(precondition=False)
+
+    def work(session: Session) -> None:
+        row.add_one(session)
+        if when == "in a listener":
+            with session.begin_nested():
+                session.flush()
+            event.listen(session, "after_commit", fail)
+            return
+        session.commit()
+        fail()
+
+    with pytest.raises(VersionConflictError) as caught:
+        await transact(world, world.engine(), work)
+    assert "was committed before this error" in caught.value.__notes__[0]
     assert row.n() == 1
 
 

@@ -43,12 +43,15 @@ class AttemptRun:
 
     Attributes:
         joined: whether the attempt is a savepoint in a transaction that the caller began on the Session's Connection.
+        committed: whether the transaction was committed, so that an error comes from a listener, or from the function after its
+            own commit.
     """
 
     def __init__(self, session: Session, number: int) -> None:
         self.number = number
         self.began = clock()
         self.joined = _sets_savepoint(session)
+        self.committed = False
         self._session = session
         self._ending = False
         self._connections: set[Connection] = set()
@@ -67,6 +70,7 @@ class AttemptRun:
         """Flush before the COMMIT, so that a later failure is a failure of the COMMIT itself.
 
         Raises:
+            TransactionStateError: the function has ended the transaction.
             Exception: an error of the flush, or an error that the function swallowed and that has aborted the transaction.
         """
         session.flush()
@@ -74,6 +78,11 @@ class AttemptRun:
         for connection, error in self._met.items():
             if not (session.is_active and _is_usable(connection)):
                 raise _swallowed_error(error)
+        if not session.in_transaction():
+            raise TransactionStateError(
+                "the function must neither commit, roll back nor close its session, because run_transaction commits after it has"
+                " returned: raise an exception to roll back"
+            )
         self._ending = True
 
     def detach(self) -> None:
@@ -131,18 +140,26 @@ class AttemptRun:
 
 
 def _listen_to_sessions() -> None:
-    """Track every connection on which a Session begins a transaction."""
+    """Track every connection on which a Session begins a transaction, and every commit."""
     from sqlalchemy.orm import Session
 
     # One listener for the class, because adding one to each Session is expensive.
     if not event.contains(Session, "after_begin", _use_connection):
         event.listen(Session, "after_begin", _use_connection)
+        # This listener comes first, because one of the application may raise an error.
+        event.listen(Session, "after_commit", _note_commit, insert=True)
 
 
 def _use_connection(session: Session, _transaction: SessionTransaction, connection: Connection) -> None:
     attempt: AttemptRun | None = vars(session).get(_ATTRIBUTE)
     if attempt is not None:
         attempt.use(connection)
+
+
+def _note_commit(session: Session) -> None:
+    attempt: AttemptRun | None = vars(session).get(_ATTRIBUTE)
+    if attempt is not None and not session.in_nested_transaction():  # the end of a savepoint commits nothing
+        attempt.committed = True
 
 
 def _swallowed_error(error: BaseException) -> BaseException:

@@ -106,7 +106,8 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
     Args:
         sessionmaker: creates the session of each attempt. With an async_sessionmaker, `fn` is awaited, and the call itself must
             be awaited.
-        fn: called with the session. It must neither commit nor roll back. If it raises, the transaction is rolled back.
+        fn: called with the session. It must neither commit, roll back nor close the session. If it raises, the transaction is
+            rolled back.
         attempts: the maximum number of attempts, 1 or more.
         timeout: seconds after which no further attempt begins. None means the configured default, `math.inf` means no limit,
             and 0 means one attempt.
@@ -119,7 +120,8 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
             session with several databases, one of them rejected its COMMIT, and others may have committed.
         TransactionStateError: the call is inside another transaction of `run_transaction` on the same database; or the
             sessionmaker is bound to a Connection whose transaction is open and would be rolled back; or its engine is in
-            autocommit; or a session with an open transaction was passed instead of a factory.
+            autocommit; or a session with an open transaction was passed instead of a factory; or `fn` returned after it had
+            ended the transaction, in which case its own commit is not undone.
         TypeError: `sessionmaker` is not a session factory; or `fn` is not a function, is a generator function, requires more
             arguments than the session, is async although the factory is sync, or does not return an awaitable although the
             factory is async.

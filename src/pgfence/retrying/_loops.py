@@ -74,6 +74,10 @@ class Retries:
             UnreachableError: no connection could be opened.
             Exception: the error itself.
         """
+        if attempt.committed:
+            error.add_note("the transaction was committed before this error was raised, and is not retried")
+            self._emit_event(attempt, "failed", error, 0.0)
+            raise error
         if doubt := attempt.find_doubt(error, self._plan.name):
             self._emit_event(attempt, "failed", error, 0.0)
             raise doubt from error
