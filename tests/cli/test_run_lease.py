@@ -141,3 +141,10 @@ def test_the_tables_may_be_elsewhere(cli: Cli, name: str, admin: psycopg.Connect
         assert "pgfence install --schema nowhere" in lost.stderr
     finally:
         admin.execute("DROP SCHEMA elsewhere CASCADE")
+
+
+def test_a_command_gets_no_token_of_another_name(cli: Cli, name: str) -> None:
+    """Within the command of another `pgfence run`, the outer token would be combined with the inner name."""
+    outer = {"PGFENCE_NAME": "outer", "PGFENCE_TOKEN": "7", "PGFENCE_SLOT": "2026-11-30", "PGFENCE_RESUMED": "1"}
+    done = cli.run(name, "--", "sh", "-c", "env | grep ^PGFENCE_", **outer)
+    assert done.stdout == f"PGFENCE_NAME={name}\n"

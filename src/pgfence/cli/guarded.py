@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._process.clock import clock
 from pgfence.cli.codes import Code
-from pgfence.cli.locks import build_variables, find_repeated_release, give_back
+from pgfence.cli.locks import VARIABLES, build_variables, find_repeated_release, give_back
 from pgfence.cli.supervise import Interrupted
 from pgfence.errors import LockLostError
 
@@ -94,7 +94,9 @@ class GuardedRun:
 
     def run(self, supervisor: Supervisor, environ: Mapping[str, str]) -> Report:
         """Run the command, release the lock and return the report."""
-        environment = {**environ, NAME_VARIABLE: self._job.name, **build_variables(self._held)}
+        # Within the command of another `pgfence`, the environment has that one's token, which belongs to another name.
+        inherited = {name: value for name, value in environ.items() if name not in VARIABLES}
+        environment = {**inherited, NAME_VARIABLE: self._job.name, **build_variables(self._held)}
         start = clock()
         try:
             ended = self.ended = supervisor.run(
