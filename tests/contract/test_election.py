@@ -234,6 +234,29 @@ async def test_a_loop_that_ends_stops_the_work_before_the_release(
     assert told == ["works", "lost", None]
 
 
+async def test_an_exit_in_a_callback_does_not_end_the_member(
+    world: World, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """on_lost that awaits the task which it has cancelled, or calls sys.exit(), is logged, and the member leads again."""
+
+    def leave() -> None:
+        raise SystemExit
+
+    async def leave_async() -> None:
+        task = asyncio.ensure_future(asyncio.sleep(3600))
+        task.cancel()
+        await task
+
+    on_lost = world.pick(leave, leave_async)
+    async with world.enter(election(world, world.engine(), name).stand(on_lost=on_lost)) as member:
+        await eventually(lambda: member.is_leader)
+        member.term._grant.resign()
+        await eventually(lambda: member.is_leader and member.term.token == 2)
+    assert [each.levelname for each in caplog.records if "a callback of the election" in each.getMessage()] == [
+        "ERROR"
+    ] * 2
+
+
 async def test_a_release_during_the_question_is_noticed(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ class Served:
         self.running: set[int] = set()
         self.leases: dict[int, Any] = {}
         self.hang = False
-        self.fail: Exception | None = None
+        self.fail: BaseException | None = None
         self.serve = self._serve_async if world.is_async else self._serve
 
     def _begin(self, partition: int, lease: Any) -> None:
@@ -212,12 +212,16 @@ async def test_a_function_that_does_not_stop_costs_the_worker_its_partitions(
     assert f"'{name}/0'" in told[0]
 
 
+@pytest.mark.parametrize("ends", [False, True])
 async def test_an_error_of_the_function_is_logged_and_tried_again(
-    world: World, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    world: World, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, ends: bool
 ) -> None:
-    """C116: the partition is released and taken again after a pause, and the others are served meanwhile, also after days."""
+    """C116: the partition is released and taken again after a pause, and the others are served meanwhile, also after days.
+
+    An error that would end the thread, or cancel the task, is handled like any other.
+    """
     served = Served(world)
-    served.fail = KeyError("of the function")
+    served.fail = world.pick(SystemExit, asyncio.CancelledError)() if ends else KeyError("of the function")
     async with world.enter(partitions(world, world.engine(), name, 3).join(served.serve)) as worker:
         set_limit(monkeypatch, "SHORTEST_REST", 0.0)
         worker._balancer._errors[0] = 2000

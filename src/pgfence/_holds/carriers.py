@@ -348,6 +348,22 @@ def run_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> 
         loop.call_soon_threadsafe(call)
 
 
+def is_callers_failure(error: BaseException) -> bool:
+    """Return whether an exception of the application's function is a failure of that function.
+
+    Otherwise, this thread or task itself has to end.
+    """
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    if task is None:
+        # SystemExit would end a thread without any message, and the program would go on without the thread.
+        return isinstance(error, (Exception, SystemExit))
+    # A function that cancels a task and awaits it raises CancelledError, although nothing has cancelled its caller.
+    return isinstance(error, Exception) or (isinstance(error, asyncio.CancelledError) and not task.cancelling())
+
+
 def is_running(loop: asyncio.AbstractEventLoop) -> bool:
     """Return whether this thread is running the given event loop."""
     try:

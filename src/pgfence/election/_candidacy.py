@@ -12,6 +12,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from pgfence._holds.carriers import is_callers_failure
 from pgfence._holds.hold import format_names
 from pgfence._leases.request import holder_of, owner_of
 from pgfence._process.clock import between
@@ -286,7 +287,9 @@ class Candidacy(Generic[TermT]):
             result = callback(*args)
             if inspect.isawaitable(result):
                 await result
-        except Exception:
+        except BaseException as error:
+            if not is_callers_failure(error):
+                raise
             log.exception("a callback of the election %s failed", format_names((self._candidate._name,)))
 
 

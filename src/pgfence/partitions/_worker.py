@@ -15,6 +15,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from pgfence._holds.carriers import is_callers_failure
 from pgfence._holds.hold import format_names
 from pgfence._leases.request import Refused
 from pgfence._leases.terms import compute_interval
@@ -261,7 +262,9 @@ class Balancer(Generic[OwnershipT]):
         except (LockLostError, StaleFencingTokenError) as error:
             if not run.lease.lost:
                 errors = self._note_error(run, error)
-        except Exception as error:
+        except BaseException as error:
+            if not is_callers_failure(error):
+                raise
             errors = self._note_error(run, error)
         finally:
             self._errors[run.number] = errors
@@ -270,7 +273,7 @@ class Balancer(Generic[OwnershipT]):
             run.grant.resign()
             await manager.give_up(run.grant)
 
-    def _note_error(self, run: _Run[OwnershipT], error: Exception) -> int:
+    def _note_error(self, run: _Run[OwnershipT], error: BaseException) -> int:
         log.error("the function that serves %s failed", format_names(run.grant.names), exc_info=error)
         return self._errors.get(run.number, 0) + 1
 
