@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -49,3 +51,16 @@ async def test_a_dropped_lock_is_waited_for_and_logged(
     noun = f"the {kind} {name!r} was dropped without release()"
     await eventually(lambda: noun in caplog.text)
     assert [r.levelname for r in caplog.records if noun in r.getMessage()] == ["WARNING"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_handle_cannot_be_copied(world: World, name: str, kind: str) -> None:
+    """A dropped copy would release the lock of the original handle."""
+    make: Callable[..., Any] = KINDS[kind]
+    held = await world.call(make(world, world.engine(), name).acquire)
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            duplicate(held)
+    gc.collect()
+    assert held.state == "held"
+    await world.call(held.release)

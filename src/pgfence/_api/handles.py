@@ -19,7 +19,7 @@ import sys
 import threading
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, NoReturn, Protocol, Self, TypeVar, cast, overload
 
 from sqlalchemy import Connection
 
@@ -139,6 +139,13 @@ class _Handle:
             # `check()` in the block may already have raised the error of this loss, and a note would repeat it.
             if not (isinstance(exc, LockLostError) and isinstance(error, LockLostError) and str(exc) == str(error)):
                 attach(exc, error, "while the lock was being released")
+
+    def __reduce__(self) -> NoReturn:
+        # copy.copy() calls this too. A dropped copy would release the lock, although the original handle is still in use.
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, because it stands for one lock: pass the handle itself, or the"
+            " names and the token of the lock"
+        )
 
     def __del__(self) -> None:
         hold = getattr(self, "_hold", None)  # the attribute is missing if the constructor was interrupted
