@@ -150,8 +150,10 @@ async def test_a_cancelled_attempt_is_known_to_have_ended(shop: Shop) -> None:
     assert (await refused(shop)).ended_with == "CancelledError"
 
 
-async def test_an_error_after_the_commit_says_that_the_result_is_stored(shop: Shop) -> None:
-    """The state of the key is read from its row, so a completed attempt is not waited for."""
+@pytest.mark.parametrize("option", ["none", "record", "free"])
+async def test_an_error_after_the_commit_says_that_the_result_is_stored(shop: Shop, option: str) -> None:
+    """The state of the key is read from its row, so a completed attempt is not waited for, whatever the error means."""
+    options = {} if option == "none" else {option: [Away]}
 
     async def commit_and_fail(attempt: Any) -> str:
         session = shop.session()
@@ -161,9 +163,26 @@ async def test_an_error_after_the_commit_says_that_the_result_is_stored(shop: Sh
         raise Away
 
     with pytest.raises(Away) as first:
-        await shop.run("k", commit_and_fail)
-    assert "after its result was committed: the next call returns that result" in first.value.__notes__[0]
+        await shop.run("k", commit_and_fail, **options)
+    assert first.value.__notes__[0].endswith("after its result was committed: the next call returns that result")
     assert await shop.run("k") == "paid"
+
+
+@pytest.mark.parametrize("option", ["record", "free"])
+async def test_an_error_that_rolls_a_completed_attempt_back_keeps_its_meaning(shop: Shop, option: str) -> None:
+    """The transaction of `complete()` was rolled back, so an error that is listed is recorded, or frees the key."""
+
+    async def roll_back_and_fail(attempt: Any) -> str:
+        session = shop.session()
+        await shop.soon(attempt.complete(session, "paid"))
+        await shop.soon(session.rollback())
+        await shop.soon(session.close())
+        raise Away
+
+    with pytest.raises(Away) as first:
+        await shop.run("k", roll_back_and_fail, **{option: [Away]})
+    assert f"which is listed in {option}=" in first.value.__notes__[0]
+    assert shop.row("k").status == {"record": "failed", "free": "free"}[option]
 
 
 async def test_a_result_that_was_not_committed_says_when_the_key_is_free(shop: Shop) -> None:

@@ -133,6 +133,13 @@ class _Attempt:
         await self._running.save_step(name, self.unsaved[name])
         del self.unsaved[name]
 
+    async def _may_be_committed(self) -> bool:
+        """Return whether the transaction of `complete` was committed, or is still open, or the server did not respond."""
+        try:
+            return self._completed is not NOTHING and await self._running.is_finished()
+        except Exception:
+            return True
+
     def _complete(self, session: Session, value: object) -> None:
         # The claim is not checked in this process, because the server rejects a late attempt, whose transaction cannot commit.
         self._running.check_unfinished()

@@ -21,7 +21,7 @@ from pgfence.effects._claim import EffectKey
 from pgfence.effects._ends import describe_error
 from pgfence.effects._handles import NOTHING
 from pgfence.effects._manager import EffectManager
-from pgfence.effects._running import WHY, claim
+from pgfence.effects._running import claim
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError, PgfenceError
 from pgfence.lease._engines import EngineSourceT
 
@@ -39,6 +39,7 @@ End: TypeAlias = Literal["record", "free", "lapse", "lost"]
 
 log = logging.getLogger("pgfence.idempotency")
 
+WHY = "a key is claimed in a separate transaction before the work begins"
 _MEANINGS = ". If this error means that nothing was done, add its class to free=; if it is the result of the work, add its class to record="
 
 
@@ -151,6 +152,8 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         running, kind = attempt._running, describe_error(error)
         describe: Callable[[str], str]
         try:
+            if how in ("record", "free") and await attempt._may_be_committed():
+                how = "lapse"
             match how:
                 case "record":
                     await running.finish("failed", text)
@@ -191,8 +194,8 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         """Note on an error what happens to the key of the attempt, and log it."""
         if not attempt._running.ours:  # this is a forked child, and the parent still runs the attempt
             return
-        unsaved = attempt.unsaved or attempt.in_progress
-        named = how != "lapse" or unsaved or isinstance(error, PgfenceError) or not isinstance(error, Exception)
+        known = attempt.unsaved or attempt.in_progress or attempt._completed is not NOTHING
+        named = how != "lapse" or known or isinstance(error, PgfenceError) or not isinstance(error, Exception)
         error.add_note(describe("this error") + ("" if named else _MEANINGS))
         log.log(logging.WARNING if how == "lapse" else logging.INFO, "%s", describe(describe_error(error)))
 

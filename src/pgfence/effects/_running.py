@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     Values = tuple[object, ...]
 
-WHY = "a key is claimed in a separate transaction before the work begins"
 ALREADY_COMPLETED = -2
 """The number that the server returns to complete() if a transaction with the result was already committed."""
 LONGEST_PATIENCE = 30.0
@@ -232,16 +231,19 @@ class RunningAttempt:
             if unanswered := self._unanswered_error(error):
                 raise unanswered from error
             raise
-        if newest == 0:
-            return False
-        self._note_finished(newest)
-        return True
+        if newest != 0:
+            self._note_finished(newest)
+        return bool(newest != 0)
+
+    async def is_finished(self) -> bool:
+        """Return whether a transaction of the caller has finished the attempt, without ending the attempt."""
+        (newest,) = await self._execute(self._sql.finish, *self._finish_values(None, None, None), seconds=0.0)
+        return bool(newest == self.number)
 
     async def free(self) -> bool | None:
         """Free the key, so that any caller can run immediately, because this attempt is known to have done nothing.
 
-        Returns True if the key was freed, and False if another attempt has it. Returns None if the server did not respond; the
-        statement is then retried in the background.
+        Returns False if another attempt has the key, and None if the server did not respond; freeing is then retried later.
         """
         self._detach()
         try:
@@ -272,12 +274,10 @@ class RunningAttempt:
             return None  # the caller gets the attempt's own error, not the failure to note it
 
     def let_lapse(self, ended: str = "") -> None:
-        """Stop renewing, and leave the claim to expire, because the outcome is unknown.
-
-        The call does no I/O; a note is sent in the background.
+        """Stop renewing, and leave the claim to expire, because the outcome is unknown. The call does no I/O.
 
         Args:
-            ended: the error that the attempt ended with, for the next caller; empty for no note.
+            ended: the error that the attempt ended with, for a note that is sent in the background; empty for no note.
         """
         self._stop_renewing()
         if ended and self.ours:
