@@ -101,7 +101,7 @@ class WaitCancelledError(PgfenceError):
 
 
 class LockLostError(PgfenceError):
-    """The lock was lost before it was released. Work done since then was not protected.
+    """The lock was lost before it was released. Since then, only fenced writes were protected.
 
     `reason` is the `LossReason`, and `token` the fencing token, or None if the lock has none.
     """

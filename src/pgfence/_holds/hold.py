@@ -175,7 +175,7 @@ class BaseHold:
         reason = self.loss_reason or "killed"
         return LockLostError(
             f"{self.noun} {format_names(self.names)} was lost while it was held: {_LOSS[reason]}. Another process may hold it"
-            " now. Work done since the loss was not protected",
+            " now. Since the loss, only fenced writes were protected",
             names=self.names,
             reason=reason,
             token=self.token,

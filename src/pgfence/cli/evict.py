@@ -58,7 +58,13 @@ if TYPE_CHECKING:
 )
 @options.reason
 @options.actor
-@click.option("--dry-run", cls=Option, heading=options.AUDIT, is_flag=True, help="Only show the holder.")
+@click.option(
+    "--dry-run",
+    cls=Option,
+    heading=options.AUDIT,
+    is_flag=True,
+    help="Only show the holder, and what the command would do.",
+)
 @options.yes
 @options.add_database_options
 @options.as_json
@@ -117,7 +123,9 @@ class _Eviction:
         if (nobody := self._describe_absence(seen)) is not None:
             return AdminReport("nobody", Code.NOBODY, [nobody], seen)
         if dry_run:
-            return AdminReport("seen", Code.OK, [*self._list_holders(seen), "Nothing was done."], seen)
+            return AdminReport(
+                "seen", Code.OK, [*self._list_holders(seen), f"Nothing was done.{self._describe_plan(seen)}"], seen
+            )
         if not yes and not confirm(self._list_holders(seen), self.question):
             return AdminReport("declined", Code.DECLINED, ["nothing was done"], seen)
         return self._perform(seen)
@@ -151,6 +159,15 @@ class _Eviction:
         done += "The eviction is recorded in the audit table."
         return AdminReport("evicted", Code.OK, [*self._list_holders(found), done + raised], found)
 
+    def _describe_plan(self, seen: Found) -> str:
+        """Return what the call would do without --dry-run."""
+        sessions = {"advisory", "session lock"}
+        kinds = sorted({holder.kind for holder in seen.holders} - sessions)
+        backends = [str(holder.backend_pid) for holder in seen.holders if holder.kind in sessions]
+        steps = [f"end the {' and the '.join(kinds)}"] if kinds else []
+        steps += [f"terminate the session of backend {' and of backend '.join(backends)}"] if backends else []
+        return f" Without --dry-run, the command would {' and '.join(steps)}." if steps else ""
+
     def _list_holders(self, found: Found) -> list[str]:
         if not found.holders:
             return [f"No lease and no session holds {self._name!r} at this moment; its last token is {found.token}."]
@@ -161,6 +178,9 @@ class _Request(_Eviction):
     """One call of `pgfence evict --ask`."""
 
     question = "Ask it to resign?"
+
+    def _describe_plan(self, seen: Found) -> str:
+        return " Without --dry-run, the command would ask it to resign."
 
     def _describe_absence(self, seen: Found) -> str | None:
         if not seen.holders:
@@ -192,7 +212,7 @@ class _Request(_Eviction):
 
 
 def _describe(holder: Holder) -> str:
-    kind = f"a {holder.kind} of " if holder.kind in ("lease", "slot", "session lock", "term") else ""
+    kind = "an advisory lock of " if holder.kind == "advisory" else f"a {holder.kind} of "
     purpose = f", for {holder.purpose!r}" if holder.purpose else ""
     until = f", until {holder.expires_at.isoformat(timespec='seconds')}" if holder.expires_at else ""
     return f"{kind}{holder}{until}{purpose}"
