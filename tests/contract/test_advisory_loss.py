@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,36 @@ async def test_callbacks_are_called_once_where_they_belong(
     assert len(calls) == 3
     with pytest.raises(LockLostError):
         await world.call(held.release)
+
+
+@pytest.mark.sync_only
+async def test_a_callback_that_exits_stops_no_other_callback(
+    world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """SystemExit is logged, because it would only end the thread that runs all callbacks."""
+    held = await world.call(lock(world, labelled(world, name), name).acquire)
+    calls: list[str] = []
+    held.on_lost(sys.exit)
+    held.on_lost(lambda: calls.append("second"))
+    with caplog.at_level(logging.ERROR, "pgfence"):
+        kill(admin, name)
+        await eventually(lambda: calls)
+    assert "SystemExit" in caplog.text
+    with pytest.raises(LockLostError):
+        await world.call(held.release)
+
+
+async def test_a_callback_that_cannot_be_called_is_rejected(world: World, name: str) -> None:
+    """A sync handle rejects a coroutine function too, because nothing would await it."""
+
+    async def callback() -> None: ...
+
+    async with world.enter(lock(world, world.engine(), name).hold()) as held:
+        with pytest.raises(TypeError, match="NoneType"):
+            held.on_lost(None)
+        if not world.is_async:
+            with pytest.raises(TypeError, match="coroutine function"):
+                held.on_lost(callback)
 
 
 @pytest.mark.async_only

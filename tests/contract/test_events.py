@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from pgfence.retrying import run_transaction
 from pgfence.types import Event, LockEvent
 from pgfence.versions import Versioned, VersionedSession
 from support.leases import lapse, lease, rival
-from support.locking import elsewhere, lock
+from support.locking import elsewhere, labelled, lock, terminate
 from support.transactions import connection, run, session
 from support.transactions import lock as transaction_lock
 from support.waiting import eventually
@@ -268,3 +269,29 @@ async def test_log_records_about_a_lease_have_fields(world: World, name: str, ca
         "token": 1,
         "ttl": 30.0,
     }
+
+
+async def test_a_listener_that_exits_stops_no_renewal_and_no_detection(
+    world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """SystemExit in a thread of pgfence is logged, because the thread also serves other locks."""
+    engine = labelled(world, name)
+
+    def exit_on_loss(event: Event) -> None:
+        if event.event == "lost":
+            raise SystemExit(1)
+
+    configure(engine, on_event=exit_on_loss)
+    lost = await world.call(lease(world, engine, f"{name}-lost", ttl=0.6, heartbeat="manual").acquire)
+    kept = await world.call(lease(world, engine, f"{name}-kept", ttl=0.6).acquire)
+    locks = [await world.call(lock(world, engine, f"{name}-{each}").acquire) for each in range(2)]
+    with caplog.at_level(logging.ERROR, "pgfence.advisory"):
+        await eventually(lambda: lost.lost)
+        for each in locks:
+            pid = (await world.call(lock(world, engine, *each.names).holders))[0].backend_pid
+            terminate(admin, pid)
+            await eventually(lambda each=each: each.lost)
+        await asyncio.sleep(1.0)
+    assert caplog.text.count("SystemExit: 1") == 3
+    assert kept.state == "held"
+    await world.call(kept.release)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, Self, TypeVar, cast, overl
 from sqlalchemy import Connection
 
 from pgfence._api.contexts import attach
+from pgfence._api.inputs import expect_callable, reject_coroutine
 from pgfence._holds.carriers import THREADS, find_task_contender, keep_task, run_on_loop
 from pgfence._holds.hold import format_names
 from pgfence._process.callbacks import call_logged, log
@@ -168,8 +169,14 @@ class Held(_Handle):
         """Call `cb` once when the lock is lost, or immediately if it is already lost.
 
         The callback runs in a dedicated thread, which runs callbacks one after the other and holds none of pgfence's internal
-        locks. Exceptions are logged.
+        locks. Exceptions are logged, even SystemExit: `sys.exit()` ends a program only in its main thread. To end the program,
+        send it a signal, for example with `os.kill(os.getpid(), signal.SIGTERM)`.
+
+        Raises:
+            TypeError: `cb` is not callable, or is a coroutine function.
         """
+        expect_callable(cb)
+        reject_coroutine(cb, "on_lost() of a sync handle does not await it. Use the async class")
         MONITOR.expect_callbacks()
         self._hold.subscribe(lambda: MONITOR.call(cb))
 
@@ -225,7 +232,11 @@ class AsyncHeld(_Handle):
 
         The callback runs in the event loop in which the lock was acquired; a coroutine function is awaited there. Exceptions
         are logged.
+
+        Raises:
+            TypeError: `cb` is not callable.
         """
+        expect_callable(cb)
         loop = self._manager.loop
         assert loop is not None
         self._hold.subscribe(lambda: run_on_loop(loop, lambda: _run(cb)))

@@ -198,6 +198,12 @@ def reject_generator(fn: Callable[..., object], why: str = "calling it does not 
         raise TypeError(f"{describe_function(fn)} is a generator function: {why}")
 
 
+def expect_callable(cb: object) -> None:
+    """Raise TypeError for a callback that cannot be called."""
+    if not callable(cb):
+        raise TypeError(f"a callback must be callable, not {type(cb).__name__}")
+
+
 def reject_coroutine(fn: Callable[..., object], why: str) -> None:
     """Raise TypeError for a coroutine function, or for an object whose `__call__` is one."""
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):

@@ -6,6 +6,8 @@ import logging
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from pgfence._process.callbacks import FAILED, must_propagate
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     Timing: TypeAlias = Literal["renewal", "pause"]
 
 log = logging.getLogger("pgfence.advisory")
-
-_FAILED = "a callback of a lock failed"
 
 
 class EventObserver(Protocol):
@@ -74,8 +74,10 @@ class EventHub:
         if (observer := self.observer) is not None:
             try:
                 observer.observe(event)
-            except Exception:
-                log.exception(_FAILED)
+            except BaseException as error:
+                if must_propagate(error):
+                    raise
+                log.exception(FAILED)
         self.notify(event)
 
     def notify(self, event: Event) -> None:
@@ -83,16 +85,20 @@ class EventHub:
         if (listener := self.listener) is not None:
             try:
                 listener(event)
-            except Exception:
-                log.exception(_FAILED)
+            except BaseException as error:
+                if must_propagate(error):
+                    raise
+                log.exception(FAILED)
 
     def record(self, what: Timing, seconds: float) -> None:
         """Pass a duration to the observer."""
         if (observer := self.observer) is not None:
             try:
                 observer.observe_timing(what, seconds)
-            except Exception:
-                log.exception(_FAILED)
+            except BaseException as error:
+                if must_propagate(error):
+                    raise
+                log.exception(FAILED)
 
 
 def emit_event(
@@ -115,8 +121,10 @@ def emit_event(
     if (observer := events.observer) is not None:
         try:
             observer.observe_lock(event, name, kind, token, owner, waited, held, reason, contended)
-        except Exception:
-            log.exception(_FAILED)
+        except BaseException as error:
+            if must_propagate(error):
+                raise
+            log.exception(FAILED)
     if events.listener is not None:
         from pgfence.types import LockEvent  # only a listener needs the event object
 
