@@ -188,7 +188,7 @@ async def test_a_read_only_transaction_is_reported(jobs: Jobs) -> None:
     """PostgreSQL locks no rows in a read-only transaction; the error says where to claim."""
     async with jobs.world.enter(jobs.session()) as session:
         await jobs.world.call(session.execute, text("SET TRANSACTION READ ONLY"))
-        with pytest.raises(StandbyError, match="Claim on the primary"):
+        with pytest.raises(StandbyError, match="only on the primary"):
             await jobs.claim(session, Job)
 
 
