@@ -365,3 +365,15 @@ def test_a_host_without_a_server_waits_for_it(cli: Cli, name: str, tmp_path: Pat
         one.wait_for("cannot be a candidate now, and will try again")
         assert one.read() == ""
         assert one.end() == 128 + signal.SIGTERM
+
+
+def test_warnings_are_printed_whatever_logging_the_application_configures(cli: Cli, name: str) -> None:
+    """`dictConfig` disables the loggers that exist, so a host without a server would print nothing."""
+    (cli.folder / "logged.py").write_text(
+        "import logging.config\n"
+        "from sqlalchemy import create_engine\n"
+        'logging.config.dictConfig({"version": 1, "root": {"level": "ERROR"}})\n'
+        'engine = create_engine("postgresql+psycopg://nobody@127.0.0.1:1/nothing")\n'
+    )
+    with host(cli, "--engine", "logged:engine", name, "--", "true") as one:
+        eventually(lambda: "cannot be a candidate now" in one.read("err"))

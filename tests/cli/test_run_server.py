@@ -91,6 +91,29 @@ def test_an_engine_of_the_application_is_used(
         assert (row, process.returncode) == (("shop",), 0)
 
 
+def test_a_module_that_exits_is_misuse(cli: Cli, name: str) -> None:
+    """A script that calls sys.exit() at its end would otherwise end `pgfence` with 0, and the command would not run."""
+    (cli.folder / "script.py").write_text("import sys\nengine = None\nsys.exit()\n")
+    done = cli.run("--engine", "script:engine", name, "--", "true")
+    assert (done.returncode, "script:engine: SystemExit" in done.stderr) == (64, True)
+
+
+def test_a_signal_reaches_the_command_if_the_application_handles_it_too(cli: Cli, dsn: str, name: str) -> None:
+    """A handler of the module of --engine would otherwise end `pgfence` with 0, and the guard the command."""
+    url = dsn.replace("postgresql:", "postgresql+psycopg:")
+    (cli.folder / "worker.py").write_text(
+        "import signal, sys\n"
+        "from sqlalchemy import create_engine\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        f"engine = create_engine({url!r})\n"
+    )
+    work = "trap 'echo got; exit 9' TERM; echo ready; while :; do sleep 0.1; done"
+    with cli.started("--engine", "worker:engine", name, "--", "sh", "-c", work) as process:
+        assert first_line(process) == "ready"
+        process.send_signal(signal.SIGTERM)
+        assert (process.communicate(timeout=20)[0], process.returncode) == ("got\n", 9)
+
+
 def test_a_signal_ends_what_an_engine_is_waiting_for(cli: Cli, name: str) -> None:
     """A module that hangs while it is imported can be interrupted."""
     # Python misses a signal between its last check and the start of a sleep: a single long sleep would hide it.

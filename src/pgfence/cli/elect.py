@@ -82,6 +82,7 @@ def elect(options: ElectOptions, speaker: Console, environ: Mapping[str, str]) -
         ) as engine,
         _report_warnings(speaker),
     ):
+        supervisor.handle_signals()
         return _FleetMember(options, speaker, environ, supervisor, engine).run()
 
 
@@ -230,6 +231,9 @@ def _report_warnings(speaker: Console) -> Iterator[None]:
     """Print the warnings that the member logs. The member remains a candidate after each of them."""
     log, handler = logging.getLogger("pgfence.election"), _Printer(speaker)
     log.addHandler(handler)
+    # The module of --engine may have configured logging, which by default disables the loggers that exist.
+    log.disabled = False
+    log.setLevel(logging.WARNING)
     try:
         yield
     finally:

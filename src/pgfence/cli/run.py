@@ -71,7 +71,9 @@ def run(options: RunOptions, speaker: Console, environ: Mapping[str, str]) -> Re
     with Supervisor(grace=options.grace) as supervisor:
         try:
             with supervisor.allow_interrupts():
-                held = _acquire(options, speaker, environ, report)
+                engine = _find_engine(options, environ)
+                supervisor.handle_signals()
+                held = _acquire(engine, options, speaker, report)
         except Interrupted as stop:
             return report_interrupted(report, stop)
         except LockTimeoutError as error:
@@ -105,8 +107,7 @@ def _find_engine(options: RunOptions, environ: Mapping[str, str]) -> Engine:
     return engine
 
 
-def _acquire(options: RunOptions, speaker: Console, environ: Mapping[str, str], report: Report) -> Held:
-    engine = _find_engine(options, environ)
+def _acquire(engine: Engine, options: RunOptions, speaker: Console, report: Report) -> Held:
     lock = lock_on(engine, options.name, options.namespace, options.terms, report)
     start = clock()
     try:

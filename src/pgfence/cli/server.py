@@ -197,7 +197,7 @@ def _import(path: str) -> Engine:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
         if callable(found) and not inspect.iscoroutinefunction(found):
             found = found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may call sys.exit() at its end
         raise MisuseError(f"--engine {path}: {type(error).__name__}: {error}") from error
     if hasattr(found, "sync_engine"):
         raise MisuseError(

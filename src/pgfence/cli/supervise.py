@@ -189,9 +189,18 @@ class Supervisor:
         self._open = True
         taken = [s for s in FORWARDED if signal.getsignal(s) is not signal.SIG_IGN]
         # Some daemons start their children with SIGCHLD ignored. This process would then get no exit status of the command.
-        self._before = {s: signal.signal(s, self._on_signal) for s in (*taken, signal.SIGCHLD)}
-        self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._before = {s: signal.getsignal(s) for s in (*taken, signal.SIGCHLD)}
+        self._wakeup_before = self.handle_signals()
         return self
+
+    def handle_signals(self) -> int:
+        """Set the handlers, and return the descriptor that signals woke before.
+
+        Call this again after running code of the user, such as the module of --engine, which may have set handlers of its own.
+        """
+        for signum in self._before:
+            signal.signal(signum, self._on_signal)
+        return signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
