@@ -203,11 +203,7 @@ def _collect_samples(read: Callable[[], Listing], length: float, interval: float
 def _show(samples: HoldSamples, top: int) -> None:
     tty = sys.stdout.isatty()
     console = open_console(sys.stdout)
-    lines = [
-        f"{samples.count} {'sample' if samples.count == 1 else 'samples'}"
-        + (f", {samples.errors} failed" if samples.errors else "")
-        + "."
-    ]
+    lines = [f"Samples: {samples.count}{f' ({samples.errors} failed)' if samples.errors else ''}."]
     if samples.limited:
         lines.append(f"Only the first {SAMPLED} rows of each sample were counted.")
     waits, holds = samples.list_longest_waits(top), samples.list_longest_holds(top)
