@@ -290,6 +290,7 @@ def test_slots_come_in_words_and_in_cron_lines(cli: Cli, name: str, period: str)
         (["--once-per", "0 0 2 * * *"], "6 fields, not five"),
         (["--once-per", "@reboot"], "--once-per='@reboot' is not a time"),
         (["--once-per", "day", "--tz", "Mars/Base"], "--tz='Mars/Base'"),
+        (["--once-per", "day", "--tz", ""], "--tz=''"),
         (["--tz", "UTC"], "--tz needs --once-per"),
         (["--once-per", "day", "--lease"], "not both"),
         (["--once-per", "day", "--min-hold", "5"], "--min-hold needs --lease"),

@@ -101,7 +101,7 @@ def lock_on(
 def _create_once(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: float) -> Once:
     from pgfence.once import Once
 
-    tz, step = terms.tz or "UTC", PERIODS.get(terms.once_per or "")
+    tz, step = "UTC" if terms.tz is None else terms.tz, PERIODS.get(terms.once_per or "")
     if step is not None:
         return Once(engine, name, every=step, tz=tz, ttl=ttl, max_hold=terms.max_hold, namespace=namespace)
     assert terms.once_per is not None
