@@ -10,7 +10,8 @@ from uuid import UUID
 
 import psycopg
 import pytest
-from sqlalchemy import Connection, Delete, ForeignKey, Update, event
+from sqlalchemy import Connection, Delete, ForeignKey, Update, event, inspect
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import (
     DeclarativeBase,
@@ -22,6 +23,7 @@ from sqlalchemy.orm import (
     relationship,
     scoped_session,
     sessionmaker,
+    synonym,
 )
 from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.orm.exc import StaleDataError
@@ -457,6 +459,19 @@ async def test_composite_keys_as_a_tuple_and_as_a_dict(desk: Desk) -> None:
             with pytest.raises(VersionConflictError) as refused:
                 await desk.load(session, Line, gone, 1)
             assert refused.value.items == (VersionConflict(Line, ("b", 3), 1, None),)
+
+
+@pytest.mark.parametrize("lock", [False, True])
+async def test_a_key_is_given_as_for_session_get(desk: Desk, lock: bool) -> None:
+    """A key is converted to the type of its column, and one that does not fit raises SQLAlchemy's error, with a lock too."""
+    cls = page(second=synonym("id"))
+    await desk.make(cls, cls(id=1, title="old"))
+    async with desk.open() as session:
+        for pk in ("1", True, {"id": "1"}, *([{"second": 1}] if hasattr(inspect(cls), "_pk_synonyms") else [])):
+            assert (await desk.load(session, cls, pk, 1, lock=lock)).title == "old"
+        for wrong in ({"title": 1}, {}, (1, 1), ()):
+            with pytest.raises(InvalidRequestError, match="primary key"):
+                await desk.load(session, cls, wrong, 1, lock=lock)
 
 
 async def test_joined_inheritance_and_eager_rows_can_be_locked(desk: Desk) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 from uuid import UUID
 
-from sqlalchemy import Uuid, inspect, select, update
+from sqlalchemy import Uuid, inspect, literal, select, update
 from sqlalchemy.orm import Mapper, Session
 from sqlalchemy.orm.attributes import instance_state
 
@@ -102,16 +102,20 @@ def _load(session: Session, mapper: Mapper[object], pk: object, expected: object
     version = _mapping.get_version_column(mapper)
     # A Session that reads from replicas must read this row from the server to which the flush will write it.
     primary = {"bind": session.get_bind(mapper, clause=update(version.table))}
+    key = _key_of(mapper, pk)
     with session.no_autoflush:
-        if lock:
+        # session.get() raises an error for a key that does not fit.
+        if lock and len(key) == len(mapper.primary_key):
             # This is separate from the read, because tables that the read joins without locking would be as old as the statement that
             # waited, and PostgreSQL rejects FOR UPDATE of an outer join.
-            keys = zip(mapper.base_mapper.primary_key, _key_of(mapper, pk), strict=False)
-            one = select(version).where(*(column == value for column, value in keys)).with_for_update()
+            keys = zip(mapper.base_mapper.primary_key, key, strict=True)
+            # The parameters have the types of the columns, as those of session.get().
+            one = select(version).where(*(column == literal(value, column.type) for column, value in keys))
+            one = one.with_for_update()
             session.execute(one, bind_arguments=primary)
         found = session.get(mapper.class_, pk, populate_existing=True, bind_arguments=primary)
     if found is None:
-        raise _conflict_error(session, mapper, _key_of(mapper, pk), expected, None)
+        raise _conflict_error(session, mapper, key, expected, None)
     loaded = getattr(found, _mapping.ATTRIBUTE)
     if loaded is None:
         raise missing_version_error(mapper, identity_of(instance_state(found)))
@@ -157,6 +161,9 @@ def _conflict_error(
 
 
 def _key_of(mapper: Mapper[object], pk: object) -> Key:
+    """Return the values of a primary key in the order of its columns; a dict may lack some of them."""
     if isinstance(pk, dict):
-        return tuple(pk[mapper.get_property_by_column(column).key] for column in mapper.primary_key)
+        given = {synonym.name: pk[synonym.key] for synonym in mapper.synonyms if synonym.key in pk} | pk
+        names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
+        return tuple(given[name] for name in names if name in given)
     return tuple(pk) if isinstance(pk, (tuple, list)) else (pk,)
