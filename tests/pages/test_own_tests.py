@@ -58,6 +58,8 @@ def test_the_pytest_files_of_the_pages_pass() -> None:
         "no:cacheprovider",
         "-p",
         "pgfence_pytest",
+        "-p",
+        "anyio.pytest_plugin",
         "-o",
         "usefixtures=pgfence_no_leaks",
         "-W",
@@ -72,7 +74,9 @@ def test_the_pytest_files_of_the_pages_pass() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    written = sum(file.read_text().count("\ndef test_") for file in EXAMPLES.glob("test_*.py"))
+    written = sum(
+        len(re.findall("^(?:async )?def test_", file.read_text(), re.MULTILINE)) for file in EXAMPLES.glob("test_*.py")
+    )
     assert f"{written} passed" in done.stdout
 
 

@@ -22,7 +22,9 @@ def client(session: Session) -> Iterator[TestClient]:
     app.dependency_overrides.clear()
 
 
-def test_second_transfer_waits(client: TestClient, pgfence_holds: PgfenceHolds) -> None:
+def test_transfer_from_a_locked_account_returns_423(
+    client: TestClient, pgfence_holds: PgfenceHolds
+) -> None:
     transfer = {"src": 1, "dst": 2, "amount": 5}
     with pgfence_holds(ACCOUNT(1)):  # held in another session
         assert client.post("/transfer", json=transfer).status_code == 423
