@@ -260,6 +260,7 @@ def test_the_command_knows_its_slot(cli: Cli, name: str) -> None:
     """PGFENCE_SLOT names it by its beginning, the same for every attempt and on every host."""
     done = cli.run("--json", "--once-per", "day", "--tz", "Europe/Vienna", name, "--", "sh", "-c", "echo $PGFENCE_SLOT")
     slot = datetime.fromisoformat(done.stdout.strip())
+    assert slot.utcoffset() == timedelta(0)
     local = slot.astimezone(ZoneInfo("Europe/Vienna"))
     assert (local.hour, local.minute, local.second) == (0, 0, 0)
     assert timedelta(0) <= datetime.now(slot.tzinfo) - slot < timedelta(hours=26)

@@ -22,7 +22,7 @@ class _Slotted(_Leased):
 
     @property
     def slot(self) -> datetime:
-        """The beginning of the slot, the same for each attempt and on each host. Reading it does no I/O."""
+        """The beginning of the slot in UTC, the same for each attempt and on each host. Reading it does no I/O."""
         slot = self._grant.slot
         assert slot is not None
         return slot
