@@ -202,7 +202,7 @@ class Directives:
         Raises:
             ValueError: the table or the column does not exist, the column is not an integer, the table is a partition whose
                 parent counts in another column, or the table has another trigger with that name.
-            SchemaError: the column is nullable, or this role may not create the function or the trigger.
+            SchemaError: the column is nullable, this role does not own the table, or it may not create the function.
         """
         options = {"column": column, "schema": schema, "pgfence_schema": pgfence_schema, "prefix": prefix}
         operations.invoke(_operations().AddVersionTrigger(table, **options))
