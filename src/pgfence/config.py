@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
@@ -100,6 +101,10 @@ def configure(
         _get_dialect(lock_engine, "lock_engine must be an Engine, an AsyncEngine or a function that returns one")
     if on_event is not None and not callable(on_event):
         raise TypeError(f"on_event must be a function, not {type(on_event).__name__}")
+    if inspect.iscoroutinefunction(on_event) or inspect.iscoroutinefunction(type(on_event).__call__):
+        raise TypeError(
+            "on_event must not be a coroutine function: pgfence does not await it, so no event would be handled"
+        )
     new = Config(
         namespace=namespace,
         schema=schema,

@@ -7,6 +7,7 @@ import math
 import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock
 
 import pytest
 from sqlalchemy import create_engine
@@ -181,6 +182,7 @@ def test_settings_do_not_keep_an_engine_alive() -> None:
         ({"pooler": "pgbouncer"}, ValueError),
         ({"pooler": None}, ValueError),
         ({"on_event": "print"}, TypeError),
+        ({"on_event": AsyncMock()}, TypeError),
     ],
 )
 def test_a_bad_value_is_rejected_and_leaves_nothing_set(

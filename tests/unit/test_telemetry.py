@@ -178,6 +178,15 @@ def test_without_a_collection_the_memory_is_bounded(monkeypatch: pytest.MonkeyPa
     assert not kept._samples
 
 
+def test_attempts_alone_are_all_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes no lock between two collections loses no attempts of run_transaction."""
+    monkeypatch.setattr(recorder, "MOST_PENDING", 10)
+    bench = Bench()
+    for _ in range(1000):
+        emit_attempt(bench, "committed")
+    assert bench.collect()["pgfence.transaction.attempts"] == {("committed",): 1000}
+
+
 def test_a_forked_child_counts_although_the_parent_held_the_lock() -> None:
     """The lock of a thread that does not exist in the child is replaced."""
     bench = Bench()

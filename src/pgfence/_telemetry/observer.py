@@ -47,10 +47,15 @@ class EngineObserver:
     def observe(self, event: Event) -> None:
         """Record the end of an attempt of `run_transaction`."""
         if isinstance(event, TransactionAttempt):
-            self._pending.append((self._database, event.event, "", "", None, None, None, False))
+            self._add(event.event, None)
             if self._spans.is_tracing():
                 self._spans.add_attempt(event)
 
     def observe_timing(self, what: Timing, seconds: float) -> None:
         """Record a duration."""
-        self._pending.append((self._database, what, "", "", None, seconds, None, False))
+        self._add(what, seconds)
+
+    def _add(self, event: str, seconds: float | None) -> None:
+        self._pending.append((self._database, event, "", "", None, seconds, None, False))
+        if len(self._pending) >= recorder.MOST_PENDING:
+            self._recorder.count_early()
