@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import event
-from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.exc import DBAPIError, InvalidRequestError, PendingRollbackError
 
 from pgfence.errors import LockTimeoutError, TransactionStateError
 from pgfence.transaction import AsyncTransactionLock, TransactionLock
@@ -53,6 +54,17 @@ async def test_the_block_commits_and_then_the_lock_is_free(
             await run(world, work, f"INSERT INTO {journal} VALUES (:n)", n=n)
         assert advisory_rows() == []
     assert admin.execute(f"SELECT count(*) FROM {journal}").fetchone() == (2,)
+
+
+async def test_a_connection_lost_before_the_commit_leaves_no_doubt(
+    world: World, source: Any, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """No COMMIT was sent, so SQLAlchemy's error is raised unchanged, although the block had swallowed the first error."""
+    with pytest.raises(PendingRollbackError):
+        async with world.enter(begin(world, source, name)) as work:
+            admin.execute("SELECT pg_terminate_backend(%s)", [await value(world, work, "SELECT pg_backend_pid()")])
+            with suppress(DBAPIError):
+                await run(world, work, "SELECT 1")
 
 
 @pytest.mark.matrix

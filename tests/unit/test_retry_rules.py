@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError
 
 from pgfence._sql.errors import is_commit_unanswered
 from pgfence.errors import (
@@ -98,6 +98,7 @@ def test_a_commit_without_a_response_has_an_unknown_outcome(error: Exception) ->
     assert is_commit_unanswered(error)
 
 
-def test_a_rejected_commit_has_a_known_outcome() -> None:
-    """An exception that the caller's hook raises says nothing about the connection."""
-    assert not is_commit_unanswered(ZeroDivisionError())
+@every_row("error", [ZeroDivisionError(), PendingRollbackError("x")])
+def test_a_commit_that_was_not_sent_has_a_known_outcome(error: Exception) -> None:
+    """The caller's hook raised an exception, or the connection was lost before the COMMIT."""
+    assert not is_commit_unanswered(error)

@@ -13,7 +13,7 @@ import socket
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, PendingRollbackError, SQLAlchemyError
 
 from pgfence._sql.addresses import describe_server
 from pgfence._sql.encoding import TextError
@@ -323,8 +323,8 @@ def is_connection_lost(error: BaseException) -> bool:
 
 
 def is_commit_unanswered(error: Exception) -> bool:
-    """Return whether an error at COMMIT means that the server did not respond. An error with an SQLSTATE is a response."""
-    if not isinstance(error, DBAPIError) and not is_driver_error(error):
+    """Return whether an error means that a COMMIT was sent and had no response. An error with an SQLSTATE is a response."""
+    if isinstance(error, PendingRollbackError) or not is_driver_error(error):
         return isinstance(error, OSError)
     state = sqlstate_of(getattr(error, "orig", None) or error)
     lost = getattr(error, "connection_invalidated", False)
