@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -20,6 +21,7 @@ from pgfence.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from datetime import tzinfo
 
     from sqlalchemy import Engine
 
@@ -197,3 +199,22 @@ def test_the_printed_expression_computes_the_key(dsn: str, capsys: pytest.Captur
         assert main(["key", f"--who={stored}", "--dsn", dsn]) == 0
         connection.execute("DELETE FROM pgfence_lock_name WHERE key = %s", [stored])
     assert "pgfence lock 'stored' in the namespace 'ns'" in capsys.readouterr().out
+
+
+def test_spans_do_not_depend_on_the_clock_of_this_host(
+    monkeypatch: pytest.MonkeyPatch, name: str, engine: Engine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With a clock that is an hour ahead, a live lease would seem to have no time left."""
+
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.now(tz) + timedelta(hours=1)
+
+    for module in ("ps_view", "stats"):
+        monkeypatch.setattr(f"pgfence.cli.{module}.datetime", Ahead, raising=False)
+    with Lease(engine, name, ttl=600).hold():
+        assert main(["ps", name]) == 0
+        assert re.search(r"held, (9m5\ds|10m00s) left +\d\.\ds ", capfd.readouterr().out)
+        assert main(["stats", name, "--for", "0.1", "--interval", "0.1", "--json"]) == 0
+        assert json.loads(capfd.readouterr().out)["holds"][0]["held"] < 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, overload
 
 from pgfence._admin.known_keys import MIGRATION, list_known_keys, recognize_key
@@ -112,6 +112,8 @@ class Listing(Sequence[Row]):
     rows: tuple[Row, ...] = ()
     limited: bool = False
     hidden: tuple[str, ...] = field(default=())
+    _at: datetime | None = field(default=None, init=False, repr=False, compare=False)
+    """The time by the server's clock at which the list was read."""
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -240,9 +242,10 @@ def build_listing(query: HoldQuery, access: Access, holds: list[HoldRow], waits:
     limited = query.limit is not None and len(holds) >= query.limit
     shown = holds[: query.limit - 1] if limited and query.limit is not None else holds
     waiters = _Waiters(shown, waits)
-    return Listing(
-        tuple([_build_row(row, waiters, access.database) for row in shown]), limited, tuple(_list_hidden(query, access))
-    )
+    rows = tuple([_build_row(row, waiters, access.database) for row in shown])
+    listing = Listing(rows, limited, tuple(_list_hidden(query, access)))
+    object.__setattr__(listing, "_at", from_microseconds(access.now))
+    return listing
 
 
 def _list_hidden(query: HoldQuery, access: Access) -> Iterable[str]:

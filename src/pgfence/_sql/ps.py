@@ -34,7 +34,8 @@ MISSING, DENIED = -2, -1
 # minutes, and their high estimated cost would trigger JIT compilation.
 _SETTINGS = "pg_catalog.set_config('enable_nestloop', 'off', true), pg_catalog.set_config('jit', 'off', true)"
 _PROBE = (
-    f"SELECT {_SETTINGS}, pg_catalog.pg_has_role('pg_read_all_stats', 'USAGE'), pg_catalog.current_database(), pg_catalog.json_object_agg(w.name, CASE"
+    f"SELECT {_SETTINGS}, pg_catalog.pg_has_role('pg_read_all_stats', 'USAGE'), pg_catalog.current_database(),"
+    f" {microseconds_sql('pg_catalog.clock_timestamp()')}, pg_catalog.json_object_agg(w.name, CASE"
     f" WHEN c.oid IS NULL THEN {MISSING} WHEN NOT pg_catalog.has_schema_privilege(c.relnamespace, 'USAGE')"
     f" OR NOT pg_catalog.has_table_privilege(c.oid, 'SELECT') THEN {DENIED} ELSE GREATEST(c.reltuples, 0) END)::text"
     " FROM (VALUES {values}) AS w(name, relation, field) LEFT JOIN pg_catalog.pg_class AS c ON c.oid = (SELECT t.oid"
@@ -165,11 +166,13 @@ class Access(NamedTuple):
     Attributes:
         all_stats: whether the role sees the activity of other roles' sessions.
         database: the name of the database.
+        now: the time by the server's clock, in microseconds since 1970.
         tables: the estimated number of rows of each table, or MISSING or DENIED.
     """
 
     all_stats: bool
     database: str
+    now: float
     tables: dict[str, float]
 
     def is_readable(self, table: str) -> bool:
@@ -249,10 +252,10 @@ def probe(connection: Connection, place: TableNames) -> Access:
         for name, field in _TABLES.items()
     )
     text = _PROBE.format(values=values, schema=is_in_place_sql(place, "t"))
-    _, _, all_stats, database, tables = connection.exec_driver_sql(
+    _, _, all_stats, database, now, tables = connection.exec_driver_sql(
         text, execution_options={"no_parameters": True}
     ).one()
-    return Access(all_stats, database, json.loads(tables))
+    return Access(all_stats, database, now, json.loads(tables))
 
 
 def look(connection: Connection, query: HoldQuery, access: Access) -> tuple[list[HoldRow], list[WaitRow]]:

@@ -48,12 +48,11 @@ def show_listing(listing: Listing, file: TextIO, nothing: str = NOTHING) -> None
         file: where to print.
         nothing: the sentence for an empty list.
     """
-    now = datetime.now(UTC)
     if file.isatty():
         console = open_console(file)
-        console.print(_build_view(listing, now, console.width) if listing else nothing)
+        console.print(_build_view(listing, console.width) if listing else nothing)
     elif listing:
-        cells = [tuple(text for text, _ in line) for line in _iterate_lines(listing, now)]
+        cells = [tuple(text for text, _ in line) for line in _iterate_lines(listing)]
         print("\n".join(format_columns([TITLES, *cells])), file=file)
     else:
         print(nothing, file=file)
@@ -73,9 +72,9 @@ def _list_notes(listing: Listing) -> list[str]:
     return [*more, *listing.hidden]
 
 
-def _build_view(listing: Listing, now: datetime, width: int) -> RenderableType:
+def _build_view(listing: Listing, width: int) -> RenderableType:
     """Return the table or, for a narrow terminal, entries with the holder on a second line."""
-    lines = list(_iterate_lines(listing, now))
+    lines = list(_iterate_lines(listing))
     if width < _WIDE:
         return Group(*_build_narrow([tuple((title, "bold") for title in TITLES), *lines], width))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -99,8 +98,14 @@ def _build_narrow(lines: Sequence[Sequence[tuple[str, str]]], width: int) -> Ite
         yield shown
 
 
-def _iterate_lines(listing: Listing, now: datetime) -> Iterator[tuple[tuple[str, str], ...]]:
+def find_time(listing: Listing) -> datetime:
+    """Return when the list was read, by the server's clock, because the times in it come from that clock."""
+    return listing._at or datetime.now(UTC)
+
+
+def _iterate_lines(listing: Listing) -> Iterator[tuple[tuple[str, str], ...]]:
     """Yield the cells of each line with their styles. The line of a holder is followed by a line for each waiter."""
+    now = find_time(listing)
     for row in listing:
         state = (_describe_state(row, now), _STYLES.get(row.state, ""))
         held = "" if row.holder.since is None else format_span(now - row.holder.since)
@@ -246,5 +251,5 @@ def build_frame(found: Listing | PgfenceError, now: datetime, width: int, nothin
     title = Text(f"pgfence ps   {now.isoformat(timespec='seconds')}   Ctrl-C to quit", "dim")
     if isinstance(found, PgfenceError):
         return Group(title, Text(), Text(str(found), "bold red"))
-    body = _build_view(found, now, width) if found else Text(nothing)
+    body = _build_view(found, width) if found else Text(nothing)
     return Group(title, Text(), body, *(Text(note, "dim") for note in _list_notes(found)))

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import click
@@ -16,13 +16,14 @@ from pgfence import monitoring
 from pgfence.cli import options
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.parser import SECONDS, Command, Option
-from pgfence.cli.ps_view import describe_holder, format_span, open_console
+from pgfence.cli.ps_view import describe_holder, find_time, format_span, open_console
 from pgfence.cli.report import Console, choose_code, format_columns
 from pgfence.cli.server import open_engine
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from datetime import datetime
 
     from pgfence._admin.ps import Listing, Row
 
@@ -190,7 +191,7 @@ def _collect_samples(read: Callable[[], Listing], length: float, interval: float
                 samples.errors += 1
             else:
                 # The first sample represents the interval before it, as each later one does.
-                samples.add(listing, datetime.now(UTC), start - last if samples.count else min(interval, length))
+                samples.add(listing, find_time(listing), start - last if samples.count else min(interval, length))
                 last = start
             pause = min(interval - (time.monotonic() - start), began + length - time.monotonic())
             if time.monotonic() + interval > began + length:
