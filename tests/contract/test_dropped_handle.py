@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import gc
 import pickle
@@ -11,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgfence import AdvisoryLock, AsyncAdvisoryLock, AsyncLease, Lease
+from support.leases import row
 from support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import psycopg
 
     from support.worlds import World
 
@@ -64,3 +68,25 @@ async def test_a_handle_cannot_be_copied(world: World, name: str, kind: str) -> 
     gc.collect()
     assert held.state == "held"
     await world.call(held.release)
+
+
+@pytest.mark.async_only
+async def test_a_lease_that_is_dropped_after_its_loop_is_released(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A job that fails in asyncio.run() may drop its handle when the loop is closed. The heartbeat must not renew the lease."""
+    engine = world.engine()
+
+    async def fail() -> None:
+        held = await AsyncLease(engine, name, ttl=3600).acquire()
+        raise KeyError(held.token)
+
+    def run() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            with pytest.raises(KeyError):
+                asyncio.run(fail())
+            gc.collect()
+
+    await asyncio.to_thread(run)
+    await eventually(lambda: row(admin, name).released_at is not None)

@@ -16,6 +16,7 @@ from pgfence._process import threads
 from pgfence._process.callbacks import log
 from pgfence._process.clock import clock
 from pgfence._process.lifecycle import MUTEX, PROCESS
+from pgfence._process.monitor import MONITOR
 from pgfence._sql.errors import missing_tables_error
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.params import style_of
@@ -367,7 +368,8 @@ class LeaseStatements:
 
     def abandon(self, grant: Grant) -> None:
         """Release a lease whose handle was dropped. A finaliser calls this, so another thread does the work."""
-        self.carrier.run_later(lambda: self.give_back_later(grant))
+        # The event loop may be closed, for example after asyncio.run(), and the heartbeat would renew the lease indefinitely.
+        MONITOR.post(lambda: self.give_back_later(grant))
 
 
 _MAY_BE_OURS = ("expired", "overdue", "cut off", "resigned")

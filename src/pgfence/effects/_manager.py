@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pgfence._leases.manager import LONGEST_SLEEP, LeaseManager
 from pgfence._process.clock import between
+from pgfence._process.monitor import MONITOR
 from pgfence.effects._claim import EffectRequest
 from pgfence.effects._ends import in_progress_error
 from pgfence.errors import LockNotHeldError, UnreachableError
@@ -57,4 +58,4 @@ class EffectManager(LeaseManager):
             except LockNotHeldError:
                 return
 
-        self.carrier.run_later(lapse)
+        MONITOR.post(lapse)  # the event loop may be closed, as in LeaseStatements.abandon()
