@@ -202,6 +202,7 @@ class IdempotentCall(Generic[T]):
         once._used = True  # an endpoint may return 404 without calling `run`
         self._once = once
         self._build_response = response
+        self._ended = False
 
     @overload
     def run(self, fn: Callable[[], Awaitable[T]], /) -> Coroutine[Any, Any, T]: ...
@@ -219,9 +220,16 @@ class IdempotentCall(Generic[T]):
 
         Raises:
             TypeError: `run` was called with a Session on an event loop, where waiting would block the commit of the request that
-                has claimed the key; or `fn` is a coroutine function although the session is a Session, or the reverse.
+                has claimed the key; or `fn` is a coroutine function although the session is a Session, or the reverse; or the
+                endpoint has returned, so that nothing would commit the work. A background task and the content of a
+                StreamingResponse run after that.
             PgfenceError: the same errors as `idempotent`.
         """
+        if self._ended:
+            raise TypeError(
+                "run() was called after the endpoint had returned, so its transaction has ended, and nothing would commit the work:"
+                " call it in the endpoint, not in a background task or a StreamingResponse"
+            )
         if isinstance(self._once, AsyncIdem):
             return self._run_async(self._once, fn)
         if is_on_loop():
@@ -230,6 +238,9 @@ class IdempotentCall(Generic[T]):
 
     async def _run_async(self, once: AsyncIdem[T], fn: Callable[[], Awaitable[T]]) -> T:
         return self._mark_replayed(await once.run(fn))
+
+    def _end(self) -> None:
+        self._ended = True
 
     def _mark_replayed(self, value: T) -> T:
         if self._once._op is not None and self._once._op.replayed:
@@ -285,7 +296,11 @@ class Idempotent(Generic[T]):
             once = idempotent(session, key, scope=scope, payload=payload, result=self._result)
         except ValueError as error:
             raise _Refused(PAYLOAD_INVALID) from error
-        return IdempotentCall(once, response)
+        call = IdempotentCall(once, response)
+        # FastAPI ends the session when the endpoint has returned, before the response and its background tasks.
+        if (stack := request.scope.get("fastapi_function_astack")) is not None:
+            stack.callback(call._end)
+        return call
 
 
 def _parse_value(root: Dependant, field: str, given: dict[str, object]) -> object:

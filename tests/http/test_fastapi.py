@@ -18,6 +18,7 @@ import httpx2
 import pytest
 from fastapi import (
     APIRouter,
+    BackgroundTasks,
     Depends,
     FastAPI,
     Form,
@@ -30,7 +31,7 @@ from fastapi import (
     WebSocket,
 )
 from fastapi.dependencies.models import Dependant
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from fastapi.security import OAuth2PasswordBearer
 from fastapi.testclient import TestClient
@@ -698,6 +699,28 @@ async def test_without_function_scope_the_response_precedes_the_commit(shop: Sho
     async with shop.client() as client:
         assert (await client.post("/late")).status_code == 201
     assert shop.desk.effects() == 0
+
+
+@pytest.mark.parametrize("where", ["background task", "streamed response"])
+async def test_work_after_the_endpoint_has_returned_is_rejected(shop: Shop, where: str) -> None:
+    """The session has ended by then, so nothing would commit what is done under the key: it raises, and the key stays free."""
+    once = Idempotent(session=shop.session, principal=user, result=int)
+
+    async def late(
+        tasks: BackgroundTasks, call: IdempotentCall[int] = Depends(once, scope="function")
+    ) -> Response | None:
+        async def stream() -> AsyncIterator[str]:
+            yield str(await runs(call, 7))
+
+        if where == "streamed response":
+            return StreamingResponse(stream())
+        tasks.add_task(runs, call, 7)
+        return None
+
+    shop.app.post("/late", response_model=None)(late)
+    async with shop.client(raises=True, **{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        with pytest.raises(TypeError, match="after the endpoint had returned"):
+            await client.post("/late")
 
 
 async def test_a_form_with_a_file_is_compared_by_what_it_says(shop: Shop) -> None:
