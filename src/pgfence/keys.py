@@ -181,7 +181,7 @@ class LockKey:
 
     @property
     def label(self) -> str:
-        """The name, or the number in SQL notation, as shown in messages."""
+        """The name as shown in messages, or `key 42` or `key (4, 2)` for a key without a name."""
         if self._name is not None:
             return self._name
         return f"key {self._value}" if self._space == "bigint" else f"key {self.halves}"

@@ -78,7 +78,7 @@ class Event:
         name: the name of the lock or key, without the namespace; several names are separated by commas.
         owner: the `owner=` that the holder passed, for leases, permits, partitions and terms.
         lease_id: identifies one grant of a lease.
-        token: the fencing token of the grant.
+        token: the fencing token of the grant; for "fence_rejected", the token that was rejected.
         at: the time of the event, on the clock of this process, in UTC.
     """
 

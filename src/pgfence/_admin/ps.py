@@ -92,7 +92,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The name, or the key in SQL notation; for an idempotency key, its scope and key."""
+        """The name, or `key 42` or `key (4, 2)` if it is not known; for an idempotency key, its scope and key."""
         if self.holder.name is not None:
             return self.holder.name if self.scope is None else f"{self.scope}:{self.holder.name}"
         return "(not visible)" if self.holder.key is None else self.holder.key.label

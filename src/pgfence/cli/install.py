@@ -60,7 +60,8 @@ def install(
     Leases, elections, fences, slots, semaphores, rate limits, partitions, idempotency keys and advisory locks with a token
     need them. Other advisory locks and transaction locks need no tables.
 
-    Run it once per database, or in every deployment; a second run changes nothing.
+    Run it once per database and after an upgrade of pgfence, or in every deployment. If the tables are up to date, it changes
+    nothing.
     """
     if sql and (dsn or engine):
         raise MisuseError("--sql contacts no server: use it without --dsn and --engine")

@@ -246,7 +246,7 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
     async def fence(self, session: AsyncWork, *resources: str) -> None:
         """Enter the gate in a transaction that you began, as its first statement. The transaction stays inside until it ends.
 
-        Arguments and errors are the same as for `FencedHeld.fence`.
+        Arguments and errors are the same as for `FencedHeld.fence`, with an AsyncSession or AsyncConnection.
         """
         target = unwrap_async(session)
         tokens, issued = _collect_tokens(self, resources), self._hold.place
@@ -259,7 +259,7 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
     def begin(self, factory: object, *resources: str) -> AbstractAsyncContextManager[object, None]:
         """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
 
-        Guarantees, arguments and errors are the same as for `FencedHeld.begin`.
+        Guarantees, arguments and errors are the same as for `FencedHeld.begin`, with an async_sessionmaker or AsyncEngine.
         """
         return begin_fenced_async(factory, _collect_tokens(self, resources), self._hold.place)
 

@@ -122,9 +122,8 @@ def _hold_lock(connection: Connection, limit: float | None, key: LockKey | None,
         return
     if connection.in_transaction():
         raise TransactionStateError(
-            "the migration lock must be acquired before anything else on this connection, which is in a transaction. That"
-            " transaction would keep a snapshot, and Alembic could not commit inside it. Enter migration_lock() right"
-            " after connect()"
+            "this connection is already in a transaction, in which Alembic could not commit its revisions. Enter"
+            " migration_lock() right after connect(), before any other statement"
         )
     _command.expect_one_head()
     lock = MigrationLock(

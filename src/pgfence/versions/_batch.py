@@ -50,8 +50,8 @@ class Flush:
         ahead: a function that is called after these listeners, before any row is compared or written.
         emitting: whether rows are being written together, so that mappers hide their version column.
         locked: the version of each row that was compared and has been locked since.
-        expected: the instance and the expected version of each row that its own statement compares, by the key of the row in that
-            statement.
+        expected: for each row whose version is compared by the statement that writes it, the instance and the expected version,
+            by the key of the row in that statement.
         written: the rows that are written together and whose version is read after the flush, in order.
         deleted: the rows that are deleted together after they were locked.
         sent: the executed statements, each as the function that computes its rows, its parameters, and the outcome.
