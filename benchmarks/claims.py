@@ -118,7 +118,7 @@ def run(quick: bool) -> dict[str, Any]:
     with server(**SETTINGS) as place:
         for _ in range(rounds):
             wrong += _process(place, workers, jobs, shares, costs)
-    return _describe(costs, wrong, f"{workers} workers, {jobs:,} rows", shares * rounds)
+    return _describe(costs, wrong, f"{workers} workers, {jobs:,} rows", shares, rounds)
 
 
 def _process(place: Place, workers: int, jobs: int, shares: int, costs: dict[str, list[Cost]]) -> int:
@@ -230,7 +230,7 @@ def _process_batches(engine: sa.Engine, way: Callable[[Session], Sequence[Any]],
     return done
 
 
-def _describe(costs: dict[str, list[Cost]], wrong: int, what: str, shares: int) -> dict[str, Any]:
+def _describe(costs: dict[str, list[Cost]], wrong: int, what: str, shares: int, rounds: int) -> dict[str, Any]:
     rows = []
     for name in WAYS:
         cpu, wall = (_compare(costs, name, HAND, kind) for kind in ("cpu", "wall"))
@@ -252,8 +252,8 @@ def _describe(costs: dict[str, list[Cost]], wrong: int, what: str, shares: int) 
             " with FOR NO KEY UPDATE SKIP LOCKED, which the Session executes to load either ORM objects, as claim()"
             " does, or plain rows. A select() written once is built when the program starts; a select() written in the"
             " call is built in each call. Every contestant has a copy of the table. The"
-            f" contestants take turns in random order, and each processes one of {shares} shares of the rows at a"
-            " time. The limits apply to the processor time of the processes and the server together. The"
+            f" contestants take turns in random order, and process one share of the rows in each turn: there are {rounds}"
+            f" rounds of {shares} shares. The limits apply to the processor time of the processes and the server together. The"
             " processes keep the cores busy, so the rows per second depend on that time, and other programs on"
             " the machine disturb the processor time less than the elapsed time."
         ),

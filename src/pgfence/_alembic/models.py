@@ -101,7 +101,9 @@ class _Symbol:
         if isinstance(kind, TypeDecorator) and type(kind).process_bind_param is TypeDecorator.process_bind_param:
             kind = kind.impl_instance
         if not isinstance(kind, String | Integer | Uuid | Date) or isinstance(kind, Enum):
-            raise TypeError(f"the column {column.name} has a type that Python and PostgreSQL may format differently")
+            raise TypeError(
+                f"the column {column.name!r} has a type whose values Python and PostgreSQL may format differently"
+            )
         self._text = f"{_MARK}{column.name}{_MARK}"
 
     def __str__(self) -> str:

@@ -83,7 +83,7 @@ def init(directory: Path | None, template: str, ini: Path, path: bool, quiet: bo
 
 
 def _find_other_environment(ini: Path, directory: Path) -> str | None:
-    """Return a warning if the existing ini file points to another environment, otherwise None."""
+    """Return a warning if the existing ini file does not point to `directory`, otherwise None."""
     named = environment.find_location(ini)
     if named is not None and Path(named).resolve() == directory.resolve():
         return None

@@ -65,7 +65,7 @@ pooler = click.option(
     cls=Option,
     heading=DATABASE,
     type=click.Choice([each.value for each in Pooler]),
-    help="Connection pooler in front of the server. Default: auto, which rejects a pooler that it detects.",
+    help="Connection pooler in front of the server. Default: auto, which rejects an advisory lock, but not a lease, if it detects a pooler.",
 )
 
 verbose = click.option("--verbose", "-v", cls=Option, heading=OUTPUT, is_flag=True, help="Print each step.")
