@@ -227,6 +227,23 @@ def test_a_deaf_command_is_killed_after_the_grace(
     assert (report["command_code"], report["loss_reason"]) == (137, "killed")
 
 
+def test_a_lost_lock_stops_the_command_although_nothing_reads_stderr(
+    cli: Cli, name: str, admin: psycopg.Connection[Any], backend: Callable[[], int | None]
+) -> None:
+    """A pipe whose reader hangs, or a terminal after Ctrl-S, must not delay SIGTERM until the warning can be printed."""
+    fill = (
+        "import os, time\nos.set_blocking(2, False)\n"
+        "try:\n    while True: os.write(2, b'.')\nexcept BlockingIOError: os.set_blocking(2, True)\n"
+        "print(os.getpid(), flush=True)\ntime.sleep(600)"
+    )
+    with cli.started(name, "--", sys.executable, "-c", fill) as process:
+        pid = int(first_line(process))
+        terminate(admin, backend())
+        eventually(lambda: not alive(pid))
+        process.communicate(timeout=20)
+    assert process.returncode == 76
+
+
 def test_the_command_may_outlive_its_lock(
     cli: Cli, name: str, admin: psycopg.Connection[Any], backend: Callable[[], int | None]
 ) -> None:

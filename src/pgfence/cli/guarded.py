@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # A script can read from this variable whether it runs under a lock, and under which one.
 NAME_VARIABLE = "PGFENCE_NAME"
 _POLL = 0.1
+# Seconds to wait until a line can be printed while the command runs, because its processes and signals wait, too.
+_PATIENCE = 0.5
 
 
 class OnLost(StrEnum):
@@ -162,11 +164,13 @@ class GuardedRun:
         lost = f"the {self._job.hold} was lost ({self._held.loss_reason})"
         if self._job.on_lost is OnLost.WARN:
             self._speaker.warn(
-                f"{lost}: other hosts may run the same command now. The command continues because of --on-lost=warn"
+                f"{lost}: other hosts may run the same command now. The command continues because of --on-lost=warn",
+                _PATIENCE,
             )
             return False
         self._speaker.warn(
-            f"{lost}: stopping the command, with SIGKILL in {self._job.grace:g} s if it has not ended by then"
+            f"{lost}: stopping the command, with SIGKILL in {self._job.grace:g} s if it has not ended by then",
+            _PATIENCE,
         )
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import sys
 import textwrap
@@ -94,14 +95,19 @@ class Console(NamedTuple):
     quiet: bool = False
     verbose: bool = False
 
-    def write(self, line: str) -> None:
-        """Write a line unchanged."""
-        with suppress(OSError):
-            os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+    def write(self, line: str, patience: float | None = None) -> None:
+        """Write a line unchanged.
 
-    def warn(self, line: str) -> None:
+        If stderr is a pipe or a terminal whose reader has stopped, this method waits for the reader, or for at most `patience`
+        seconds, after which the line is dropped.
+        """
+        with suppress(OSError):
+            if select.select([], [2], [], patience)[1]:
+                os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+
+    def warn(self, line: str, patience: float | None = None) -> None:
         """Print a line, even if quiet. Line breaks, as in the messages of drivers, are replaced by spaces."""
-        self.write(f"pgfence: {make_printable(' '.join(line.split()))}")
+        self.write(f"pgfence: {make_printable(' '.join(line.split()))}", patience)
 
     def tell(self, line: str) -> None:
         """Print a line unless quiet."""
