@@ -185,6 +185,16 @@ async def test_on_loss_accepts_two_values(world: World, name: str) -> None:
         lock(world, world.engine(), name).hold(on_loss="ignore")
 
 
+async def test_a_released_handle_cannot_begin_a_block(world: World, name: str) -> None:
+    """The block would run without the lock, and would end without an error."""
+    held = await world.call(lock(world, world.engine(), name).acquire)
+    async with world.enter(held):
+        pass
+    with pytest.raises(LockNotHeldError, match="already released"):
+        async with world.enter(held):
+            pass
+
+
 async def test_released_twice_is_an_error(world: World, name: str) -> None:
     """C006: the second release has nothing to release and raises; the first one is unaffected."""
     held = await world.call(lock(world, world.engine(), name).acquire)

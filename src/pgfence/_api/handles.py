@@ -123,6 +123,11 @@ class _Handle:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {format_names(self.names)}, {self.state}>"
 
+    def _expect_unreleased(self) -> None:
+        """Raise an error at the start of a block that would run without the lock, and would end without an error."""
+        if self._hold.state == "released":
+            raise self._hold.not_held_error()
+
     async def _release(self) -> None:
         await self._manager.release(self._hold)
 
@@ -155,7 +160,7 @@ class _Handle:
 
 
 class Held(_Handle):
-    """A lock that is held. Call `release`, or use the handle as a context manager, which releases the lock at the end.
+    """A lock that is held. Call `release`, or use the handle once as a context manager, which releases the lock at the end.
 
     Any thread may release the lock, but only once.
 
@@ -208,6 +213,7 @@ class Held(_Handle):
         run_sync(self._end_block, exc, flag=flag)
 
     def __enter__(self) -> Self:
+        self._expect_unreleased()
         return self
 
     def __exit__(
@@ -217,7 +223,7 @@ class Held(_Handle):
 
 
 class AsyncHeld(_Handle):
-    """A lock that is held. Call `release`, or use the handle as an async context manager, which releases the lock at the end.
+    """A lock that is held. Call `release`, or use the handle once as an async context manager, which releases the lock at the end.
 
     Any task of the same event loop may release the lock, but only once. If a release of a session lock is cancelled, the
     connection is closed, so the lock is released in that case too.
@@ -273,6 +279,7 @@ class AsyncHeld(_Handle):
         await self._release()
 
     async def __aenter__(self) -> Self:
+        self._expect_unreleased()
         return self
 
     async def __aexit__(

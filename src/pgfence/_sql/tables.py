@@ -283,8 +283,8 @@ def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
     if schema is None:
         row: tuple[str | None, ...] = tuple(execute_plain(connection, WHERE).one())
         raise SchemaError(
-            f"no schema in search path {row[1]!r} exists in database {row[0]!r}. Set one with"
-            " pgfence.configure(engine, schema=...) or, on the command line, with --schema",
+            f"no schema in search path {row[1]!r} exists in database {row[0]!r}, or this role lacks the privilege USAGE on it. Set"
+            " one with pgfence.configure(engine, schema=...) or, on the command line, with --schema",
             needed=VERSION,
             command=f"{place.command} --schema <schema>",
         )
