@@ -89,6 +89,17 @@ def by_name(*, session: Session) -> None:
     raise AssertionError(session)
 
 
+class Service:
+    """A class with methods that take a session after their own first argument."""
+
+    def method(self, session: Session) -> None:
+        raise AssertionError(session)
+
+    @classmethod
+    def of_class(cls, session: Session) -> None:
+        raise AssertionError(session)
+
+
 @pytest.mark.parametrize(
     ("source", "fn", "match"),
     [
@@ -102,6 +113,8 @@ def by_name(*, session: Session) -> None:
         (UNUSED_ASYNC, generator_async, "generator function"),
         (UNUSED, alone, "first argument"),
         (UNUSED, by_name, "first argument"),
+        (UNUSED, Service.method, "a method gets its instance"),
+        (UNUSED, Service.of_class.__func__, "a method gets its instance"),  # type: ignore[attr-defined]
     ],
     ids=(
         "an engine",
@@ -114,6 +127,8 @@ def by_name(*, session: Session) -> None:
         "an async generator",
         "no argument",
         "no positional argument",
+        "a method",
+        "a class method",
     ),
 )
 def test_unusable_arguments_are_rejected_at_once(source: Any, fn: Any, match: str) -> None:

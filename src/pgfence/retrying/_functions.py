@@ -170,8 +170,8 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
 
     Raises:
         TypeError: at decoration, if `sessionmaker` is not a session factory, or the function takes no positional argument, is a
-            generator function, or is async although the factory is sync. At a call, if a session is passed, or if the function
-            does not return an awaitable although the factory is async.
+            method with `self` or `cls`, is a generator function, or is async although the factory is sync. At a call, if a session
+            is passed, or if the function does not return an awaitable although the factory is async.
         ValueError: `attempts` is below 1, or `timeout` is negative.
         TransactionStateError: at decoration, if a session with an open transaction is passed instead of a factory; at a call, as
             for `run_transaction`.
@@ -268,7 +268,7 @@ def _check_session_argument(fn: Callable[..., object]) -> inspect.Signature | No
     """Return the signature of a function whose first argument can be the session, or None if the signature is unknown.
 
     Raises:
-        TypeError: the function takes no positional argument.
+        TypeError: the function takes no positional argument, or is a method.
     """
     try:
         signature = inspect.signature(fn)
@@ -277,6 +277,11 @@ def _check_session_argument(fn: Callable[..., object]) -> inspect.Signature | No
     first = next(iter(signature.parameters.values()), None)
     if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
         raise TypeError(f"the first argument of {describe_function(fn)} must be the session")
+    if first.name in ("self", "cls"):
+        raise TypeError(
+            f"the first argument of {describe_function(fn)} must be the session, but a method gets its instance or class first:"
+            " use a static method, or pass a bound method to run_transaction"
+        )
     return signature
 
 
