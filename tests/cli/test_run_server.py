@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -96,6 +98,18 @@ def test_a_module_that_exits_is_misuse(cli: Cli, name: str) -> None:
     (cli.folder / "script.py").write_text("import sys\nengine = None\nsys.exit()\n")
     done = cli.run("--engine", "script:engine", name, "--", "true")
     assert (done.returncode, "script:engine: SystemExit" in done.stderr) == (64, True)
+
+
+def test_the_current_directory_may_be_deleted(cli: Cli, dsn: str, name: str) -> None:
+    """A deployment may replace the directory of a shell; the module is then found on PYTHONPATH."""
+    url = dsn.replace("postgresql:", "postgresql+psycopg:")
+    (cli.folder / "mine.py").write_text(f"from sqlalchemy import create_engine\nengine = create_engine({url!r})\n")
+    script = (
+        f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m pgfence run --engine mine:engine {name} -- true"
+    )
+    environment = cli.environment | {"PYTHONPATH": str(cli.folder)}
+    done = subprocess.run(["sh", "-c", script], cwd=cli.folder, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_signal_reaches_the_command_if_the_application_handles_it_too(cli: Cli, dsn: str, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -143,6 +144,19 @@ def test_the_command_inherits_descriptors_open_at_the_start() -> None:
         passed = process.args[5]
         out, _err = process.communicate(timeout=20)
     assert set(out.decode().split()) == {"0", "1", "2", passed}
+
+
+def test_a_caller_may_have_more_descriptors_than_select_supports() -> None:
+    """With a thousand inherited descriptors, the numbers of our own pipes are above the limit of select()."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert run("sh", "-c", "exit 3") == (3, None, False)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_sockets_of_systemd_are_for_the_command() -> None:

@@ -11,7 +11,7 @@ import operator
 import os
 import socket
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
@@ -192,7 +192,8 @@ def _import(path: str) -> Engine:
     if not (module and colon and attribute):
         raise MisuseError(f"--engine {path}: write it as package.module:attribute")
     # `python -m` does this, too. In a console script, the first entry of the path is the folder of the script.
-    sys.path.insert(0, str(Path.cwd()))
+    with suppress(FileNotFoundError):  # the directory has been deleted
+        sys.path.insert(0, str(Path.cwd()))
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
         if callable(found) and not inspect.iscoroutinefunction(found):

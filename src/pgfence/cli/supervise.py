@@ -105,6 +105,13 @@ def list_inherited() -> tuple[int, ...]:
     return tuple(kept)
 
 
+def _wait_readable(descriptor: int, seconds: float) -> bool:
+    # select() fails for descriptors above 1023, and the caller may have passed on a thousand.
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(math.ceil(1000 * seconds)))
+
+
 def _adopt_orphans(*, wanted: bool) -> None:
     """Become the reaper of orphaned descendants, or stop being the reaper. Linux only."""
     # This process then finds processes that left the group or session of the command among its children.
@@ -149,7 +156,7 @@ class _Guard:
         assert self.process.stdout is not None
         pipe = self.process.stdout.fileno()
         until = clock() + ANSWER
-        while select.select([pipe], [], [], max(0.0, until - clock()))[0]:
+        while _wait_readable(pipe, max(0.0, until - clock())):
             reports = os.read(pipe, 4096)
             self._heard.update(dict.fromkeys(reports, clock()))
             if not reports or guard.READY in reports:
@@ -345,7 +352,7 @@ class Supervisor:
 
     def _wait(self, longest: float) -> bytes:
         # One pipe reports signals, the end of the command (SIGCHLD) and a loss, so that nothing is polled.
-        select.select([self._reader], [], [], longest)
+        _wait_readable(self._reader, longest)
         return self._drain()
 
     def _drain(self) -> bytes:
