@@ -163,7 +163,9 @@ class FencedHeld(_HasToken, Held):
         Guarantees: a transaction that enters the gate after a newer token was granted is rejected. A transaction that is already
         inside may still commit, and the newer holder waits for it at the gate.
 
-        Limitations: nothing is guaranteed about what was read before the block.
+        Limitations: nothing is guaranteed about what was read before the block. If the block catches an error of a statement that
+        it did not send in a savepoint, PostgreSQL has aborted the transaction: nothing is committed, and no error is raised at the
+        end of the block, as with SQLAlchemy's own `begin()`.
 
         Args:
             factory: a sessionmaker, which yields a Session; or an Engine, which yields a Connection.

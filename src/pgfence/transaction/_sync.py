@@ -209,6 +209,9 @@ class TransactionLock(TransactionLockBase):
         If the block raises, the transaction is rolled back and the exception propagates, whatever else fails. Because the
         lock is acquired before anything is loaded, nothing stale is read.
 
+        Limitations: if the block catches an error of a statement that it did not send in a savepoint, PostgreSQL has aborted the
+        transaction: nothing is committed, and no error is raised at the end of the block, as with SQLAlchemy's own `begin()`.
+
         Args:
             factory: a sessionmaker; or an Engine, which yields a Connection.
             names: see the class.
