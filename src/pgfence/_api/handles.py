@@ -81,7 +81,10 @@ class _Handle:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names with which the lock was requested. A `LockKey` without a name is shown as its number."""
+        """The names with which the lock was requested. A `LockKey` without a name is shown as its number.
+
+        A lease, slot, permit or term in a namespace is shown with it, for example as `"billing:close"`.
+        """
         return self._hold.names
 
     @property
