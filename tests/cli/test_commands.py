@@ -156,6 +156,7 @@ def test_key_has_a_form_for_programs(capsys: pytest.CaptureFixture[str]) -> None
         (["run", "", "--", "true"], "empty"),
         (["key", ""], "empty"),
         (["key", "x", "--engine", "shop.db:engine"], "--engine needs --who"),
+        (["key", "--who", "5000000000,1"], "32-bit"),
         (["key", "a\x1fb"], "U+001F"),
     ],
 )

@@ -70,3 +70,9 @@ def test_nothing_to_see_and_mistakes(name: str, capfd: pytest.CaptureFixture[str
     for words in (["--for", "0"], ["--interval", "0.01"], ["--top", "0"], ["a", "b"]):
         assert main(["stats", *words]) == 64
     assert main(["stats", "--for", "0.1", "--dsn", "postgresql://nobody@127.0.0.1:1/nothing"]) == 69
+
+
+def test_what_the_samples_cannot_contain_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    """Otherwise "Nothing was held." would also be the result of a missing privilege or a wrong --schema."""
+    assert main(["stats", "--for", "0.1", "--schema", "nowhere"]) == 0
+    assert "There are no pgfence tables" in capfd.readouterr().err

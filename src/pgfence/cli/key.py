@@ -124,7 +124,7 @@ def _parse_key(text: str) -> LockKey:
         if (pair := _PAIR.fullmatch(text.strip("() "))) is not None:
             # pg_locks shows the halves of a key as unsigned numbers.
             return LockKey.pair(
-                *(int(half) - (1 << 32) if int(half) >= 1 << 31 else int(half) for half in pair.groups())
+                *(int(half) - (1 << 32) if 1 << 31 <= int(half) < 1 << 32 else int(half) for half in pair.groups())
             )
         return LockKey.raw(int(text))
     except ValueError as error:

@@ -69,6 +69,7 @@ class HoldSamples:
     count: int = 0
     errors: int = 0
     limited: bool = False
+    hidden: tuple[str, ...] = ()
     waited: dict[str, Waited] = field(default_factory=lambda: defaultdict(Waited))
     holds: dict[str, HoldSeen] = field(default_factory=dict)
 
@@ -76,6 +77,7 @@ class HoldSamples:
         """Add a list that was read at `now`. It represents the last `lasted` seconds."""
         self.count += 1
         self.limited |= listing.limited
+        self.hidden = listing.hidden
         together: dict[str, int] = defaultdict(int)
         for row in listing:
             self._add_hold(row, now)
@@ -164,6 +166,8 @@ def stats(
             raise MisuseError(f"{what} must be from {least} to {most}, not {value:g}")
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         samples = _collect_samples(lambda: monitoring.ps(target, names, limit=SAMPLED), length, interval)
+    for note in samples.hidden:
+        Console().warn(note)
     if as_json:
         print(json.dumps(_build_data(samples, top)))
     else:
