@@ -122,8 +122,12 @@ async def test_an_error_of_the_work_ends_its_term(world: World, name: str, admin
     assert row(admin, name).released_at is not None
 
 
-async def test_an_error_about_the_loss_ends_only_the_term(world: World, name: str) -> None:
-    """check() raises in the work when the leader is asked to resign, and run() goes on with the next term."""
+@pytest.mark.parametrize("grouped", [False, True])
+async def test_an_error_about_the_loss_ends_only_the_term(world: World, name: str, *, grouped: bool) -> None:
+    """check() raises in the work when the leader is asked to resign, and run() goes on with the next term.
+
+    A TaskGroup in the work raises the error in an exception group.
+    """
     terms: list[int] = []
     member: Any = None
 
@@ -134,17 +138,23 @@ async def test_an_error_about_the_loss_ends_only_the_term(world: World, name: st
         else:
             term._grant.resign()
 
+    def check(term: Any) -> None:
+        try:
+            term.check()
+        except LockLostError as error:
+            raise ExceptionGroup("tasks", [ExceptionGroup("tasks", [error])]) if grouped else error from None
+
     def work(term: Any) -> None:
         begin(term)
         while True:
-            term.check()
+            check(term)
 
     async def work_async(term: Any) -> None:
         begin(term)
         try:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
-            term.check()
+            check(term)
 
     member = await world.call(election(world, world.engine(), name).stand)
     await world.call(member.run, world.pick(work, work_async))

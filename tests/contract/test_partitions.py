@@ -233,6 +233,29 @@ async def test_an_error_of_the_function_is_logged_and_tried_again(
     assert {record.getMessage() for record in errors} == {f"the function that serves '{name}/0' failed"}
 
 
+async def test_a_loss_in_an_exception_group_is_not_an_error(
+    world: World, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A TaskGroup in the function raises the error about the loss in a group."""
+
+    def fail(lease: Any) -> None:
+        raise ExceptionGroup("tasks", [lease._grant.lost_error()])
+
+    def serve(_: int, lease: Any) -> None:
+        lease.wait_lost()
+        fail(lease)
+
+    async def serve_async(_: int, lease: Any) -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            fail(lease)
+
+    async with world.enter(partitions(world, world.engine(), name, 1).join(world.pick(serve, serve_async))) as worker:
+        assert list(worker.owned) == [0]
+    assert [each for each in caplog.records if each.name == "pgfence.partitions"] == []
+
+
 async def test_another_count_or_hash_is_rejected(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """A contender that would assign keys differently gets a clear error, and leaves nothing behind."""
     engine = world.engine()

@@ -13,7 +13,7 @@ from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
 from pgfence._process.events import build_log_fields, emit_event
 from pgfence._process.lifecycle import MUTEX, PROCESS
-from pgfence.errors import LockLostError, LockNotHeldError
+from pgfence.errors import LockLostError, LockNotHeldError, StaleFencingTokenError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -290,3 +290,11 @@ def describe_local_holder(key: LockKey, hold: Hold[Any]) -> Holder:
         backend_pid=hold.session.pid,
         token=hold.token,
     )
+
+
+def is_about_loss(error: BaseException) -> bool:
+    """Return whether an exception reports a loss, also in an exception group, which asyncio.TaskGroup raises for its tasks."""
+    kinds = LockLostError, StaleFencingTokenError
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(kinds)[1] is None
+    return isinstance(error, kinds)

@@ -13,10 +13,9 @@ import threading
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pgfence._holds.carriers import is_callers_failure
-from pgfence._holds.hold import format_names
+from pgfence._holds.hold import format_names, is_about_loss
 from pgfence._leases.request import holder_of, owner_of
 from pgfence._process.clock import between
-from pgfence.errors import LockLostError, StaleFencingTokenError
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -216,8 +215,8 @@ class Candidacy(Generic[TermT]):
             assert term is not None
             try:
                 await work(term)
-            except (LockLostError, StaleFencingTokenError):
-                if not term.lost:
+            except Exception as error:
+                if not (term.lost and is_about_loss(error)):
                     raise
                 # The term has ended, which is how the work was notified of it. The work goes on in the next term.
             finally:

@@ -226,8 +226,8 @@ class Member:
             TypeError: `fn` is a coroutine function.
             RuntimeError: `run` is already running for this member.
             Exception: the error that `fn` raises, which also ends its term. A LockLostError or StaleFencingTokenError that `fn`
-                raises because the term is lost only ends the term. The member stays a candidate until it resigns, so call `run`
-                again, or the member may be elected and do nothing.
+                raises because the term is lost, also in an exception group, only ends the term. The member stays a candidate
+                until it resigns, so call `run` again, or the member may be elected and do nothing.
         """
         reject_coroutine(fn, _ASYNC)
 

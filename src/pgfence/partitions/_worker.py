@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pgfence._holds.carriers import is_callers_failure
-from pgfence._holds.hold import format_names
+from pgfence._holds.hold import format_names, is_about_loss
 from pgfence._leases.request import Refused
 from pgfence._leases.terms import compute_interval
 from pgfence._process.clock import between, clock
-from pgfence.errors import LockLostError, StaleFencingTokenError
 from pgfence.partitions._assignment import choose_surplus, compute_quota, rotate_free
 
 if TYPE_CHECKING:
@@ -259,13 +258,11 @@ class Balancer(Generic[OwnershipT]):
         errors = 0
         try:
             await self._serve(run.number, run.lease)
-        except (LockLostError, StaleFencingTokenError) as error:
-            if not run.lease.lost:
-                errors = self._note_error(run, error)
         except BaseException as error:
             if not is_callers_failure(error):
                 raise
-            errors = self._note_error(run, error)
+            if not (run.lease.lost and is_about_loss(error)):
+                errors = self._note_error(run, error)
         finally:
             self._errors[run.number] = errors
             if errors or run.lease.loss_reason in (None, "evicted"):
