@@ -98,6 +98,9 @@ class Flush:
             self.emitting = False
             # Some drivers cannot count what a batch has written, and a trigger or a policy may have kept a row from being written.
             _confirm(self)
+            # A statement in a listener for after_flush finds the version that was written, not the one that was read.
+            for state in self.written:
+                state.committed_state.pop(ATTRIBUTE, None)
         except (StaleDataError, ObjectDeletedError):
             self.emitting = False
             # The rows are read before the rollback, because afterwards they show what other processes have written since.
