@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pgfence._holds.queue import Contender
 from pgfence._holds.wait_plan import SLICE
+from pgfence._process.callbacks import must_propagate
 from pgfence._process.clock import clock
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.monitor import MONITOR
@@ -358,8 +359,7 @@ def is_callers_failure(error: BaseException) -> bool:
     except RuntimeError:
         task = None
     if task is None:
-        # SystemExit would end a thread without any message, and the program would go on without the thread.
-        return isinstance(error, (Exception, SystemExit))
+        return not must_propagate(error)
     # A function that cancels a task and awaits it raises CancelledError, although nothing has cancelled its caller.
     return isinstance(error, Exception) or (isinstance(error, asyncio.CancelledError) and not task.cancelling())
 

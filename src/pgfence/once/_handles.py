@@ -46,7 +46,8 @@ class Slot(_Slotted, HeldLease):
     """A slot that this process alone is running.
 
     If its block ends without an exception, or it is released, the slot is done and never runs again. If the block raises, another
-    attempt may begin immediately. After a crash or a loss, another attempt may begin when the TTL has passed.
+    attempt may begin immediately. After a crash or a loss, another attempt may begin when the TTL has passed. `sys.exit()` raises
+    an exception too, even with exit code 0, because a signal handler may call it partway through the work.
 
     Limitations: a run that died may have left partial work behind. If the server does not respond to the release, no error is
     raised, and the release is repeated in the background until the TTL has passed. If all of these attempts fail, the slot is not
