@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -365,6 +365,24 @@ def test_a_host_without_a_server_waits_for_it(cli: Cli, name: str, tmp_path: Pat
         one.wait_for("cannot be a candidate now, and will try again")
         assert one.read() == ""
         assert one.end() == 128 + signal.SIGTERM
+
+
+def test_a_leader_runs_its_command_although_nothing_reads_stderr(cli: Cli, name: str) -> None:
+    """A log collector that hangs must not keep the elected host from starting the command."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b".")
+    os.set_blocking(writer, True)
+    words = [sys.executable, "-m", "pgfence", "elect", "--verbose", name, "--", "echo", "ran"]
+    with subprocess.Popen(words, cwd=cli.folder, env=cli.environment, stdout=subprocess.PIPE, stderr=writer) as process:
+        try:
+            assert process.communicate(timeout=20)[0] == b"ran\n"
+        finally:
+            process.kill()
+            os.close(reader)
+            os.close(writer)
 
 
 def test_warnings_are_printed_whatever_logging_the_application_configures(cli: Cli, name: str) -> None:

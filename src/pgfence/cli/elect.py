@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from pgfence.cli.codes import Code, MisuseError
-from pgfence.cli.guarded import GuardedCommand, GuardedRun, report_interrupted
+from pgfence.cli.guarded import PATIENCE, GuardedCommand, GuardedRun, report_interrupted
 from pgfence.cli.locks import note, rename_arguments
 from pgfence.cli.report import Report, choose_code
 from pgfence.cli.server import open_engine
@@ -190,15 +190,16 @@ class _FleetMember:
     def _describe(self, report: Report, pause: float) -> None:
         if report.outcome == "lost":
             # The supervised run has already printed why the term was lost.
-            self._speaker.tell(f"this host becomes a candidate again in {pause:g} s")
+            self._speaker.tell(f"this host becomes a candidate again in {pause:g} s", PATIENCE)
         else:
             self._speaker.tell(
-                f"the command ended with exit code {report.exit_code}; this host becomes a candidate again in {pause:g} s"
+                f"the command ended with exit code {report.exit_code}; this host becomes a candidate again in {pause:g} s",
+                PATIENCE,
             )
 
     def _note_leader(self, holder: Holder | None) -> None:
         leader = "no process leads" if holder is None else f"the leader is {holder}"
-        self._speaker.trace(f"{self._options.name!r}: {leader}")
+        self._speaker.trace(f"{self._options.name!r}: {leader}", PATIENCE)
 
 
 def _resign(member: Member, stopped: threading.Event) -> None:
@@ -246,4 +247,4 @@ class _Printer(logging.Handler):
         self._speaker = speaker
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._speaker.warn(record.getMessage())
+        self._speaker.warn(record.getMessage(), PATIENCE)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # A script can read from this variable whether it runs under a lock, and under which one.
 NAME_VARIABLE = "PGFENCE_NAME"
 _POLL = 0.1
-# Seconds to wait until a line can be printed while the command runs, because its processes and signals wait, too.
-_PATIENCE = 0.5
+PATIENCE = 0.5
+"""Seconds to wait until a line can be printed while a command, its lock or an election waits for that."""
 
 
 class OnLost(StrEnum):
@@ -115,7 +115,7 @@ class GuardedRun:
             return self._report_not_started(error)
         self._report.ran = clock() - start
         self._report.command_code = ended.code
-        self._speaker.trace(f"the command ended with exit code {ended.code} after {self._report.ran:.3f} s")
+        self._speaker.trace(f"the command ended with exit code {ended.code} after {self._report.ran:.3f} s", PATIENCE)
         lost = self._release(well=ended.code == 0)
         if not lost and ended.code == 0 and not self._is_recorded(supervisor):
             return self._report_unrecorded()
@@ -165,12 +165,12 @@ class GuardedRun:
         if self._job.on_lost is OnLost.WARN:
             self._speaker.warn(
                 f"{lost}: other hosts may run the same command now. The command continues because of --on-lost=warn",
-                _PATIENCE,
+                PATIENCE,
             )
             return False
         self._speaker.warn(
             f"{lost}: stopping the command, with SIGKILL in {self._job.grace:g} s if it has not ended by then",
-            _PATIENCE,
+            PATIENCE,
         )
         return True
 
@@ -186,7 +186,7 @@ class GuardedRun:
         except LockLostError as error:
             self._report.loss_reason = error.reason
             return True
-        self._speaker.trace(f"released {self._job.name!r}")
+        self._speaker.trace(f"released {self._job.name!r}", PATIENCE)
         return False
 
     def _report_not_started(self, error: OSError) -> Report:

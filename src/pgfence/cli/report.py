@@ -109,15 +109,15 @@ class Console(NamedTuple):
         """Print a line, even if quiet. Line breaks, as in the messages of drivers, are replaced by spaces."""
         self.write(f"pgfence: {make_printable(' '.join(line.split()))}", patience)
 
-    def tell(self, line: str) -> None:
+    def tell(self, line: str, patience: float | None = None) -> None:
         """Print a line unless quiet."""
         if not self.quiet:
-            self.warn(line)
+            self.warn(line, patience)
 
-    def trace(self, line: str) -> None:
+    def trace(self, line: str, patience: float | None = None) -> None:
         """Print a line only if verbose."""
         if self.verbose:
-            self.warn(line)
+            self.warn(line, patience)
 
 
 class AdminReport(NamedTuple, Generic[F]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pgfence._api.decorators import find_unsafe_time
 from pgfence._process.clock import clock
 from pgfence.cli.codes import Code
-from pgfence.cli.guarded import GuardedCommand, GuardedRun, OnLost, report_interrupted
+from pgfence.cli.guarded import PATIENCE, GuardedCommand, GuardedRun, OnLost, report_interrupted
 from pgfence.cli.locks import Terms, lock_on, note
 from pgfence.cli.report import Report, as_data, describe
 from pgfence.cli.server import Pooler, describe_pooler, find_engine, settle
@@ -117,7 +117,7 @@ def _acquire(engine: Engine, options: RunOptions, speaker: Console, report: Repo
     finally:
         report.waited = clock() - start
     note(held, report)
-    speaker.trace(f"acquired {options.name!r} after {report.waited:.3f} s")
+    speaker.trace(f"acquired {options.name!r} after {report.waited:.3f} s", PATIENCE)
     return held
 
 
