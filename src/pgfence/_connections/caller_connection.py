@@ -175,7 +175,9 @@ class CallerConnection(LockConnection):
         if not listed:
             self._unlist()
         self.unwatch()
-        event.remove(self.connection, "before_cursor_execute", self._guard)
+        # An interrupt in the constructor can leave the connection in the list without its listener.
+        if event.contains(self.connection, "before_cursor_execute", self._guard):
+            event.remove(self.connection, "before_cursor_execute", self._guard)
 
     def _unlist(self) -> None:
         if self in self._locks_on_it:
