@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import NullPool, create_engine, make_url, text
 
 from pgfence.errors import LockTimeoutError, TransactionStateError
 from support import transactions
@@ -173,24 +172,3 @@ async def test_a_default_isolation_that_cannot_work_is_rejected_for_transaction_
     async with transactions.session(world, world.engine(dsn=hostile)) as session:
         with pytest.raises(TransactionStateError):
             await world.call(transactions.lock(session, name).acquire)
-
-
-@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
-def test_executemany_stops_the_timer_of_idle_transactions_with_psycopg(
-    name: str, dsn: str, admin: psycopg.Connection[Any], driver: str
-) -> None:
-    """The pages advise `transaction_timeout` for this reason: the server ends the other idle transaction only."""
-    engine = create_engine(
-        make_url(dsn).set(drivername=f"postgresql+{driver}"),
-        connect_args={"application_name": name, "options": "-c idle_in_transaction_session_timeout=300ms"},
-        poolclass=NullPool,
-    )
-    with engine.connect() as batch, engine.connect() as plain:
-        pid = batch.scalar(text("SELECT pg_backend_pid()"))
-        batch.execute(text("CREATE TEMPORARY TABLE batch (n integer)"))
-        batch.execute(text("INSERT INTO batch VALUES (:n)"), [{"n": 1}, {"n": 2}])
-        plain.execute(text("SELECT 1"))
-        left = [pid] if driver == "psycopg" else []
-        eventually(lambda: [session.pid for session in sessions(admin, name)] == left)
-        batch.invalidate()
-        plain.invalidate()

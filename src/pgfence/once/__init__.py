@@ -10,7 +10,6 @@ from pgfence.once._sync import Once
 from pgfence.once._zones import SlotZoneError
 
 # The module is set because a pickled error contains it, and a later release may have renamed a private module.
-for _public in (SlotClockError, SlotOverError, SlotZoneError):
-    _public.__module__ = "pgfence.once"
+SlotClockError.__module__ = SlotOverError.__module__ = SlotZoneError.__module__ = __name__
 
 __all__ = ["AsyncOnce", "AsyncSlot", "CatchUp", "Once", "Slot", "SlotClockError", "SlotOverError", "SlotZoneError"]
