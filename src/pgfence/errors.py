@@ -277,7 +277,7 @@ class VersionConflict(NamedTuple):
 
 
 class VersionConflictError(PgfenceError):
-    """Another transaction has written the rows since they were read. Nothing of this flush is committed.
+    """Another transaction has written the rows since they were read. No change of the failed flush is committed.
 
     If a flush raised the error, it is `retryable` and its status is 409, because the unit of work can be repeated from its first
     read, as `run_transaction` does. If the version came from a client (`load_for_version`, or `merge` of a `VersionedSession`),

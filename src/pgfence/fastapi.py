@@ -154,8 +154,8 @@ class Locked:
 
     Args:
         names: names in which a field in braces is a path parameter, converted as declared. If `account_id` is declared as `int`,
-            the path value 007 locks `account:7`. A `float` or `Decimal` can be written in several ways, each of which is a
-            different lock.
+            the path value 007 locks `account:7`. A `Decimal` keeps its trailing zeros, so 1.5
+            and 1.50 are different locks.
         session: the dependency that provides the endpoint's Session or AsyncSession.
         timeout: seconds to wait; None means the configured default.
 

@@ -87,7 +87,7 @@ def create_all(engine: AnyEngine) -> object:
     the call is part of the caller's transaction. Existing tables that differ are not altered.
 
     Args:
-        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
+        engine: an Engine or Connection, or the async counterpart of either, in which case the result must be awaited.
 
     Raises:
         SchemaError: this role may not create the tables or functions, or an existing table differs from what pgfence creates.
@@ -108,7 +108,7 @@ def drop_all(engine: AnyEngine) -> object:
     are lost, so their work may run again. The schema itself is not dropped.
 
     Args:
-        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
+        engine: an Engine or Connection, or the async counterpart of either, in which case the result must be awaited.
 
     Raises:
         SchemaError: this role does not own the tables or functions, or a table is still fenced. Call `drop_fence` first.
@@ -139,8 +139,8 @@ def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
     the whole table replaces one for each row.
 
     Args:
-        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. The role must own
-            the table.
+        engine: an Engine or Connection, or the async counterpart of either, in which case the result must be awaited. The role
+            must own the table.
         table: a name (or schema.name), a Table, or a mapped class; with joined inheritance, the class's own table.
         resource: the name that is fenced, in the configured namespace, like the name of a lease. With columns in braces
             ("close:{book}"), each row has its own resource, and TRUNCATE is always rejected. The columns may be text, integer,
@@ -170,7 +170,7 @@ def drop_fence(engine: AnyEngine, table: object) -> object:
     them, and new readers and writers wait for the call, up to the session's `lock_timeout`. By default, there is no limit.
 
     Args:
-        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
+        engine: an Engine or Connection, or the async counterpart of either, in which case the result must be awaited.
         table: the same as for `add_fence`.
 
     Raises:
@@ -205,9 +205,9 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
     or a disabled one.
 
     Args:
-        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited. The role must own
-            the table. Unless the function exists, the role also needs the CREATE privilege on the schema of pgfence's tables, or
-            on the first schema of the search path.
+        engine: an Engine or Connection, or the async counterpart of either, in which case the result must be awaited. The role
+            must own the table. Unless the function exists, the role also needs the CREATE privilege on the schema of pgfence's
+            tables, or on the first schema of the search path.
         table: a name (or schema.name), a Table, or a mapped class. With joined inheritance, pass the base class, whose table has
             the version. An UPDATE of another table alone does not increment the version. If `table` is a name, or a Table that
             does not belong to a class with the mixin, it must have a column `version`.
@@ -238,7 +238,7 @@ def drop_version_trigger(engine: AnyEngine, table: object) -> object:
     `lock_timeout`. By default, there is no limit.
 
     Args:
-        engine: an Engine or Connection, or their async counterpart, in which case the result must be awaited.
+        engine: an Engine or Connection, or the async counterpart of either, in which case the result must be awaited.
         table: the same as for `add_version_trigger`.
 
     Raises:

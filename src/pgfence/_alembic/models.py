@@ -121,7 +121,9 @@ class _Symbol:
         return str(other) + self._text
 
     def _refuse(self, *_: object) -> Never:
-        raise TypeError("it uses a column for more than its text")
+        raise TypeError(
+            "it compares, tests, slices or iterates over a column, but may only insert columns into the text"
+        )
 
     __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = __getitem__ = _refuse
     __hash__ = None  # type: ignore[assignment]

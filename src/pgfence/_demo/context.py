@@ -36,7 +36,7 @@ class WorkerContext:
 
     Attributes:
         engine: the application's engine. An AdvisoryLock opens separate connections outside its pool.
-        sessions: creates Sessions.
+        sessions: the sessionmaker of the engine.
         accounts: the accounts of the act.
         chance: the random generator.
     """

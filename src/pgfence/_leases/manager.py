@@ -268,7 +268,7 @@ class LeaseManager(LeaseStatements):
     async def adopt(
         self, claim: AcquireRequest, reference: LeaseRef, make: Callable[[Self, Grant], HandleT]
     ) -> HandleT:
-        """Take over a lease by its reference.
+        """Adopt a lease that was handed over, by its reference.
 
         Raises:
             LockLostError: the reference is no longer valid.

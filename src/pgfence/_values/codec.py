@@ -106,7 +106,8 @@ class Codec(Generic[T]):
             raise
         except Exception as error:
             raise IdempotencyMisuseError(
-                f"the stored result cannot be read, because a class in it has changed: {type(error).__name__}: {error}"
+                f"the stored result cannot be read, probably because a class in it has changed: {type(error).__name__}: {error}."
+                " Keep the class able to read its old values as long as results of it are stored"
             ) from error
         return value
 

@@ -90,7 +90,7 @@ def claim(
     reads it as unclaimed, and a transaction that writes the row waits.
 
     Args:
-        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited.
+        session: a Session or scoped_session, or the async counterpart of either, in which case the result must be awaited.
         entity: a mapped class.
         statement: a select() of one mapped class, with joins, criteria, order and loader options, in place of `entity`,
             `criteria` and `order_by`.
@@ -132,8 +132,8 @@ def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) ->
     writes are committed together, or not at all. A claim that has expired and was not replaced is extended.
 
     Args:
-        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. It may be a
-            different session from the one that claimed the row.
+        session: a Session or scoped_session, or the async counterpart of either, in which case the result must be awaited. It may
+            be a different session from the one that claimed the row.
         row: an instance that `claim` returned.
         ttl: seconds, as in `claim`; None means the `ttl` that was last passed for this claim.
 
@@ -163,8 +163,8 @@ def finish_claim(session: Any, row: Claimable) -> object:
     expired and was not replaced can still be finished, because the work is done.
 
     Args:
-        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. It may be a
-            different session from the one that claimed the row.
+        session: a Session or scoped_session, or the async counterpart of either, in which case the result must be awaited. It may
+            be a different session from the one that claimed the row.
         row: an instance that `claim` returned.
 
     Raises:

@@ -14,14 +14,15 @@ Guarantees:
   CONT, because they may be stopped), and SIGKILL after the grace period. On Linux, this process is the reaper of the orphans, so
   it also finds orphans that left the group or session;
 - when this process has passed on HUP, INT, QUIT or TERM, the processes that the command left behind are ended in the same
-  way. After HUP and TERM, this applies to all of these processes, and after INT and QUIT, to those in the command's process group;
+  way. After HUP and TERM, this applies to all of these processes, and after INT and QUIT, to those in the command's process
+  group;
 - if this process is killed with SIGKILL, a guard ends the command and what it started (see `guard`);
 - as PID 1 of a container, this process reaps orphans, and signals work although PID 1 has no default actions.
 
 Limitations: processes that the command leaves behind on a normal end are neither stopped nor waited for, unless the caller asks
 for that (`ends_rest`). A command of another user (sudo) cannot be signalled. The guard does not find an orphan that left the
-command's process group, and neither does this process if PID 1 is the only reaper of the system. The guard gets the command's
-process id immediately after the start; if this process is killed before that, the command continues.
+command's process group; on macOS, this process does not find it either, because PID 1 is the orphan's new parent. The guard gets
+the command's process id immediately after the start; if this process is killed before that, the command continues.
 """
 
 from __future__ import annotations

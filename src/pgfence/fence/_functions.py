@@ -49,7 +49,8 @@ def fence(
     COMMITTED for the first transaction with a new token.
 
     Args:
-        session: a Session, scoped_session or Connection, or their async counterpart, in which case the result must be awaited.
+        session: a Session, scoped_session or Connection, or the async counterpart of either, in which case the result must be
+            awaited.
         resource: the name of the resource, in the configured namespace. The name of a lease is the resource of that lease, unless
             the lease has its own `namespace`. For such a lease, use its `begin` or `fence`.
         token: the token of the lease, or of an advisory lock with `token=True`.
@@ -103,7 +104,8 @@ def fenced(
     The block shows which statements are fenced. Entering the block enters the gate as `fence` does, with the same guarantees.
 
     Args:
-        session: a Session, scoped_session or Connection, or their async counterpart, in which case the block is `async with`.
+        session: a Session, scoped_session or Connection, or the async counterpart of either, in which case the block is `async
+            with`.
         resource: the name of the resource, in the configured namespace.
         token: the token of the lease, or of an advisory lock with `token=True`.
         tokens: several resources at once, in place of `resource` and `token`.

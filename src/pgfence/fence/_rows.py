@@ -225,7 +225,8 @@ def _find_held_token(name: str, place: TableNames) -> int | None:
 def undetermined_error(cls: type[Guarded], why: str) -> FenceRequiredError:
     """Return the error for a statement whose rows cannot be determined in advance."""
     return FenceRequiredError(
-        f"{cls.__name__} is fenced, and {why}: write such rows through a flush, or with update() or delete() of the class"
+        f"{cls.__name__} is fenced, and {why}: write such rows through a flush, or with insert() and values, update() or"
+        " delete() of the class"
     )
 
 
@@ -238,7 +239,7 @@ def reject_stale(connection: Connection, resource: str, token: int, newest: int)
     """Raise the error for a row that a newer token wrote, and make the transaction unable to commit."""
     error = StaleFencingTokenError(
         f"token {token} for {resource!r} is stale: a row was written under token {newest}, so a newer holder has taken over. "
-        f"Nothing of this transaction is committed: roll back",
+        f"No change of this transaction is committed: roll back",
         resource=resource,
         token=token,
         newest=newest,

@@ -139,8 +139,8 @@ class FencedHeld(_HasToken, Held):
                 its name.
 
         Raises:
-            StaleFencingTokenError: another token is valid now. Nothing of the transaction can be committed. In REPEATABLE READ and
-                SERIALIZABLE, PostgreSQL may raise a serialization failure (SQLSTATE 40001) instead.
+            StaleFencingTokenError: another token is valid now. No change of the transaction can be committed. In REPEATABLE READ
+                and SERIALIZABLE, PostgreSQL may raise a serialization failure (SQLSTATE 40001) instead.
             LockTimeoutError: a transaction of an older holder, or the first one with this token, was still inside the gate after
                 the configured `default_timeout`, or the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so
                 roll back.
@@ -164,8 +164,8 @@ class FencedHeld(_HasToken, Held):
         inside may still commit, and the newer holder waits for it at the gate.
 
         Limitations: nothing is guaranteed about what was read before the block. If the block catches an error of a statement that
-        it did not send in a savepoint, PostgreSQL has aborted the transaction: nothing is committed, and no error is raised at the
-        end of the block, as with SQLAlchemy's own `begin()`.
+        it did not send in a savepoint, PostgreSQL has aborted the transaction: nothing is committed, and no error is raised at
+        the end of the block, as with SQLAlchemy's own `begin()`.
 
         Args:
             factory: a sessionmaker, which yields a Session; or an Engine, which yields a Connection.
@@ -173,8 +173,8 @@ class FencedHeld(_HasToken, Held):
                 its name.
 
         Raises:
-            PgfenceError, ValueError: on entering, the same errors as `fence`; inside the block, the errors of fences that reject a
-                statement.
+            PgfenceError, ValueError: on entering, the same errors as `fence`; inside the block, the errors of fences that reject
+                a statement.
             CommitOutcomeUnknownError: on leaving, if the connection was lost during COMMIT.
             TypeError: the factory is neither a sessionmaker nor an Engine, or a resource is not a str.
         """

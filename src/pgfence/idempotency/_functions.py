@@ -112,9 +112,9 @@ def idempotent(
     in which the work was begun and not finished cannot commit. If the work raises, roll back the whole transaction, or to a
     savepoint around the call.
 
-    With psycopg, the result is sent together with the COMMIT, unless an event listener for statements is registered. The result is
-    sent before the COMMIT if a savepoint, a setting or another key follows. Commit through SQLAlchemy, because the driver's own
-    `commit()` does not send the result, and PostgreSQL rejects that COMMIT.
+    With psycopg, the result is sent together with the COMMIT, unless an event listener for statements is registered. The result
+    is sent before the COMMIT if a savepoint, a setting or another key follows. Commit through SQLAlchemy, because the driver's
+    own `commit()` does not send the result, and PostgreSQL rejects that COMMIT.
 
     If you neither call `run` on the returned object nor enter it as a block, it causes a RuntimeWarning when it is
     garbage-collected.
@@ -124,11 +124,11 @@ def idempotent(
     cannot read a result that was committed after its own snapshot, and gets IdempotencyInProgressError with SQLSTATE 40001.
 
     Args:
-        session: a Session or scoped_session, or their async counterpart. You commit its transaction.
+        session: a Session or scoped_session, or the async counterpart of either. You commit its transaction.
         key: the text that the client sends again with each retry, from 1 to 255 characters long and without control characters.
         scope: text that names the operation and the owner of the key, for example operation, tenant and user. It has the same
-            limits as the key. The same key in another scope is a different key. Two clients that must not see each other's results
-            need different scopes.
+            limits as the key. The same key in another scope is a different key. Two clients that must not see each other's
+            results need different scopes.
         payload: the value that must be equal in all requests with the same key. Its values are compared, so 1 and 1.0 are equal,
             and two models with equal fields are equal, however the client wrote them. None means that nothing is compared.
         result: the type of the result. Dataclasses, pydantic models, named tuples and enumerations can be stored if this type
@@ -206,8 +206,8 @@ def insert_once(
     the savepoint that the call sets.
 
     Args:
-        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited. Pending
-            changes are flushed.
+        session: a Session or scoped_session, or the async counterpart of either, in which case the result must be awaited.
+            Pending changes are flushed.
         instance: a new instance of a mapped class, with the columns of the key set.
         key: attributes, or their names, that form a primary key, a unique constraint or a unique index of the table. The
             constraint must not be deferred, and the index must not be partial or over an expression.
@@ -216,8 +216,8 @@ def insert_once(
         The instance that was passed, or the instance of the existing row.
 
     Raises:
-        ValueError: no such unique key is declared, an attribute of the key belongs to another class or is None, or the instance is
-            already in the database.
+        ValueError: no such unique key is declared, an attribute of the key belongs to another class or is None, or the instance
+            is already in the database.
         TypeError: `instance` is not of a mapped class, `session` is not a session, or `key` is not a list.
         IntegrityError: another constraint is violated; or the constraint of `key` is violated, but a query of the class does not
             find the row that has the key, because the row belongs to another class of the same table, a filter or a policy hides

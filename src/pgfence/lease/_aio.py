@@ -58,7 +58,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
 
     @staticmethod
     async def adopt(engine: AsyncEngineSource, ref: LeaseRef) -> AsyncHeldLease:
-        """Take over a lease that another process handed over. This process renews the lease from now on.
+        """Adopt a lease that another process handed over. This process renews the lease from now on.
 
         A reference can be used only once, and a second `adopt` raises LockLostError.
 
@@ -76,7 +76,8 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
     async def holders(self) -> list[Holder]:
         """Return the current holder, as the server reports it, or an empty list if there is none. This takes no lock.
 
-        During a `min_hold` after a release, and during a `lock_delay`, there is no holder, although no process can acquire the lease.
+        During a `min_hold` after a release, and during a `lock_delay`, there is no holder, although no process can acquire the
+        lease.
 
         Raises:
             UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.

@@ -37,8 +37,8 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         max_hold: seconds after which the lease ends even if the holder is alive. None means no limit.
         min_hold: seconds for which no other holder gets the lease, even if it is released earlier; at most the TTL.
         lock_delay: seconds for which no holder, not even the last one, gets the lease after it has expired without a release.
-        heartbeat: "auto" renews the lease while the process lives, "progress" only if `progress()` was called since the last renewal,
-            and "manual" never.
+        heartbeat: "auto" renews the lease while the process lives, "progress" only if `progress()` was called since the last
+            renewal, and "manual" never.
         owner: the name that operators see for the holder. None means the host name and the process id.
         purpose: a description of the work, for operators.
         metadata: a JSON value for operators, such as a dict, which is stored in the row.
@@ -85,7 +85,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
 
     @staticmethod
     def adopt(engine: EngineSource, ref: LeaseRef) -> HeldLease:
-        """Take over a lease that another process handed over. This process renews the lease from now on.
+        """Adopt a lease that another process handed over. This process renews the lease from now on.
 
         A reference can be used only once, and a second `adopt` raises LockLostError.
 
@@ -103,7 +103,8 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     def holders(self) -> list[Holder]:
         """Return the current holder, as the server reports it, or an empty list if there is none. This takes no lock.
 
-        During a `min_hold` after a release, and during a `lock_delay`, there is no holder, although no process can acquire the lease.
+        During a `min_hold` after a release, and during a `lock_delay`, there is no holder, although no process can acquire the
+        lease.
 
         Raises:
             UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.

@@ -60,7 +60,7 @@ class PgfenceHistory:
         Call this method as soon as the lock is held, on the connection that does the work, and commit.
 
         Args:
-            session: a Session or Connection, or their async counterpart, in which case the result must be awaited.
+            session: a Session or Connection, or the async counterpart of either, in which case the result must be awaited.
             holder: a name that no other holder has, such as a process id.
             resource: what the lock protects, if a test has several locks.
             token: the fencing token, if the lock has one.

@@ -54,7 +54,7 @@ class Flush:
             by the key of the row in that statement.
         written: the rows that are written together and whose version is read after the flush, in order.
         deleted: the rows that are deleted together after they were locked.
-        sent: the executed statements, each as the function that computes its rows, its parameters, and the outcome.
+        sent: a tuple for each executed statement: a function that computes its rows, its parameters, and the outcome.
         failed_rows: the rows as they were when the flush failed.
     """
 

@@ -192,8 +192,8 @@ def conflict_error(
         "show the current row to the client" if precondition else "roll back, and read the rows again before you retry"
     )
     return VersionConflictError(
-        f"another transaction has written the rows since they were read: {_describe_all(items)}. Nothing of this transaction was committed:"
-        f" {way}",
+        f"another transaction has written the rows since they were read: {_describe_all(items)}. No change of this transaction"
+        f" was committed: {way}",
         items=items,
         precondition=precondition,
     )
@@ -225,7 +225,7 @@ def not_counted_error(mapper: Mapper[object], version: object) -> SchemaError:
     command = f"pgfence.schema.add_version_trigger(engine, {mapper.base_mapper.class_.__name__})"
     return SchemaError(
         f"a row of {table.fullname} was updated and its version is still {version}: the trigger that increments it is missing."
-        f" Nothing of this flush was committed. To create the trigger, call {command}",
+        f" No change of this flush was committed. To create the trigger, call {command}",
         command=command,
     )
 

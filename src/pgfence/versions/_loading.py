@@ -56,7 +56,7 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
     deleted and created again starts at version 1 again. `VersionedUUID` distinguishes the two rows.
 
     Args:
-        session: a Session or scoped_session, or their async counterpart, in which case the result must be awaited.
+        session: a Session or scoped_session, or the async counterpart of either, in which case the result must be awaited.
         model: a class with `Versioned` or `VersionedUUID`.
         pk: the primary key, as a value, a tuple, or a dict with attribute names as keys; see `Session.get`.
         expected: the version that the client sent, as a number from a form, a UUID, or the result of `if_match`.
