@@ -85,6 +85,20 @@ def waiters(dsn: str) -> Iterator[list[Waiter]]:
         waiter.connection.close()
 
 
+def test_a_short_slice_waits_for_the_counter(
+    dsn: str, admin: psycopg.Connection[Any], held: psycopg.Connection[Any], waiters: list[Waiter]
+) -> None:
+    """The first slice of a writer takes a millisecond. If another waiter takes its ticket then, the writer still gets one."""
+    counter = LockKey.raw(BASE + LAST + 1)
+    with elsewhere(dsn, counter) as other, ThreadPoolExecutor() as pool:
+        wait = pool.submit(waiters[0].wait_for_turn, 1)
+        while not waits(admin, counter)():
+            assert not wait.done()
+        give(other, counter)
+        assert wait.result()
+    assert waiters[0].numbers() == (0, None)
+
+
 @pytest.mark.parametrize("oldest", [0, 1, LAST - 1, LAST, 2**19])
 def test_the_numbers_go_around(
     oldest: int, dsn: str, admin: psycopg.Connection[Any], held: psycopg.Connection[Any], waiters: list[Waiter]

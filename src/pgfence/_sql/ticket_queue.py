@@ -52,6 +52,9 @@ _FRESH = 5
 _HALF = _COUNTER // 2
 """Tickets taken at one time span less than half of the circle, so that the older of any two is known."""
 
+_COUNTER_MS = 500
+"""The milliseconds to wait at least for the counter, which others hold for a moment. Without a ticket, a waiter has no place."""
+
 TICKET = "pgfence.ticket"
 """The setting with the session's ticket, a key. It is empty if the session has none, and `none` if no ticket was available."""
 AHEAD = "pgfence.ahead"
@@ -132,7 +135,7 @@ _TAKE_TICKET = f"""DO $$DECLARE base CONSTANT bigint := {{base}}; ticket bigint;
  since bigint := base + {_CLOCK} + {_SECOND};
 BEGIN
  BEGIN
-  PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock(base + {_COUNTER});
+  PERFORM pg_catalog.set_config('lock_timeout', '{{counter_ms}}', true), pg_catalog.pg_advisory_xact_lock(base + {_COUNTER});
   SELECT base + ((pg_catalog.max((t.n - t.r + {_HALF}) & {_MASK}) + t.r - {_HALF}) & {_MASK}) INTO ahead
    FROM (SELECT x.n, pg_catalog.min(x.n) OVER () AS r FROM (SELECT {_VALUE} - base AS n FROM {_TICKETS}) AS x) AS t
    GROUP BY t.r;
@@ -246,7 +249,11 @@ def build_wait_for_turn(
         looks: whether to skip the tickets ahead after the wait if their owners have stopped. The waiter does so in the same
             statement, because other waiters that are between two slices seem to have stopped.
     """
-    numbers = {"base": f"'{find_queue(keys)}'::bigint", "ms": int(milliseconds)}
+    numbers = {
+        "base": f"'{find_queue(keys)}'::bigint",
+        "ms": int(milliseconds),
+        "counter_ms": max(int(milliseconds), _COUNTER_MS),
+    }
     wait = _WAIT_FOR_TURN.format(**numbers, look=f"PERFORM {_MOVE_UP}{_TICKETS_AHEAD};" if looks else "NULL;")
     return (wait, _IS_TURN) if has_ticket else (_TAKE_TICKET.format(**numbers), wait, _IS_TURN)
 
