@@ -191,8 +191,10 @@ def test_a_lost_term_stops_the_command(cli: Cli, name: str, admin: psycopg.Conne
     # With a shorter TTL, a busy machine could miss the deadline of the term before its next renewal is rejected.
     with host(cli, "--ttl", "3", name, "--", *WORK) as one:
         (child,) = one.children()
-        lapse(admin, name)
-        assert rival(admin, name, ttl=2) == 2
+        # In one transaction: a renewal between the two would be rejected because the term has expired.
+        with admin.transaction():
+            lapse(admin, name)
+            assert rival(admin, name, ttl=2) == 2
         one.wait_for(f"the term of {name!r} was lost (superseded): stopping the command")
         eventually(lambda: not alive(child))
         first, second = one.children(2)
