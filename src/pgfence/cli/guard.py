@@ -143,8 +143,8 @@ class _Left:
             for pid, process in table.items()
             if process.group == self._command
             # At a terminal, the group is that of the job, which may include other programs of a pipeline. An orphan of the
-            # command has the same parent as this guard, and is younger.
-            or (process.group == us.group and process.parent == us.parent and process.started > us.started)
+            # command has the same parent as this guard, and did not start before it. It may have started in the same tick.
+            or (process.group == us.group and process.parent == us.parent and process.started >= us.started > 0)
         }
         self._known = list_descendants(self._known | heirs, table) - {os.getpid()}
         return {pid for pid in self._known if table[pid].running}
