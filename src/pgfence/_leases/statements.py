@@ -11,7 +11,6 @@ from pgfence._holds.hold import format_names
 from pgfence._leases import terms
 from pgfence._leases.answers import is_rejection, is_retryable, statement_error
 from pgfence._leases.heartbeat.service import heartbeat_of
-from pgfence._leases.heartbeat.tasks import release_of
 from pgfence._process import threads
 from pgfence._process.callbacks import log
 from pgfence._process.clock import clock
@@ -325,8 +324,7 @@ class LeaseStatements:
 
     def note_unanswered(self, grant: Grant, error: BaseException) -> None:
         """Retry in the background a release that got no response. The lease ends no later than its TTL."""
-        grant.repeated_release = release_of(grant)
-        self.heartbeat.end_later(grant.repeated_release)
+        grant.repeated_release = self.heartbeat.release_later(grant)
         why, fields = str(error) or type(error).__name__, grant.build_log_fields("release_failed")
         names = format_names(grant.names)
         log.warning("no response to the release of %s %s, retrying: %s", grant.noun, names, why, extra=fields)

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+P = ParamSpec("P")
 
 log = logging.getLogger("pgfence.advisory")
 
-FAILED = "a callback of a lock failed"
 OWN_THREADS = "pgfence-"
 """The prefix of the names of pgfence's own threads."""
 
 
-def call_logged(listener: Callable[[], object]) -> None:
+def call_logged(listener: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
     """Call a listener. If it raises an exception, log it, because it must affect neither the lock nor the other listeners."""
     try:
-        listener()
+        listener(*args, **kwargs)
     except BaseException as error:
         if must_propagate(error):
             raise
-        log.exception(FAILED)
+        log.exception("a callback of a lock failed")
 
 
 def must_propagate(error: BaseException) -> bool:

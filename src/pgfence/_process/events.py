@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from pgfence._process.callbacks import FAILED, must_propagate
+from pgfence._process.callbacks import call_logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
     from pgfence.types import Event
 
     Timing: TypeAlias = Literal["renewal", "pause"]
-
-log = logging.getLogger("pgfence.advisory")
 
 
 class EventObserver(Protocol):
@@ -72,33 +69,18 @@ class EventHub:
     def emit(self, event: Event) -> None:
         """Pass on an event that is not a `LockEvent`. Do not call this under a lock of pgfence. Exceptions are logged."""
         if (observer := self.observer) is not None:
-            try:
-                observer.observe(event)
-            except BaseException as error:
-                if must_propagate(error):
-                    raise
-                log.exception(FAILED)
+            call_logged(observer.observe, event)
         self.notify(event)
 
     def notify(self, event: Event) -> None:
         """Call the listener. An exception of the listener is logged, because it must not affect the lock."""
         if (listener := self.listener) is not None:
-            try:
-                listener(event)
-            except BaseException as error:
-                if must_propagate(error):
-                    raise
-                log.exception(FAILED)
+            call_logged(listener, event)
 
     def record(self, what: Timing, seconds: float) -> None:
         """Pass a duration to the observer."""
         if (observer := self.observer) is not None:
-            try:
-                observer.observe_timing(what, seconds)
-            except BaseException as error:
-                if must_propagate(error):
-                    raise
-                log.exception(FAILED)
+            call_logged(observer.observe_timing, what, seconds)
 
 
 def emit_event(
@@ -119,12 +101,7 @@ def emit_event(
 ) -> None:
     """Notify the observer and the listener. Do not call this under a lock of pgfence, because a listener may block."""
     if (observer := events.observer) is not None:
-        try:
-            observer.observe_lock(event, name, kind, token, owner, waited, held, reason, contended)
-        except BaseException as error:
-            if must_propagate(error):
-                raise
-            log.exception(FAILED)
+        call_logged(observer.observe_lock, event, name, kind, token, owner, waited, held, reason, contended)
     if events.listener is not None:
         from pgfence.types import LockEvent  # only a listener needs the event object
 

@@ -157,13 +157,13 @@ def stats(
 
     Use it to find the lock that slows an application down. The command takes no lock and writes nothing.
     """
-    for value, what, least, most in (
-        (length, "--for", "0.1", "86400 seconds"),
-        (interval, "--interval", "0.1", "3600 seconds"),
-        (top, "--top", "1", "1000"),
+    for value, what, least, most, unit in (
+        (length, "--for", 0.1, 86400, " seconds"),
+        (interval, "--interval", 0.1, 3600, " seconds"),
+        (top, "--top", 1, 1000, ""),
     ):
-        if not float(least) <= value <= float(most.split()[0]):
-            raise MisuseError(f"{what} must be from {least} to {most}, not {value:g}")
+        if not least <= value <= most:
+            raise MisuseError(f"{what} must be from {least} to {most}{unit}, not {value:g}")
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         samples = _collect_samples(lambda: monitoring.ps(target, names, limit=SAMPLED), length, interval)
     for note in samples.hidden:

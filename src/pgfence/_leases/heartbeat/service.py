@@ -121,9 +121,9 @@ class HeartbeatService:
             grant.expire()
             done(ended_error(grant))
 
-    def release_later(self, grant: Grant) -> None:
-        """Repeat a release in the background until the server responds or the TTL is over."""
-        self.end_later(tasks.release_of(grant))
+    def release_later(self, grant: Grant) -> tasks.ReleaseTask:
+        """Repeat a release in the background until the server responds or the TTL is over, and return the release."""
+        return self.end_later(tasks.release_of(grant))
 
     def forget_later(
         self, place: TableNames, name: str, lease_id: UUID, seconds: float, family: LeaseKind = "lease"
@@ -137,11 +137,12 @@ class HeartbeatService:
         with self._lock:
             return self._queue.listeners.is_on(place)
 
-    def end_later(self, ending: tasks.ReleaseTask) -> None:
-        """Send a release in the background, and repeat it until the server responds or the time of the release is over."""
+    def end_later(self, ending: tasks.ReleaseTask) -> tasks.ReleaseTask:
+        """Send a release in the background, and repeat it until the server responds or its time is over. Return it."""
         with self._lock:
             self._queue.releases.append(ending)
             self._ensure_worker()
+        return ending
 
     def listen(self, place: TableNames, name: str, wake: Callable[[], object]) -> Callable[[], None]:
         """Call `wake` on every release notification for `name`, and return a function that unsubscribes.
@@ -149,11 +150,6 @@ class HeartbeatService:
         `wake` runs on a heartbeat thread, must be quick and must not take a heartbeat lock. It is also called once when the
         connection starts to listen, because earlier notifications were missed. Through a pooler it may never be called, so
         callers must poll too.
-
-        Args:
-            place: the table names.
-            name: the stored name.
-            wake: the callback.
         """
         if self.config.pooler == "transaction":
             return lambda: None
