@@ -388,11 +388,11 @@ async def test_an_open_checkpoint_transaction_does_not_block_the_heartbeat(
 ) -> None:
     """The checkpoint locks no row of the lease: it is renewed while the transaction that wrote it stays open past the TTL."""
     engine = world.engine()
-    held = await world.call(lease(world, engine, name, ttl=0.6).acquire)
+    held = await world.call(lease(world, engine, name, ttl=1.5).acquire)
     async with world.enter(held.begin(engine)) as connection:
         await world.call(held.checkpoint, connection, {"done": 1})
         first = held.expires_at
-        await eventually(lambda: (held.expires_at - first).total_seconds() > 0.7, deadline=10)
+        await eventually(lambda: (held.expires_at - first).total_seconds() > 1.6, deadline=10)
         held.check()
     await world.call(held.release)
     following = await world.call(lease(world, engine, name).acquire)

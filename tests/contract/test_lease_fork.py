@@ -59,12 +59,12 @@ async def child(held):
     except LockNotHeldError:
         pass
     if not ASYNC:  # a loop does not survive a fork
-        own = await call(lease(name + ":child", ttl=0.9).acquire)
+        own = await call(lease(name + ":child", ttl=2).acquire)
         await renewed_twice(own)
         await call(own.release)
 
 async def main():
-    held = await call(lease(name, ttl=0.9).acquire)
+    held = await call(lease(name, ttl=2).acquire)
     await renewed_twice(held)
     pid = os.fork()
     if pid == 0:
@@ -123,7 +123,7 @@ def renewed(held):
     return lambda: held.expires_at > before
 
 async def main():
-    held = await AsyncLease(engine, name, ttl=0.6).acquire()
+    held = await AsyncLease(engine, name, ttl=1.5).acquire()
     kept.append(held)
     done = renewed(held)
     while not done():
@@ -133,7 +133,7 @@ if ASYNC:
     asyncio.run(main())
 else:
     import time
-    held = Lease(engine, name, ttl=0.6).acquire()
+    held = Lease(engine, name, ttl=1.5).acquire()
     kept.append(held)
     done = renewed(held)
     while not done():

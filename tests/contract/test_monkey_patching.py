@@ -25,7 +25,7 @@ from pgfence import AdvisoryLock, Lease, PgfenceError
 
 dsn, name = sys.argv[1:3]
 engine = create_engine("postgresql+psycopg://" + dsn.split("://", 1)[1])
-for one in (AdvisoryLock(engine, name), Lease(engine, name + ":lease", ttl=0.9)):
+for one in (AdvisoryLock(engine, name), Lease(engine, name + ":lease", ttl=3)):
     try:
         held = one.acquire(timeout=20)
     except PgfenceError as error:

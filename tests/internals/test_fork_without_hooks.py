@@ -84,7 +84,7 @@ async def child(lock, lease, engine):
     engine = make(url) if ASYNC else engine
     say("busy" if await call(Lock(engine, name).try_acquire) is None else "both-hold")
     say("busy" if await call(Lease(engine, name + ":lease", ttl=3).try_acquire) is None else "both-hold")
-    own = await call(Lease(engine, name + ":child", ttl=0.9).acquire)
+    own = await call(Lease(engine, name + ":child", ttl=2).acquire)
     await renewed_twice(own)
     await call(own.release)
     async def under(lock):
@@ -98,7 +98,7 @@ async def main():
     engine = make(url)
     lock = await call(Lock(engine, name).acquire)
     await call((await call(Lock(engine, name + ":warm").acquire)).release)
-    lease = await call(Lease(engine, name + ":lease", ttl=0.9).acquire)
+    lease = await call(Lease(engine, name + ":lease", ttl=3).acquire)
     await renewed_twice(lease)
     stays, go = threading.Event(), threading.Event()
     def keep():

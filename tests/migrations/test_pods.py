@@ -275,7 +275,6 @@ def test_tenants_are_migrated_under_one_lock(tmp_path: Path, own: str, driver: s
     with psycopg.connect(own, autocommit=True) as connection:
         for tenant in tenants:
             connection.execute(psycopg.sql.SQL("CREATE SCHEMA {}").format(psycopg.sql.Identifier(tenant)))
-    # Slowly, because a pod that connects holds an advisory lock for a moment.
     assert [pod.said for pod in project.round(3, SLOW="0.3") if pod.code] == []
     for tenant in tenants:
         quoted = psycopg.sql.Identifier(tenant).as_string()

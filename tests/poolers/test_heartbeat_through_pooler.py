@@ -39,7 +39,7 @@ async def test_a_lease_is_renewed_while_the_poolers_sessions_change(
     configure(engine, pooler=declared)
     seen = set()
     with busy_pool(through):
-        lease = world.pick(Lease, AsyncLease)(engine, name, ttl=0.9)
+        lease = world.pick(Lease, AsyncLease)(engine, name, ttl=1.5)
         async with world.enter(lease.hold(timeout=5)) as held:
 
             def moved() -> bool:

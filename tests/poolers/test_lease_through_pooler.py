@@ -94,7 +94,7 @@ async def test_the_poolers_sessions_keep_nothing_of_pgfence(
     """C021: no setting, no lock, no prepared statement is left for the next client of a session."""
     through = pgbouncer("transaction")
     engine = pooled(world, through)
-    async with world.enter(lease(world, engine, name, ttl=0.9).hold()) as held:
+    async with world.enter(lease(world, engine, name, ttl=3).hold()) as held:
         before = held.expires_at
         await eventually(lambda: held.expires_at > before)
     async with connection(world, pooled(world, through)) as plain:

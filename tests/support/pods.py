@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psycopg
 from alembic.config import main
 
+from pgfence import LockKey
 from pgfence.migrations import _environment
+from pgfence.migrations._lock import _default_key
 from support.waiting import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+# The lock of the migrations alone, because a pod that connects holds another advisory lock for a moment.
 _HELD = (
     "FROM pg_locks WHERE locktype = 'advisory' AND granted"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    " AND (classid::bigint << 32 | objid::bigint) = {key}"
 )
-# Each says that it was applied once for each session that holds an advisory lock at that moment.
+# Each says that it was applied if the lock is held at that moment.
 _APPLIED = f"INSERT INTO applied SELECT '{{}}' {_HELD}"
 _INSIDE = f"CREATE TABLE IF NOT EXISTS inside AS SELECT count(*) {_HELD}"
 REVISIONS = {
@@ -46,6 +50,8 @@ REVISIONS = {
 """,
 }
 HEAD = "003"
+TENANTS = LockKey.of("tenants", namespace="migrations")
+"""The key in the multitenant template."""
 
 _REVISION = """
 import os
@@ -167,10 +173,15 @@ class Project:
         before_gate = _GATE.rpartition("\n")[2]
         assert before_gate in text, before_gate
         env.write_text(text.replace(before_gate, _GATE), encoding="utf-8")
+        key = (TENANTS if template == "multitenant" else _default_key()).value
         before = None
         for revision, body in REVISIONS.items():
             script = _REVISION.format(
-                revision=revision, before=before, body=body, applied=_APPLIED.format(revision), inside=_INSIDE
+                revision=revision,
+                before=before,
+                body=body,
+                applied=_APPLIED.format(revision, key=key),
+                inside=_INSIDE.format(key=key),
             )
             (folder / "migrations" / "versions" / f"{revision}.py").write_text(script, encoding="utf-8")
             before = revision
