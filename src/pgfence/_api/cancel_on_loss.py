@@ -67,7 +67,7 @@ class CancelOnLoss:
 async def await_work(task: asyncio.Task[object], handle: AsyncHeld) -> None:
     """Await the work of a holder, and cancel it if the lock is lost.
 
-    The cancellation that a loss causes does not propagate. A cancellation by the caller does.
+    The cancellation that a loss causes does not propagate. A cancellation of the calling task does.
     """
     loop = asyncio.get_running_loop()
 

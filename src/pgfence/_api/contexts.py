@@ -60,7 +60,7 @@ class AsyncHold(_NoDecorator, AbstractAsyncContextManager[None, None]):
 
 
 class _SafeSteps(_NoDecorator, Generic[T]):
-    """A block whose end never replaces the caller's exception with its own error."""
+    """A block whose own error on leaving does not replace the caller's exception, unless it was raised from that exception."""
 
     def __init__(
         self, inner: AbstractContextManager[T, bool | None] | AbstractAsyncContextManager[T, bool | None]
@@ -89,7 +89,7 @@ class _SafeSteps(_NoDecorator, Generic[T]):
 
 
 class SafeContext(_SafeSteps[T], AbstractContextManager[T, None]):
-    """A context manager whose end never replaces the caller's exception with its own error."""
+    """The context manager of a sync block."""
 
     def __enter__(self) -> T:
         return run_sync(self._enter)
@@ -99,7 +99,7 @@ class SafeContext(_SafeSteps[T], AbstractContextManager[T, None]):
 
 
 class AsyncSafeContext(_SafeSteps[T], AbstractAsyncContextManager[T, None]):
-    """An async context manager like `SafeContext`."""
+    """The context manager of an async block."""
 
     async def __aenter__(self) -> T:
         return await self._enter()

@@ -1,4 +1,4 @@
-"""The types of `wrap()`, its policy for a lock that is held, and the names that are built from a call's arguments."""
+"""The types and the policy of `wrap()`, and the names that are built from a call's arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 H_co = TypeVar("H_co", covariant=True)
 
-# Never is accepted by send() of every generator, so this type matches all of them.
+# The send type is contravariant, so Never matches all generators.
 AnyGenerator: TypeAlias = Generator[object, Never, object] | AsyncGenerator[object, Never]
 
 Busy = Literal["raise", "skip"] | Callable[[LockTimeoutError], BaseException]
@@ -33,7 +33,7 @@ Unreachable = Literal["raise", "skip", "run"]
 
 
 class Wrap(Protocol):
-    """The type of the decorator that `wrap()` returns, which keeps the signature."""
+    """The type of the decorator that `wrap()` returns. It keeps the signature of the function."""
 
     @overload
     @deprecated("a sync lock would be released before an async function runs: use the Async class")
@@ -100,7 +100,7 @@ class Policy:
             raise error
 
     def find_retry_time(self, error: UnreachableError) -> float:
-        """Return for how many seconds to retry before the call runs unprotected, or 0.0 if it need not wait."""
+        """Return for how many seconds to retry before the call runs unprotected, or 0.0 for no retry."""
         return find_unsafe_time(error) if self._unreachable == "run" and error.retryable else 0.0
 
     def skips(self, error: UnreachableError) -> bool:
@@ -156,13 +156,8 @@ def compile_templates(
 ) -> Callable[[tuple[object, ...], Mapping[str, object]], list[Name]] | None:
     """Return a function that builds the names from a call's arguments, or None if no name is a template.
 
-    Args:
-        names: the names of the lock; a str may be a template.
-        fn: the function whose arguments the templates use.
-        fill: the function that fills a template with the arguments.
-
     Raises:
-        ValueError: a name is not a valid template, or a field of a template is not an argument of the function.
+        ValueError: a name is not a valid template, or a field of a template is not an argument of `fn`.
     """
     texts = {name for name in names if isinstance(name, str)}
     fields = {field for text in texts for field in _list_all_fields(text)}

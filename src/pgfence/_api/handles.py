@@ -5,8 +5,7 @@ yet), "lost" or "released". The state does not prove that the lock is still held
 loss only when it runs again. If a former holder must not do some work, do that work on the connection that holds the lock
 (`AdvisoryLock.connect`) or behind a fence.
 
-In a forked child, a handle is in the state "released" from the start, because the lock belongs to the parent, and the child
-cannot affect it.
+In a forked child, a handle is in the state "released" from the start, because the lock belongs to the parent.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class HoldManager(Protocol[HoldT_contra]):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop whose tasks share the manager."""
+        """The event loop whose tasks share the manager, or None for threads."""
         ...
 
     async def release(self, hold: HoldT_contra, /, *, leaving: bool = False, failing: bool = False) -> None:
@@ -89,7 +88,7 @@ class _Handle:
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
-        """The keys that are held, sorted and without duplicates."""
+        """The keys of a session lock, sorted and without duplicates; empty for a lease, slot, permit or term."""
         return self._hold.keys
 
     @property
@@ -113,7 +112,7 @@ class _Handle:
         return self._hold.loss_reason
 
     def check(self) -> None:
-        """Raise an error unless the lock is held as far as this process knows.
+        """Raise an error if, as far as this process knows, the lock is no longer held.
 
         The check does no I/O, so you can repeat it as often as you like.
 
@@ -309,8 +308,8 @@ def _run(cb: Callable[[], object]) -> None:
 
 
 def _note_dropped(hold: BaseHold, manager: HoldManager[BaseHold], handle: _Handle) -> None:
-    # This runs in a finaliser, possibly in the middle of pgfence's own code. It must take no lock, so another thread does the
-    # work.
+    # This runs in a finaliser, possibly in the middle of pgfence's own code. It must take no lock, so another thread or task does
+    # the work.
     if not hold.ours or sys.is_finalizing():
         return
     hold.dropped = True
@@ -332,7 +331,7 @@ AnyHeld = TypeVar("AnyHeld", bound=Held | AsyncHeld)
 def current(kind: type[AnyHeld], /) -> AnyHeld:
     """Return the innermost handle of a class that this thread holds or, for an async class, that this task holds.
 
-    The function works inside `hold()`, `with held:` and functions decorated by `wrap()`.
+    Handles of `acquire()`, `hold()` and `wrap()` count, from the grant to the release.
 
     Args:
         kind: a class of handles, such as `Held` or `AsyncHeldLease`.

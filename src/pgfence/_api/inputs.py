@@ -68,22 +68,18 @@ def is_async_session(given: object) -> TypeIs[AnyAsyncSession]:
 
 
 def is_sessionmaker(given: object) -> TypeIs[sessionmaker[Any]]:
-    """Return whether an object is a sessionmaker."""
     return isinstance(given, find_loaded_classes(ORM, "sessionmaker"))
 
 
 def is_async_sessionmaker(given: object) -> TypeIs[async_sessionmaker[Any]]:
-    """Return whether an object is an async_sessionmaker."""
     return isinstance(given, find_loaded_classes(ASYNCIO, "async_sessionmaker"))
 
 
 def is_async_engine(given: object) -> TypeIs[AsyncEngine]:
-    """Return whether an object is an AsyncEngine."""
     return isinstance(given, find_loaded_classes(ASYNCIO, "AsyncEngine"))
 
 
 def is_async_connection(given: object) -> TypeIs[AsyncConnection]:
-    """Return whether an object is an AsyncConnection."""
     return isinstance(given, find_loaded_classes(ASYNCIO, "AsyncConnection"))
 
 
@@ -111,10 +107,8 @@ LEASE_OUTLIVES = "a lease outlives transactions and connections. To write under 
 def check_engine_source(engine: object, what: str, why: str = LEASE_OUTLIVES.format("")) -> EngineSource:
     """Return what the caller passed as an engine, after checking that it is an Engine or a function.
 
-    Args:
-        engine: the object that the caller passed.
-        what: the class or function that needs it, for messages.
-        why: why sessions and connections are rejected.
+    In messages, `what` is the class or function that needs the engine, and `why` explains why sessions and connections are
+    rejected.
 
     Raises:
         TypeError: the argument is neither an Engine nor a function.
@@ -268,13 +262,10 @@ LONGEST_KEY = 255
 def check_key(value: object, what: str) -> str:
     """Return an idempotency key or a scope, as plain text.
 
-    Args:
-        value: what the caller, or a client, passed.
-        what: the name of the value in messages.
-
     Raises:
         TypeError: the value is not a str.
-        ValueError: the value is empty or blank, has more than 255 characters, or contains a control character or a lone surrogate.
+        ValueError: the value is empty or blank, has more than 255 characters, or contains a control character or a lone
+            surrogate.
     """
     if not isinstance(value, str):
         raise TypeError(f"{what} must be a str, not {type(value).__name__}")

@@ -1,6 +1,6 @@
 """Raise helpful errors if a lock is used like those of other libraries, for example as a context manager or a decorator.
 
-This code is hidden from type checkers, which report such uses themselves.
+The methods that only raise an error are hidden from type checkers, which report such uses themselves.
 """
 
 from __future__ import annotations

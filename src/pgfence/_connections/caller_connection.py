@@ -222,7 +222,7 @@ class CallerConnection(LockConnection):
 
 
 def is_in_transaction(connection: Connection, dbapi_connection: DBAPIConnection, driver: DriverConnection) -> bool:
-    """Return whether a transaction is open."""
+    """Return whether a transaction is open, even an aborted one."""
     # SQLAlchemy's view counts too: its begin() sends nothing until the first statement.
     return driver.in_transaction is not False or (connection.in_transaction() and not dbapi_connection.autocommit)
 

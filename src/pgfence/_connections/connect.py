@@ -45,21 +45,14 @@ def open_connection(
 ) -> tuple[DBAPIConnection, RawConnection, server.ServerInfo]:
     """Open a connection with the engine's settings, outside of any pool and in autocommit, and check its server.
 
-    For async engines, call it inside a greenlet.
-
-    Args:
-        engine: the engine.
-        pooler: the configured pooler setting.
-        any_pooler: whether any pooler is accepted, because leases are rows and do not depend on the session.
-        in_use: driver connections of the application. If the engine's creator returns one of them again, that connection is left
-            unchanged.
-
-    Returns:
-        The DBAPI connection, the driver's own connection, and the facts about the server.
+    Return the DBAPI connection, the driver's own connection, and the facts about the server. For async engines, call it inside a
+    greenlet. With `any_pooler`, any pooler is accepted, because leases are rows and do not depend on the session. If the engine's
+    creator returns one of the connections `in_use` by the application, that connection is left unchanged.
 
     Raises:
         UnreachableError: the server did not respond or rejected the connection.
         PoolerError, StandbyError, UnsupportedServerError: a session lock would not be safe on this server.
+        PgfenceError: the engine's creator returned a connection that is in use.
     """
     style_of(engine.dialect)
     warn_of_slow_hosts(engine)

@@ -1,7 +1,7 @@
 """A connection that holds a lock: its statements, and how a loss of the connection is detected.
 
-It is opened with the engine's settings and belongs to no pool, so that `engine.dispose()` does not end a hold and a lock never
-returns to the application's pool. It is always in autocommit, so it is never idle in a transaction.
+Unless it is the caller's own, it is opened with the engine's settings and belongs to no pool of the application, so that
+`engine.dispose()` does not end a hold. Until `connect()` lends it, it is in autocommit, so it is never idle in a transaction.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 STATEMENT_BUDGET = 30.0
 """Seconds that a statement may take on a server that does not respond, unless the caller's deadline is earlier."""
 RELEASE_BUDGET = 5.0
-"""The same limit for a statement that the caller should not wait for, such as a release, a try, or work after the deadline."""
+"""The same limit for a statement that must not delay the caller, such as a release, a try, or work after the deadline."""
 WAIT_GRACE = 2.0
 PROBE_EVERY = 10.0
 WARM_FOR = 30.0
@@ -88,7 +88,6 @@ class LockConnection(ABC):
         self.dead: LossReason | None = None
         self.closed = False
         self.close_after_use = False
-        """Whether to close the connection after use instead of keeping it."""
         self.uses_slot = True
         """Whether the connection counts towards `max_lock_connections`."""
         self.dup = -1
@@ -146,7 +145,10 @@ class LockConnection(ABC):
             self.on_death(hold if lost else None)
 
     def tick(self, now: float, paused: bool) -> None:
-        """Abort an overdue statement and probe a hold in doubt. The monitor's thread calls this once a second."""
+        """Abort an overdue statement. Probe a hold after a pause and, where the system does not report hang-ups, every 10 s.
+
+        The monitor's thread calls this once a second.
+        """
         if self.statement_started and paused:
             # After a pause of this process, the response may already be in the socket, so the statement gets the full time again.
             self.statement_started = now
@@ -270,7 +272,7 @@ class LockConnection(ABC):
     async def lock_with_token(
         self, engine: Engine, sql: TokenSql, milliseconds: int, *, unless_queued: bool = False
     ) -> bool | None:
-        """Acquire a lock with a token, and store the token in `token`. With 0 milliseconds, do not wait.
+        """Acquire a lock with a token, and store the token in `token`. With 0 milliseconds, do not wait for the lock.
 
         Return None if `unless_queued` is set and other waiters have tickets.
         """

@@ -1,4 +1,4 @@
-"""A common interface to the drivers' own connections: run one statement, fetch one row.
+"""A common interface to the drivers' own connections.
 
 All connections must be in autocommit.
 """
@@ -180,7 +180,6 @@ class PsycopgConnection(_SyncBase, _PsycopgBase):
         return row
 
     async def execute_script(self, text: str) -> bool:
-        """Run several statements at once, and return whether the last one returned a row."""
         self.cursor.execute(text, prepare=False)
         while self.cursor.nextset():
             pass

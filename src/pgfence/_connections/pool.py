@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 WARM = 5
 OPEN_BUDGET = 5.0
-"""Opening a connection may take at least this many seconds, even if the caller's timeout is shorter."""
+"""The least limit for opening a connection, even if the caller's timeout is shorter, unless the connection replaces a lost one."""
 OPEN_LIMIT = 30.0
 
 
@@ -186,13 +186,8 @@ class LockPool:
     ) -> LockConnection | None:
         """Return an idle or a new connection or, if `max_lock_connections` are in use, the next free connection.
 
-        Return None if no connection was free in time.
-
-        Args:
-            left: the seconds to wait for a free connection.
-            keys: the number of keys that the connection will hold.
-            again: whether the connection replaces a lost one, so that opening it must not take much longer than the time left.
-            cancel: the event that ends the wait.
+        Return None if no connection was free within `left` seconds. `keys` is the number of keys that the connection will hold.
+        With `again`, the connection replaces a lost one, so that opening it must not take much longer than the time left.
         """
         turn = PoolWaiter()
         try:

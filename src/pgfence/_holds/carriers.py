@@ -1,7 +1,7 @@
 """Run a contender in a thread or in a task of an event loop.
 
 The runtime is written once, as coroutines over a carrier. A thread's carrier blocks and never suspends, so that `run_sync` can
-run the same coroutines. Only the ways to wait are written twice. Another thread can end a thread's waits (`cancel_waits`), and
+run the same coroutines. Only the carriers are written twice. Another thread can end a thread's waits (`cancel_waits`), and
 cancelling a task ends the task's waits.
 """
 
@@ -230,7 +230,8 @@ class ThreadCarrier:
         try:
             clean()
         except BaseException:
-            # A signal's exception interrupted the clean-up. Run it again in a thread that receives no signals.
+            # An exception, perhaps of a signal handler, ended the clean-up early. Run it again in a thread that receives no
+            # signals.
             MONITOR.post(clean)
             raise
 

@@ -1,8 +1,7 @@
 """The record of one grant and its four states: held, unknown, lost, released.
 
 A `Hold` belongs to the connection that holds the lock. A lease has no connection, so its record is `_leases.grant.Grant`, with
-the same base class. The state changes once from held to lost or released, in any thread. This module also formats names for
-messages.
+the same base class. The state becomes lost or released once, in any thread. This module also formats names for messages.
 """
 
 from __future__ import annotations
@@ -75,9 +74,8 @@ class BaseHold:
         self.pid = PROCESS.known_pid  # the calling function has already checked for a fork
         self.since = clock()
         """The time of the grant, on this process's clock."""
-        # The reference is weak, because the handle refers to the hold, and a strong reference would keep a dropped handle alive.
         self.handle: Callable[[], object] = _find_nothing
-        """A weak reference to the caller's handle."""
+        """A weak reference to the caller's handle, because a strong one would keep a dropped handle alive."""
         self.reason: LossReason | None = None
         """The reason for the loss, once the hold is marked as lost."""
         self.released = False
@@ -153,7 +151,7 @@ class BaseHold:
             return "lost"
         if self.released:
             return "released"
-        # After a renewal without a response, the hold never counts as held.
+        # While a request has no response, the hold does not count as held.
         return "unknown" if self.in_doubt else "held"
 
     def check(self) -> None:
@@ -279,7 +277,7 @@ def _find_nothing() -> None:
 
 def describe_local_holder(key: LockKey, hold: Hold[Any]) -> Holder:
     """Return the description of a hold of this process, as a `Holder`."""
-    from pgfence.types import Holder  # as in `activity`
+    from pgfence.types import Holder  # imported here, because that takes longer than acquiring a lock
 
     return Holder(
         name=key.name,
@@ -293,7 +291,7 @@ def describe_local_holder(key: LockKey, hold: Hold[Any]) -> Holder:
 
 
 def is_about_loss(error: BaseException) -> bool:
-    """Return whether an exception reports a loss, also in an exception group, which asyncio.TaskGroup raises for its tasks."""
+    """Return whether an exception, or each one of an exception group as asyncio.TaskGroup raises it, reports a loss."""
     kinds = LockLostError, StaleFencingTokenError
     if isinstance(error, BaseExceptionGroup):
         return error.split(kinds)[1] is None

@@ -83,9 +83,9 @@ class QueueEntry:
         self, places: Sequence[Hashable], owner: Contender, queue: LocalQueue, *, no_handoff: bool = False
     ) -> None:
         self.places = places
-        """The keys, sorted."""
+        """The keys, sorted, or the stored name of a lease with its tables."""
         self.no_handoff = no_handoff
-        """Whether the lock is never handed over from or to another entry, because each grant has its own token."""
+        """Whether the lock is never handed over from or to another entry, for example because each grant has its own token."""
         self.owner = owner
         self.queue = queue
         self.handed_over: Any = None

@@ -43,7 +43,7 @@ class ManagerRegistry:
     @classmethod
     def of(cls, engine: Engine) -> dict[Hashable, Any]:
         """Return the registry of an engine."""
-        PROCESS.notice_fork()  # read before the mutex is used, because a forked child replaces the mutex
+        PROCESS.notice_fork()  # before the mutex is used, because a forked child replaces the mutex
         home: dict[Hashable, Any] = vars(engine.dialect).setdefault(cls.ATTRIBUTE, {})
         return home
 

@@ -1,4 +1,4 @@
-"""Plan how a waiter divides its wait in the server into slices, and when it logs. Pure functions of `now`."""
+"""Plan how a waiter divides its wait in the server into slices, and when it logs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ LONGEST_LOCK_TIMEOUT = 2**31 - 1
 
 def slice_for(deadlock_timeout: float) -> float:
     """Return the length of one wait in the server, in seconds, or 0 if the waiter must poll instead."""
-    # The wait takes half of deadlock_timeout, so that it ends before the server looks for deadlocks. Otherwise the server would
-    # choose the waiter as the victim whenever the holder builds an index CONCURRENTLY. Waits below 100 ms cost more log lines and
-    # CPU time than polling.
+    # The wait takes at most half of deadlock_timeout, so that it ends before the server looks for deadlocks. Otherwise the server
+    # would choose the waiter as the victim whenever the holder builds an index CONCURRENTLY. Waits below 100 ms cost more log
+    # lines and CPU time than polling.
     length = min(SLICE, deadlock_timeout / 2)
     return length if length >= SHORTEST_SERVER_WAIT else 0.0
 
 
 def choose_first_slice(length: float, left: float) -> float:
-    """Return the length of the first wait: at most half the time left, or all of it if half would be under 100 ms."""
+    """Return the length of the first wait: at most half the time left, but not less than 100 ms if so much is left."""
     # The other half leaves time to query the holders for the error message.
     return min(length, max(left / 2, min(left, SHORTEST_SERVER_WAIT)))
 
@@ -48,7 +48,7 @@ def choose_sleep(ahead: int) -> float:
 
 WARN_AFTER = 30.0
 NESTED_LIMIT = 60.0
-"""The default timeout of a task or thread that holds another lock, because deadlocks between processes are not detected."""
+"""The longest default timeout while another lock is held, because deadlocks between processes are not detected."""
 
 
 class Wait(NamedTuple):

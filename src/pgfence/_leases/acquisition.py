@@ -113,7 +113,7 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
             self.log_wait(logging.WARNING, age, holders)
 
     def log_wait(self, level: int, age: float, holders: Sequence[Holder]) -> None:
-        """Log the holders that the call waits for, once per call, wherever the wait became long."""
+        """Log the holders that the call waits for, once per call."""
         if not self._logged:
             self._logged = True
             super().log_wait(level, age, holders)

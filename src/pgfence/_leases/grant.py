@@ -40,15 +40,12 @@ _BY_CLOCK = {
 
 
 class RepeatedRelease(Protocol):
-    """A release that the heartbeat repeats until the server has responded.
-
-    Attributes:
-        until: when the heartbeat gives up, on this process's clock.
-        answer: the response of the server, or None.
-    """
+    """A release that the heartbeat repeats until the server has responded."""
 
     until: float
+    """When the heartbeat gives up, on this process's clock."""
     answer: Any
+    """The response of the server, or None."""
 
 
 class Grant(BaseHold):
@@ -98,17 +95,7 @@ class Grant(BaseHold):
         config: Config,
         family: LeaseKind = "lease",
     ) -> None:
-        """Record a grant.
-
-        Args:
-            claim: the request.
-            told: the response of the server.
-            entry: the queue entry of the acquiring thread or task; the heartbeat never touches it.
-            lease_id: the id that this client chose for the grant.
-            started: `clock()` from just before the statement was sent.
-            config: the engine's configuration, whose `on_event` is called on a loss.
-            family: the family of statements that renew and end the grant.
-        """
+        """Record a grant with the `lease_id` that this client chose. `started` is `clock()` from before the sending."""
         super().__init__(claim.names, entry)
         self.rows = told.rows or ((claim.stored, told.token),)
         """The rows of the table that the grant holds, with their tokens: one row, or as many rows as it has permits."""
@@ -238,13 +225,9 @@ class Grant(BaseHold):
         return self.state == "lost"
 
     def note_renewed(self, started: float, remaining: float, expires_at: datetime, ttl: float) -> bool:
-        """Record a renewal. Return False if the response arrived after the deadline. The lease is then lost; see `expire`.
+        """Record a renewal that was sent at `started`. The requested `ttl` applies from now on.
 
-        Args:
-            started: when the renewal was sent.
-            remaining: the seconds that the server granted.
-            expires_at: when the lease expires, by the server's clock.
-            ttl: the TTL that was requested, which applies from now on.
+        Return False if the response arrived after the deadline. The lease is then lost; see `expire`.
         """
         # A lost grant stays lost, even if a late response renews it, because `on_lost` may have been called already.
         if self.loss_reason is not None:
@@ -292,7 +275,7 @@ STOOD_STILL = 0.25
 
 
 class Pauses:
-    """Report pauses of this process, and log one warning for each pause that is twice as long as the longest pause before."""
+    """Report pauses of this process, and log each one that is more than twice as long as the longest one logged before."""
 
     def __init__(self) -> None:
         self._longest = 0.0

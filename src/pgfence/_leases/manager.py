@@ -84,11 +84,8 @@ class LeaseManager(LeaseStatements):
     ) -> HandleT | None:
         """Acquire a lease and return its handle, or None if another holder has it and `timeout` is 0.
 
-        Args:
-            claim: the lease that is requested.
-            timeout: the seconds to wait; None means the configured default.
-            make: creates the handle, whose finaliser is responsible for the lease from then on.
-            lasts: whether the call waits for an unreachable server from the first statement on.
+        `make` creates the handle, whose finaliser is responsible for the lease from then on. With `lasts`, the call waits for an
+        unreachable server from the first statement on.
 
         Raises:
             LockTimeoutError: the lease was not granted within the timeout.

@@ -1,6 +1,6 @@
 """The requests for leases, slots and attempts, and the results that the server returns for them, without I/O.
 
-A request is a generator that yields statements and receives their rows, so that sync and async callers run the same steps.
+`run_steps` yields statements and receives their rows, so that sync and async callers run the same steps.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Busy:
     remaining: float
     holder: Holder | None = None
     limit: int | None = field(default=None, kw_only=True)
-    """The number of permits of a semaphore."""
+    """The number of permits, if the name is a semaphore."""
 
 
 class Refused(Exception):
@@ -83,16 +83,7 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class AcquireRequest(ABC):
-    """A request for one name.
-
-    Attributes:
-        stored: the stored name.
-        place: the table names.
-        terms: the requested times, in seconds.
-        identity: the description of the caller.
-        heartbeat: how the lease is renewed.
-        waiter: the id of the caller in a queue on the server, or None if it waits in none.
-    """
+    """A request for one name."""
 
     stored: str
     place: TableNames
@@ -100,6 +91,7 @@ class AcquireRequest(ABC):
     identity: Identity = field(default_factory=Identity)
     heartbeat: Heartbeat = "auto"
     waiter: str | None = None
+    """The id of the caller in a queue on the server, or None if it waits in none."""
 
     kind = "lease"
     needed: ClassVar[int | None] = None
@@ -181,7 +173,7 @@ def holder_of(claim: AcquireRequest, row: Row) -> Holder:
 
 
 def warn_of_clock(claim: AcquireRequest, set_back: float | None) -> None:
-    """Log a warning, which states the consequence, if the server's clock was set back while the name was blocked."""
+    """Log a warning if the server's clock was set back by a second or more while the name was held."""
     if set_back is not None and set_back >= terms.NOTABLE_STEP:
         log.warning(
             "the database server's clock was set back by %.0f s or more while the %s %s was held. The times of this"
@@ -213,7 +205,7 @@ def build_adoption(
 
 
 def read_adoption(claim: AcquireRequest, token: int, row: Row) -> tuple[AcquireRequest, Granted] | str:
-    """Return the adopted lease with the terms that are stored in the table, or the reason why it was not adopted."""
+    """Return the adopted lease with the TTL and purpose from the table, or the reason why it was not adopted."""
     outcome, expires_at, remaining, hold_remaining, ttl, checkpoint, purpose, set_back = row
     warn_of_clock(claim, set_back)
     if outcome != "ok":

@@ -134,13 +134,7 @@ class LeaseStatements:
     ) -> Any:
         """Run an idempotent statement, retrying for about `seconds` until the server responds, and return its row.
 
-        Args:
-            place: the table names.
-            text: the statement.
-            args: its parameters.
-            seconds: no further try starts after this time.
-            again: returns whether to retry after an error.
-            needed: the version of the tables that the statement needs, if it differs from the manager's version.
+        `again` decides after each error whether to retry.
 
         Raises:
             UnreachableError: the server did not respond; it is unknown whether the statement was executed.
@@ -160,7 +154,7 @@ class LeaseStatements:
         """Check once that the tables exist and have the expected columns.
 
         Raises:
-            SchemaError: a table or a column does not exist.
+            SchemaError: a table or a column is missing or has another type, or this role lacks a privilege.
         """
         needed = needed or self.needed
         if (place, needed) in self._checked:
@@ -232,11 +226,6 @@ class LeaseStatements:
 
     async def release(self, grant: Grant, *, leaving: bool = False, failing: bool = False) -> None:
         """Release the lease. If the server does not respond or the call is interrupted, the release is retried in the background.
-
-        Args:
-            grant: the lease.
-            leaving: a block is ending.
-            failing: the block is ending with an exception.
 
         Raises:
             LockNotHeldError: the lease was released before, or this is a forked child.
@@ -338,7 +327,7 @@ class LeaseStatements:
         grant.entry.leave()
 
     async def give_up(self, grant: Grant) -> None:
-        """Release the lease of a leader, even after a loss.
+        """Release the lease of a leader, even after a loss if the row may still be its own.
 
         If the server does not respond, the release is repeated in the background.
         """

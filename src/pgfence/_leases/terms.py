@@ -1,4 +1,4 @@
-"""Compute how long a lease is trusted and when it is renewed, in pure functions on numbers, without I/O or clocks."""
+"""Compute how long a lease is trusted and when it is renewed, without I/O or clocks."""
 
 from __future__ import annotations
 
@@ -39,12 +39,7 @@ def compute_margin(ttl: float) -> float:
 
 
 def compute_shortest_ttl(pause: float, renewal: float) -> float:
-    """Return the shortest TTL, in seconds, that survives a pause from the time when a renewal is due, and then a slow renewal.
-
-    Args:
-        pause: the longest pause to survive, in seconds.
-        renewal: the time that the renewal takes after the pause, in seconds.
-    """
+    """Return the shortest TTL that survives `pause` seconds after a renewal is due and then a renewal of `renewal` seconds."""
     late = pause + renewal
     # The margin is a share of the TTL, up to a maximum. The share is used unless the margin would exceed the maximum.
     ttl = late / (1 - 1 / 3 - 1 / 10)
@@ -52,12 +47,9 @@ def compute_shortest_ttl(pause: float, renewal: float) -> float:
 
 
 def compute_deadline(started: float, remaining: float, ttl: float) -> float:
-    """Return the time until which a grant is trusted, on the clock from which `started` was read.
+    """Return the time until which a grant is trusted, on the clock from which `started` was read when the statement was sent.
 
-    Args:
-        started: when the statement was sent.
-        remaining: the seconds that the server granted, counted from some moment after `started`.
-        ttl: the TTL, or max_hold if that is shorter; the margin is a share of it.
+    `remaining` are the seconds that the server granted, counted from some moment after `started`. The margin is a share of `ttl`.
     """
     # The time counts from the moment of sending, not of the response. However long the response takes, the server's deadline is
     # never earlier. The margin covers the drift between the two clocks, and lets a step that has just begun finish.

@@ -4,8 +4,9 @@
                     │                           └─ busy: wait in slices ─┘
                     └─ handed over by the previous holder: hold at once
 
-Every step runs in the contender's own thread or task. When the call ends (by a timeout, a cancellation, Ctrl-C or an error), it
-returns the connection and leaves the queue. If the connection is lost, the monitor's thread does the same.
+Every step runs in the contender's own thread or task. A call that ends without the lock (by a timeout, a cancellation, Ctrl-C or
+an error) returns or closes the connection and leaves the queue. If the connection of a hold is lost, the monitor's thread removes
+the hold from the queue.
 """
 
 from __future__ import annotations
@@ -103,19 +104,10 @@ class Acquisition(Generic[W]):
         cancel: CancelEvent | None = None,
         budget: float | None = None,
     ) -> None:
-        """Create the state of a call.
+        """Create the state of a call, which does not wait if `timeout` is 0.
 
-        Args:
-            queue: the queue of this process.
-            config: the engine's configuration.
-            names: the names for messages.
-            wanted: the requested resource.
-            owner: the calling thread or task.
-            timeout: the seconds to wait; with 0 the call does not wait.
-            lasts: whether the call waits for an unreachable server from the first statement on.
-            no_handoff: whether the lock must not be handed over, because each grant has its own token.
-            cancel: the event that ends the wait of a thread.
-            budget: the seconds that one statement may take; None to derive them from the timeout.
+        With `lasts`, it waits for an unreachable server from the first statement on. `budget` limits the seconds of each
+        statement; None derives the limit from the timeout.
         """
         self.queue = queue
         self.config = config
@@ -335,7 +327,7 @@ def _list_held_names(owner: Contender) -> tuple[str, ...]:
 
 
 def timeout_of(config: Config, timeout: Seconds | None, owner: Contender) -> float:
-    """Return the seconds that a call may wait. The default is shorter if the caller already holds another lock."""
+    """Return the seconds that a call may wait. The default is at most 60 s if the caller already holds another lock."""
     if timeout is not None:
         return seconds(timeout)
     return min(config.default_timeout, NESTED_LIMIT) if owner.holds else config.default_timeout

@@ -19,7 +19,7 @@ NO_CONNECTION = ": all connections for locks are in use. Increase max_lock_conne
 
 
 def translate_lock_error(session: LockConnection, error: Exception, sql: LockSql) -> Exception:
-    """Return the exception to raise for an error while contending for a lock. The connection is closed, so nothing is held."""
+    """Return the exception for an error while contending for a lock. The caller closes the connection, so nothing is held."""
     context = sql.context._replace(lock_table=(session.facts.locks_used, session.facts.lock_limit))
     if told := translate_error(error, sql.row and sql.row[0], context):
         return told

@@ -46,7 +46,7 @@ async def look_on(pool: LockPool, session: LockConnection, sql: LockSql) -> list
 
 
 async def look_quietly(pool: LockPool, sql: LockSql) -> list[Holder]:
-    """Query the holders for a message, if a connection is idle. The function never waits, and it logs and ignores errors."""
+    """Query the holders for a message, if a connection is idle. Errors are logged and ignored."""
     with MUTEX:
         idle = pool.state.idle.pop() if pool.state.idle else None
     if idle is None:

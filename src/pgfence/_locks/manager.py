@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 HandleT = TypeVar("HandleT")
 
 RETRY_AFTER = 1.0
-"""A connection lost sooner than this after a wait began counts as a failure. Only the first one is replaced immediately."""
+"""A replacement that is lost sooner than this is replaced after a pause. The first lost connection is replaced immediately."""
 
 
 class LockManager:
@@ -109,17 +109,9 @@ class LockManager:
     ) -> HandleT | None:
         """Acquire a lock and return its handle, or None if another holder has it and `timeout` is 0.
 
-        Args:
-            names: the names for messages.
-            sql: the statements for the requested keys.
-            timeout: the seconds to wait. None means the default timeout; the call then does not wait for an unreachable server.
-            make: creates the handle, whose finaliser is responsible for the lock from then on.
-            on: the caller's own connection; with None, one is checked out of the pool.
-            budget: the seconds that one statement may take, for a caller that polls; None to derive them from the timeout.
-
-        Raises:
-            LockTimeoutError: the lock was not granted within the timeout.
-            SelfDeadlockError: waiting would deadlock inside this process.
+        With a timeout of None, the default applies, and the call does not wait for an unreachable server. `make` creates the
+        handle, whose finaliser is responsible for the lock from then on. `on` is the caller's own connection, if any. `budget`
+        limits the seconds of each statement, for a caller that polls.
         """
         call = self.begin_call(names, sql, timeout, lasts=timeout is not None and on is None, budget=budget)
         entry = call.entry
@@ -277,10 +269,8 @@ class LockManager:
     async def release(self, hold: SessionHold, *, leaving: bool = False, failing: bool = False) -> None:
         """Release the lock, and return when the server has confirmed the release or the connection is closed.
 
-        Args:
-            hold: the lock.
-            leaving: a block is ending, which a lock on the caller's connection must not outlive.
-            failing: the block is ending with an exception.
+        `leaving` means that a block ends, which a lock on the caller's connection must not outlive, and `failing` that it raised
+        an exception.
 
         Raises:
             LockNotHeldError: the lock was released before, or this is a forked child.

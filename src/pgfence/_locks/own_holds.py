@@ -30,7 +30,7 @@ class Contended(Protocol):
 
 
 def is_held_by(owner: Contender, queue: LocalQueue, wanted: Contended) -> bool:
-    """Return whether a contender holds the requested keys, or another lock of this engine on the same row."""
+    """Return whether a contender holds one of the requested keys, or another lock of this engine on the same row."""
     if not owner.holds:
         return False
     places, row = set(wanted.places), wanted.row
@@ -65,13 +65,8 @@ def find_self_deadlock(
 ) -> SelfDeadlockError | None:
     """Return the error if a contender would wait for a lock that it holds itself, or None if other sessions hold that lock.
 
-    Args:
-        owner: the contender that is about to wait.
-        names: the names that the contender would wait for.
-        holds: the contender's own session locks on the keys of those names.
-        found: the holders of those keys in the database where the contender would wait.
-        started: when the server of that database was started. A backend pid alone proves nothing, because another server may
-            use the same pid.
+    `holds` are its own session locks on the keys, and `found` the holders of the keys in the database where it would wait.
+    `started` is the start time of its server, which is compared because another server may use the same backend pid.
     """
     there = {(holder.key, holder.backend_pid) for holder in found}
     own = tuple(

@@ -87,13 +87,13 @@ class ServerWait:
         self.looks = 0
         """How often it still looks before it checks the tickets again."""
         self.front: int | None = None
-        """The first ticket of the queue when they were last checked, if enough others wait in the server."""
+        """The first ticket of the queue at the last check, if enough others wait in the server."""
         self.ahead = 0
         self.still_since = 0.0
         self.gave_sign = 0.0
 
     async def run_step(self, step: Wait, call: Acquisition[LockSql]) -> bool | None:
-        """Wait for one slice and return whether the lock was granted, or None if the waiter needs a ticket now."""
+        """Wait for at most one slice. Return whether the lock was granted, or None if the waiter needs a ticket now."""
         if isinstance(self.sql, WriteSql):
             return await self._wait_as_writer(self.sql, step.seconds, call)
         # None is returned immediately, before a query for the holders, during which other waiters would take tickets.
@@ -191,7 +191,10 @@ class ServerWait:
         self.has_turnstile = False
 
     async def wait_without_ticket(self, length: float) -> bool | None:
-        """Wait for `length` seconds in the server's own queue; return None immediately if other waiters have tickets."""
+        """Wait for up to `length` seconds in the server's own queue.
+
+        Return True if the lock was granted, False if the time has passed, and None immediately if other waiters have tickets.
+        """
         session, sql, milliseconds = self.session, self.sql, to_milliseconds(length, len(self.sql.keys))
         if isinstance(sql, TokenSql):
             return await session.lock_with_token(self.engine, sql, milliseconds, unless_queued=True)
@@ -222,7 +225,7 @@ class ServerWait:
         return self.has_turn
 
     async def wait_in_turn(self, length: float) -> bool:
-        """Wait for up to `length` seconds with the first ticket. It is returned with the grant, or by `leave`."""
+        """Wait for up to `length` seconds for the lock, with the first ticket, which is returned with the grant or by `leave`."""
         session, sql, milliseconds = self.session, self.sql, to_milliseconds(length, len(self.sql.keys))
         if not isinstance(sql, TokenSql):
             statements = build_wait_for_keys(sql.keys, milliseconds, shared=sql.shared)

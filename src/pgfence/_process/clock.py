@@ -1,4 +1,4 @@
-"""The monotonic clock, deadlines and jitter. No function in this module sleeps."""
+"""The monotonic clock, deadlines and jitter."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Coro: TypeAlias = Coroutine[Any, Any, R]
-"""The return value of an `async def` function, which is a coroutine with a result of type R."""
+"""The coroutine that an `async def` function returns, with a result of type R."""
 
 
 def run_sync(function: Callable[P, Coro[R]], /, *args: P.args, **kwargs: P.kwargs) -> R:

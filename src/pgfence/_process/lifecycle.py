@@ -30,7 +30,7 @@ class Mark(Protocol):
 
 
 class PidMark:
-    """A mark for systems whose kernel cannot clear memory on fork (macOS). It compares process ids on every access."""
+    """A mark for systems whose kernel cannot clear memory on fork, such as macOS. It compares process ids on every access."""
 
     def __init__(self) -> None:
         self._pid = 0
@@ -56,7 +56,7 @@ def read_kernel_mark() -> Mark:
 
 
 def finish_fork() -> None:
-    """Call PyOS_AfterFork_Child in a child of a C program that forked without calling it, as CPython requires.
+    """Call PyOS_AfterFork_Child, which CPython requires, in a child of a C program that forked without calling it.
 
     Otherwise a thread of the parent that was waiting for the GIL during the fork still counts as waiting in the child, and
     receives the wake-up meant for the child's second thread. PyOS_AfterFork_Child treats all other threads as dead, so it is not

@@ -32,7 +32,7 @@ _CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, 
 
 
 class Monitored(Protocol):
-    """The interface of a connection to the monitor."""
+    """What the monitor uses of a connection."""
 
     dup: int
     socket: SocketId | None
@@ -44,7 +44,7 @@ class Monitored(Protocol):
 
 
 class IdleReaper(Protocol):
-    """The interface of a pool to the monitor."""
+    """What the monitor uses of a pool."""
 
     def close_idle(self, now: float) -> None: ...
 
@@ -221,7 +221,6 @@ def identify_socket(fd: int) -> SocketId:
 
 
 def is_hung_up(dup: int) -> bool:
-    """Return whether the socket is hung up."""
     # The socket is checked again after the event, which may concern a closed connection whose descriptor number was reused.
     now = select.poll()
     now.register(dup, select.POLLRDHUP)

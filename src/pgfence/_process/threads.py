@@ -38,7 +38,7 @@ def register(one: Closable) -> None:
 
 
 def end_all() -> None:
-    """Close all registered objects, because the interpreter exits. Calling it again does nothing."""
+    """Close all registered objects, because the interpreter exits."""
     PROCESS.notice_fork()
     PROCESS.ending = True
     end = clock() + EXIT_BUDGET
@@ -55,8 +55,8 @@ def block_during_shutdown() -> None:
 
 
 def _forget_threads_in_child() -> None:
-    # The object is not garbage-collected, because finalising an event loop in the child would remove the parent's sockets from
-    # the epoll object that both processes share.
+    # The objects are kept, because finalising an event loop in the child would remove the parent's sockets from the epoll object
+    # that both processes share.
     _LEAKED_AFTER_FORK.extend(_ALL)
     _ALL.clear()
 
@@ -66,7 +66,7 @@ PROCESS.renew_in_child(_forget_threads_in_child)
 
 
 class DaemonThread(threading.Thread):
-    """A daemon thread."""
+    """A daemon thread whose end can be awaited again after an interrupted wait."""
 
     def __init__(self, name: str, target: Callable[..., object], args: tuple[object, ...]) -> None:
         super().__init__(target=target, args=args, name=name, daemon=True)
@@ -90,7 +90,6 @@ class DaemonThread(threading.Thread):
 
 
 def start(name: str, target: Callable[..., object], *args: object) -> DaemonThread:
-    """Start a daemon thread."""
     thread = DaemonThread(name, target, args)
     thread.start()
     return thread
@@ -102,10 +101,9 @@ _EVENTLET = ("thread", "select", "socket")
 
 
 def require_native_threads() -> None:
-    """Raise an error if native threads cannot run here, because losses would not be noticed and leases not renewed.
+    """Raise PgfenceError if native threads cannot run here, because losses would not be noticed and leases not renewed.
 
-    Raises:
-        PgfenceError: gevent or eventlet has patched modules that the threads need, or uWSGI runs without --enable-threads.
+    This is so if gevent or eventlet has patched modules that the threads need, or if uWSGI runs without --enable-threads.
     """
     monkey = sys.modules.get("gevent.monkey")
     if monkey is not None and (names := [name for name in _GEVENT if monkey.is_module_patched(name)]):

@@ -1,4 +1,4 @@
-"""Describe the server that an engine connects to, and read its list of hosts."""
+"""Describe the server that an engine connects to, and read the engine's list of hosts."""
 
 from __future__ import annotations
 

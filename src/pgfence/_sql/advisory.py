@@ -128,7 +128,7 @@ class LockSql:
             self._values = encode_keys(keys, style)
             self.unlock_text = self._texts.unlock_many
         self.try_text = self._texts.try_one if self._one else self._texts.try_many
-        """Release the keys; the parameters are the backend's pid and the keys.
+        """Try the keys; the parameters are the backend's pid and the keys.
 
         The result is true (all held), false (none held) or null (another server process executed it; none held)."""
         self.unlock_args: tuple[object, ...] = self._values

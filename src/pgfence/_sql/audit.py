@@ -27,18 +27,13 @@ _LOOK = (
 
 @dataclass(frozen=True, slots=True)
 class AuditQuery:
-    """A search in the audit table.
-
-    Attributes:
-        place: the table names.
-        since: the time of the earliest row, in seconds since 1970, or None for all.
-        newest: the maximum age of a row by the server's clock, in seconds, or None for any.
-        action: the action, or None for all.
-    """
+    """A search in the audit table. None means any value."""
 
     place: TableNames
     since: float | None
+    """The time of the earliest row, in seconds since 1970."""
     newest: float | None
+    """The maximum age of a row by the server's clock, in seconds."""
     action: str | None
 
     context: ClassVar[ErrorContext] = ErrorContext(audit_rights="SELECT")

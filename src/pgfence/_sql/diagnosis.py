@@ -56,7 +56,7 @@ _SETTINGS = (
     "SELECT pg_catalog.json_object_agg(s.name, s.setting) FROM pg_catalog.pg_settings AS s"
     f" WHERE s.name IN ({', '.join(map(quote_literal, SETTINGS))})"
 )
-# An idle session has no transaction, so its advisory locks are held by the session. `state` is null if the role may not see it.
+# An idle session has no transaction, so its advisory locks are session-level. `state` is null if the role may not see it.
 _HOLDERS = (
     f"SELECT l.pid, pg_catalog.count(*) AS locks, a.state, a.application_name AS application, {IDLE_SECONDS} AS idle,"
     f" {QUERY} AS query{ELSEWHERE} AND (a.state IS NULL OR a.state = 'idle')"
@@ -117,11 +117,9 @@ class Snapshot:
     """The state of a server as one role sees it, at one moment.
 
     Attributes:
-        standby: whether the server is a standby.
-        role, database, search_path: the role, the database and the search path of the connection.
         tcp: whether the connection uses TCP, and not a Unix socket.
         sees_all: whether the role sees the activity of all sessions.
-        locks_used, lock_limit: the entries of the lock table, and its minimum capacity.
+        locks_used, lock_limit: the entries of other sessions in the lock table, and its minimum capacity.
         settings: settings of the session, in the units of pg_settings.
         holders: the other sessions that hold advisory locks and are idle or whose state is hidden.
         waits: the sessions that wait for an advisory lock or for a table of pgfence.

@@ -32,11 +32,8 @@ class TextError(ValueError):
 def text_error(error: BaseException, values: object, driver: Callable[[], object]) -> TextError | None:
     """Return the error for a statement with text that cannot be encoded, or None if `error` has another cause.
 
-    Args:
-        error: the error of the driver or of SQLAlchemy.
-        values: the parameters of the statement.
-        driver: the function that returns the driver's own connection, which knows the encodings. It is called only for an
-            encoding error, because SQLAlchemy would replace a lost connection.
+    `driver` returns the driver's own connection, which knows the encodings. It is called only for an encoding error, because
+    SQLAlchemy would replace a lost connection.
     """
     codec, state = _find_encode_error(error), sqlstate_of(error)
     if codec is not None:

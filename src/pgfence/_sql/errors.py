@@ -1,7 +1,7 @@
-"""Translate database errors into pgfence's exceptions. No other module does this.
+"""Translate database errors into pgfence's exceptions.
 
-Callers pass the purpose of their statement. The SQLSTATE of an error determines its meaning, and its text does not, except for a
-rejected login, whose SQLSTATE libpq does not pass on.
+Callers pass the purpose of their statement. The SQLSTATE of an error determines its meaning, and its text does so only while
+connecting, because libpq passes on no SQLSTATE then.
 """
 
 from __future__ import annotations
@@ -100,11 +100,7 @@ def translate_error(
 ) -> PgfenceError | None:
     """Return pgfence's exception for an error of a statement, or None if pgfence has no exception for that error.
 
-    Args:
-        error: the error of the driver or of SQLAlchemy.
-        place: the table names, or None if the statement uses no tables of pgfence.
-        context: the purpose of the statement.
-        engine: the engine, for the message.
+    `place` is None if the statement uses no tables of pgfence.
     """
     state = sqlstate_of(error)
     if state == READ_ONLY and context.on_primary:
@@ -143,14 +139,7 @@ def raise_translated(
 
 
 def missing_tables_error(place: TableNames, needed: int, state: str | None, row: Sequence[str | None]) -> SchemaError:
-    """Return the error for missing tables or functions.
-
-    Args:
-        place: the table names.
-        needed: the version of the tables that was needed.
-        state: the SQLSTATE of the error.
-        row: the row that the query `storage.WHERE` returned, as far as it is known.
-    """
+    """Return the error for missing tables or functions. `row` is the result of the query `storage.WHERE`, as far as known."""
     return SchemaError(
         f"pgfence's tables or functions are missing or too old {place.describe(*row)}: run `{place.command}`, or call"
         " pgfence.schema.create_all(engine). If they are in another schema or have another prefix, set it with"
@@ -237,7 +226,7 @@ def _translate_rejection(error: BaseException, state: str) -> PgfenceError | Non
 
 
 def _gate_timeout_error(detail: Mapping[str, Any]) -> LockTimeoutError:
-    from pgfence.types import Holder  # as in `activity`
+    from pgfence.types import Holder  # imported here, because few programs see this error
 
     name, seconds = unqualify_name(str(detail["resource"])), detail["milliseconds"] / 1000
     holders = [

@@ -71,16 +71,7 @@ _RETRIES = 10
 
 @dataclass(frozen=True, slots=True)
 class EvictionRequest:
-    """A request to evict the holder of a name.
-
-    Attributes:
-        name: the stored name.
-        key: the key of advisory locks with that name.
-        place: the table names.
-        reason: the reason, for the audit table.
-        actor: the person or program that evicts, for the audit table.
-        only: the holder to evict; if the holder has changed, nothing is done. None evicts any holder.
-    """
+    """A request to evict the holder of a stored name. The reason and the actor are for the audit table."""
 
     name: str
     key: LockKey
@@ -88,23 +79,20 @@ class EvictionRequest:
     reason: str
     actor: str
     only: Found | None = None
+    """The holder to evict; if the holder has changed, nothing is done. None evicts any holder."""
 
     context: ClassVar[ErrorContext] = ErrorContext(LEASES, on_primary="Evict on the primary")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The holders of a name.
-
-    Attributes:
-        holders: the holders of the lease or of the advisory lock.
-        token: the newest token, or None if the name never had one.
-        newest: the token after an eviction. All older tokens are rejected.
-    """
+    """The holders of a name's lease and of its advisory lock."""
 
     holders: tuple[Holder, ...]
     token: int | None
+    """The newest token, or None if the name never had one."""
     newest: int | None = None
+    """The token after an eviction. All older tokens are rejected."""
 
     def matches(self, other: Found) -> bool:
         """Return whether both results have the same grants.
@@ -159,9 +147,9 @@ def evict(connection: Connection, order: EvictionRequest) -> Found:
         without `newest`.
 
     Raises:
-        LockTimeoutError: a writer stayed inside the gate; nothing was done.
-        SchemaError: the tables are missing, or the role lacks a privilege; nothing was done.
-        StandbyError: the server is read-only.
+        LockTimeoutError: a writer stayed inside the gate, or the name was acquired faster than it could be evicted; nothing was
+            done.
+        SchemaError: the role may not end the holder's session; nothing was done.
     """
     failures = 0
     while True:

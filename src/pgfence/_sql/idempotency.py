@@ -56,16 +56,12 @@ class KeyRow(NamedTuple):
 
 
 class ClaimResult(NamedTuple):
-    """The result of a claim.
-
-    Attributes:
-        outcome: "fresh", claimed by this transaction; "done" or "failed", with the stored text; "reused", the key has another
-            payload; "busy", claimed by another open transaction; "own", claimed by this transaction; "snapshot", another
-            transaction has committed since this one's snapshot; "deadlock".
-        text: the stored text.
-    """
+    """The result of a claim, with the stored text if the outcome is "done" or "failed"."""
 
     outcome: str
+    """Either "fresh" (claimed now), "done", "failed", "reused" (for another payload), "busy" (claimed by another open transaction),
+    "own" (claimed by this transaction before), "snapshot" (committed after this transaction's snapshot) or "deadlock".
+    """
     text: str
 
 
@@ -84,19 +80,15 @@ def claim(connection: Connection, place: TableNames, row: KeyRow, wait: float) -
 
 
 class EffectAttempt(NamedTuple):
-    """The attempt of an effect that has a key.
-
-    Attributes:
-        number: the number of the attempt.
-        remaining: the seconds until the claim of the attempt ends.
-        kept: the seconds until a transaction can claim the key in any case.
-        ended: the error with which the attempt ended, if any.
-    """
+    """The attempt of an effect that has claimed a key."""
 
     number: int
     remaining: float
+    """The seconds until the claim of the attempt ends."""
     kept: float
+    """The seconds until a transaction can claim the key in any case."""
     ended: str | None
+    """The error with which the attempt ended, if any."""
 
 
 def find_attempt(connection: Connection, place: TableNames, row: KeyRow) -> EffectAttempt | None:
@@ -126,13 +118,7 @@ def finish_at_commit(
 ) -> bool:
     """Store the outcome in the round trip of COMMIT. Return False if this is not possible, so that the caller must store it now.
 
-    Args:
-        connection: the connection whose transaction has claimed the key.
-        place: the table names.
-        row: the claim.
-        status: the new status of the key.
-        text: the outcome.
-        build_error: the function that builds the error of the COMMIT if the key is no longer claimed.
+    `build_error` builds the error of the COMMIT if the key is no longer claimed.
     """
     # Listeners must see each statement separately.
     if is_observed(connection):

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 IDLE_FOR = 300.0
 """Seconds after which an idle session with a lock counts as leaked. A holder may be idle between two steps of its work."""
-# Parts of the statements with which a session of pgfence takes a lock. Its last statement is one of these while it holds the lock.
+# Parts of the statements that pgfence sends on a lock connection. While the connection holds a lock, its last statement contains
+# one of them, unless it was lent by `connect()`.
 _OURS = (
     "pg_catalog.pg_advisory_lock",
     "pg_catalog.pg_advisory_xact_lock",
@@ -76,21 +77,15 @@ _END = (
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRequest:
-    """A request to end the sessions that hold leaked locks.
-
-    Attributes:
-        place: the table names.
-        idle_for: how long a session must have been idle, in seconds.
-        reason: the reason, for the audit table.
-        actor: the person or program that acts, for the audit table.
-        only: the sessions to end, if they are still leaked; None ends all.
-    """
+    """A request to end the sessions that hold leaked locks. The reason and the actor are for the audit table."""
 
     place: TableNames
     idle_for: float
+    """How long a session must have been idle, in seconds."""
     reason: str
     actor: str
     only: Sequence[LeakedSession] | None = None
+    """The sessions to end, if they are still leaked. None ends all."""
 
     context: ClassVar[ErrorContext] = ErrorContext(on_primary="Release the locks on the primary", audit_rights="INSERT")
 
@@ -102,7 +97,8 @@ class LeakedSession:
     Attributes:
         holders: one holder for each lock of the session.
         backend_pid: the id of the server process.
-        started, since: when the session began and when it became idle, in microseconds since 1970. Both times identify it.
+        started, since: when the session began and when it became idle, in microseconds since 1970. Together with `backend_pid`,
+            they identify the session and show that it was not used in between.
         idle: how long the session has been idle, in seconds.
         query: the beginning of the session's last statement.
     """
@@ -121,15 +117,11 @@ class LeakedSession:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The result of a request.
-
-    Attributes:
-        sessions: the sessions that were ended.
-        audited: whether the ends of the sessions were recorded; false if there are no tables.
-    """
+    """The sessions that a request has ended."""
 
     sessions: tuple[LeakedSession, ...]
     audited: bool
+    """Whether the ends of the sessions were recorded; False if there is no audit table."""
 
 
 def is_leaked(state: str | None, idle: float | None, query: str, idle_for: float) -> bool:

@@ -154,7 +154,7 @@ class LeaseResult(NamedTuple):
     expires_at: datetime | None = None
     reason: LossReason | None = None
     asked: bool = False
-    """The leader of an election was asked to resign."""
+    """Whether the leader of an election was asked to resign."""
 
 
 _BUSY = LeaseResult("busy")

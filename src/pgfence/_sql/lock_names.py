@@ -25,7 +25,7 @@ sent again when they are next used.
 """
 _REMEMBERED = "_pgfence_names"
 _LAPSED = "{n}.seen_at < pg_catalog.clock_timestamp() - interval '30 days'"
-# SKIP LOCKED skips rows that another purge has locked, or a holder whose name is being stored.
+# SKIP LOCKED skips rows that another purge has locked, or a process that stores the name again.
 _FORGET = (
     "WITH gone AS (DELETE FROM {lock_name} AS n WHERE n.key = ANY (ARRAY(SELECT o.key FROM {lock_name} AS o WHERE "
     + _LAPSED.format(n="o")
@@ -39,9 +39,7 @@ _FORGET = (
 def has_names_sql(place: TableNames, style: ParamStyle | None) -> str:
     """Return the condition that names can be stored: the table exists, and the role has the privileges for it.
 
-    Args:
-        place: the table names.
-        style: the parameter style of the statement, or None if it has no parameters.
+    `style` is None if the statement has no parameters.
     """
     rights = "".join(
         f" AND pg_catalog.has_table_privilege(c.oid, '{right}')" for right in ("SELECT", "INSERT", "UPDATE")

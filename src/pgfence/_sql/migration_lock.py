@@ -95,12 +95,10 @@ def describe_lockers(connection: Connection) -> list[str]:
 
 
 def set_up(connection: Connection, backend_pid: int, application_name: str) -> dict[str, str]:
-    """Prepare a session for holding the lock, and return its previous settings for `server.restore`.
+    """Prepare a session in autocommit for holding the lock, and return its previous settings for `server.restore`.
 
-    Args:
-        connection: a connection in autocommit.
-        backend_pid: the server process that granted the lock.
-        application_name: what waiters see as the holder if the session has no `application_name`.
+    Nothing is set unless the server process `backend_pid`, which granted the lock, executes the statement. Waiters see
+    `application_name` as the holder if the session has none of its own.
     """
     text = _SET_UP.format(*_MARKS[style_of(connection.dialect)])
     row = connection.exec_driver_sql(text, (backend_pid, application_name)).one()

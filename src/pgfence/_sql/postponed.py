@@ -35,14 +35,7 @@ _DIVISION_BY_ZERO = "22012"
 
 
 class Postponed(NamedTuple):
-    """A statement that waits for COMMIT.
-
-    Attributes:
-        transaction: the transaction to which the statement belongs.
-        text: the statement, which divides by zero if it has no effect.
-        values: the parameters of the statement.
-        build_error: the function that builds the error for that case.
-    """
+    """A statement that waits for COMMIT. It divides by zero if it has no effect; `build_error` builds the error for that case."""
 
     transaction: weakref.ref[RootTransaction]
     text: str

@@ -165,7 +165,6 @@ class Access(NamedTuple):
 
     Attributes:
         all_stats: whether the role sees the activity of other roles' sessions.
-        database: the name of the database.
         now: the time by the server's clock, in microseconds since 1970.
         tables: the estimated number of rows of each table, or MISSING or DENIED.
     """
@@ -222,25 +221,18 @@ class WaitRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HoldQuery:
-    """What to list.
-
-    Attributes:
-        place: the table names.
-        namespace: the configured namespace, which is removed from the names that are shown.
-        prefix: the beginning of the names, as they are shown.
-        kinds: the kinds of holds, or None for all.
-        states: the states of holds, or None for all.
-        limit: the largest number of holds, or None for all.
-        known: keys of this and of other programs, each with a name and a kind (None if the kind is not known).
-    """
+    """What to list. None means all kinds or states, or no limit."""
 
     place: TableNames
     namespace: str
+    """The configured namespace, which is removed from the names that are shown."""
     prefix: str
+    """The beginning of the names, as they are shown."""
     kinds: tuple[str, ...] | None
     states: tuple[str, ...] | None
     limit: int | None
     known: tuple[tuple[LockKey, str, str | None], ...] = ()
+    """Keys of this and of other programs, each with a name and a kind (None if the kind is not known)."""
 
     context: ClassVar[ErrorContext] = ErrorContext()
 

@@ -39,15 +39,11 @@ _PURGE = (
 
 
 class Batch(NamedTuple):
-    """The result of deleting one batch.
-
-    Attributes:
-        number: the number of deleted keys.
-        end: when the last of these keys expired, in seconds since 1970. The next batch begins at this time.
-    """
+    """The number of keys that were deleted in one transaction."""
 
     number: int
     end: float
+    """When the last of these keys expired, in seconds since 1970. The next batch begins at this time."""
 
 
 def purge(connection: Connection, place: TableNames, size: int, begin: float) -> Batch:

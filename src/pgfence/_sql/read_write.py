@@ -59,7 +59,6 @@ class ReadSql(LockSql):
 
     @property
     def try_args(self) -> tuple[object, ...]:
-        """The parameters of `try_text` that follow the backend's pid."""
         return (self._turnstile, *self._arguments)
 
     @property

@@ -23,15 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResignRequest:
-    """A request to the leader of an election to resign.
-
-    Attributes:
-        name: the name of the election, as stored in the tables.
-        key: the key of advisory locks of that name.
-        place: the table names.
-        reason: the reason, for the audit table.
-        actor: the person or program that asks, for the audit table.
-    """
+    """A request to the leader of an election, by its stored name, to resign. The reason and the actor are for the audit table."""
 
     name: str
     key: LockKey

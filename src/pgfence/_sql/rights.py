@@ -19,14 +19,10 @@ _LIMITS = (
 def build_grants(
     place: TableNames, role: str, *, key_rights: str = "", audit: bool = False, limits: bool = False
 ) -> list[str]:
-    """Return the grants for leases, tokens and fences, or those for idempotency keys.
+    """Return the grants for leases, tokens and fences or, with `key_rights`, those for idempotency keys.
 
-    Args:
-        place: the table names.
-        role: the role that needs the grants, as an identifier.
-        key_rights: privileges on the table of idempotency keys; if empty, the grants are for leases, tokens and fences.
-        audit: whether to include the audit table, in which evictions and freed keys are recorded.
-        limits: whether to include the tables of semaphores, rate limits, partitions and requests to resign.
+    `role` is not quoted. `audit` adds the audit table, in which evictions and freed keys are recorded, and `limits` adds the
+    tables of semaphores, rate limits, partitions and requests to resign.
     """
     tables = ("idempotency_key",) if key_rights else ("lease", "gate", "checkpoint", "slot")
     on_tables = key_rights or "SELECT, INSERT, UPDATE"

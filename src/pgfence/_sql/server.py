@@ -135,14 +135,7 @@ def build_set_up(place: TableNames, style: ParamStyle) -> str:
 
 
 def read_facts(connection: Connection, driver_pid: int, place: TableNames, *, set_up: bool) -> ServerInfo:
-    """Return the facts for a connection in autocommit; `set_up` also prepares the session for holding locks.
-
-    Args:
-        connection: a new connection of pgfence.
-        driver_pid: the id of the server process, as the driver received it when it connected.
-        place: the table names.
-        set_up: whether to set what an idle holder needs.
-    """
+    """Return the facts for a connection in autocommit. With `set_up`, also prepare the session for holding locks."""
     if not set_up:
         text = _READ_FACTS.format(names=has_names_sql(place, None))
         return ServerInfo.of(
@@ -193,11 +186,7 @@ def judge_session(
 ) -> PgfenceError | None:
     """Return the error if a session lock would not be safe here, or None.
 
-    Args:
-        facts: the facts of the session.
-        driver_pid: the id of the server process, as the driver received it when it connected.
-        pooler: the configured pooler setting.
-        other_pid: the id of the server process that served a second client while this session was idle, if that was tested.
+    `other_pid` is the id of the server process that served a second client while this session was idle, if that was tested.
     """
     if refused := judge_version(facts):
         return refused

@@ -1,9 +1,9 @@
-"""The SQLSTATEs that pgfence distinguishes. Errors are distinguished by these codes and never by their text."""
+"""The SQLSTATEs that pgfence distinguishes."""
 
 from __future__ import annotations
 
 LOCK_NOT_AVAILABLE = "55P03"
-"""`lock_timeout` expired. This is the only error after which no lock of the statement is held."""
+"""`lock_timeout` expired. This is the only error that proves that no lock of the statement is held."""
 
 SERIALIZATION_FAILURE = "40001"
 DEADLOCK_DETECTED = "40P01"

@@ -145,7 +145,7 @@ def translate_schema(thing: HasDialect, schema: str | None) -> str | None:
 
 @cache
 def read_functions(place: TableNames, version: int = VERSION) -> dict[str, str]:
-    """Return the functions of a version in order, each name without the prefix with the statement that creates the function.
+    """Return the statements that create the functions of a version, in order, by the functions' names without the prefix.
 
     If a later version replaces the body of a function, the later body is returned.
     """

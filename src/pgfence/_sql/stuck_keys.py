@@ -81,35 +81,21 @@ class StuckKeyRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StuckKeyQuery:
-    """A search for stuck keys.
-
-    Attributes:
-        place: the table names.
-        namespace: the configured namespace.
-        prefix: the prefix of the scopes.
-        older: the minimum age of the first claim, in seconds.
-    """
+    """A search for stuck keys."""
 
     place: TableNames
     namespace: str
     prefix: str
+    """The beginning of the scopes, without the namespace."""
     older: float
+    """The minimum age of the first claim, in seconds."""
 
     context: ClassVar[ErrorContext] = ErrorContext(NEEDED, "SELECT")
 
 
 @dataclass(frozen=True, slots=True)
 class FreeKeyRequest:
-    """A request to free a key.
-
-    Attributes:
-        place: the table names.
-        scope: the stored scope.
-        key: the stored key.
-        reason: the reason, for the audit table.
-        actor: the person or program that frees it, for the audit table.
-        only: the attempt to free; if it is not the newest any more, nothing is done. None frees any attempt.
-    """
+    """A request to free a key, by its stored scope and name. The reason and the actor are for the audit table."""
 
     place: TableNames
     scope: str
@@ -117,6 +103,7 @@ class FreeKeyRequest:
     reason: str
     actor: str
     only: StuckKeyRow | None = None
+    """The attempt to free; if it is no longer the newest, nothing is done. None frees any attempt."""
 
     context: ClassVar[ErrorContext] = ErrorContext(NEEDED, "SELECT, UPDATE", "Free the key on the primary")
 
@@ -145,7 +132,7 @@ def free(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
         newer attempt.
 
     Raises:
-        LockTimeoutError: a transaction that stores its result is open; nothing was done.
+        LockTimeoutError: a transaction that stores the key's result is open; nothing was done.
     """
     try:
         with connection.begin():

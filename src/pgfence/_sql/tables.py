@@ -127,7 +127,7 @@ def build_script(place: TableNames) -> str:
 
 
 def build_removal(place: TableNames) -> tuple[str, ...]:
-    """Return the statements, in order, that drop the functions and the tables."""
+    """Return the statements, in order, that drop the triggers, functions and tables."""
     return (
         f"DROP TRIGGER IF EXISTS {quote(place.prefix + 'unfinished_key')} ON {place.name('idempotency_key')}",
         f"DROP TRIGGER IF EXISTS {name_gate_trigger(place)} ON {place.name('gate')}",
@@ -163,7 +163,7 @@ def list_functions(place: TableNames, above: int = 0) -> tuple[str, ...]:
 def build_check(place: TableNames, version: int = 1) -> str:
     """Return the query that checks whether all tables and columns of a version exist.
 
-    Pass its row to `judge`, and an error that it raises to `translate_error`. Without a version, it checks what leases need.
+    Pass its row to `judge`, and an error that it raises to `translate_error`.
     """
     wanted = ", ".join(
         f"({quote_literal(table)}, {quote_literal(place.name(table))}, {quote_literal(column)}, {quote_literal(kind)})"

@@ -1,14 +1,14 @@
 """The queue of waiters of different processes, made of advisory locks.
 
-A waiter that waits in the server for one slice at a time joins the end of the server's queue after each slice, where newcomers
-overtake it. Therefore it takes a ticket, which is a session lock on the next number of a queue that belongs to the key. It waits
-for the ticket ahead of its own, for which no other waiter waits, and for the key itself when no ticket is ahead. With a ticket,
-it keeps its place at the end of a slice.
+A waiter that waits in the server for one slice at a time joins the end of the server's queue again after each slice, so that
+later waiters overtake it. Therefore it takes a ticket, which is a session lock on the next number of a queue that belongs to the
+key. It waits for the ticket ahead of its own, for which no other waiter waits, and for the key itself when no ticket is ahead.
+With a ticket, it keeps its place at the end of a slice.
 
     base + 0 ... base + 2**20 - 1   the tickets; after the last number comes the first
     base + 2**20                    the counter: locked while a ticket is taken
     base + 2**20 + 1 ...            the clock: a waiter has a shared lock on the second in which it took its ticket
-    base + 2**20 + 2**19 ...        the signs: a waiter that sleeps has a shared lock on the second of its last query
+    base + 2**20 + 2**19 ...        the signs: a waiter that sleeps has a shared lock on the second of its last sign
     base + 2**21 - 1                the batch: locked by the first of several waiting writers until it is its turn
 
 For a waiting session, `pg_locks` shows only when the current slice began. The clock shows every reader of `pg_locks` how long the
@@ -18,7 +18,7 @@ A waiter far from the front of a queue that does not move sleeps on the client i
 to time whether the queue has moved. An owner of a ticket that neither waits for a lock nor gave such a sign within the last seconds
 has stopped, and is passed over.
 
-They are keys of the bigint space. `base` is a hash of the lock's key without the last 21 bits.
+All of these are keys of the bigint space. `base` is a hash of the lock's key without the last 21 bits.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ SECONDS = _COUNTER // 2 - 1
 _SIGNS = _CLOCK + SECONDS
 _SECOND = f"pg_catalog.mod(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp())::bigint, {SECONDS})"
 _FRESH = 5
-"""The number of seconds for which a sign shows that its owner has not stopped. It gives one every 2 s, or after its sleep."""
+"""A sign shows for this many seconds that its owner has not stopped. The owner gives one every 2 s, or after its sleep."""
 _HALF = _COUNTER // 2
-"""Tickets taken at one time span less than half of the circle, so that the older of any two is known."""
+"""Tickets held at one time span less than half of the circle, so that the older of any two is known."""
 
 _COUNTER_MS = 500
 """The milliseconds to wait at least for the counter, which others hold for a moment. Without a ticket, a waiter has no place."""
@@ -173,7 +173,7 @@ _TICKETS_AHEAD = f""" FROM (SELECT pg_catalog.max(s.mine) AS mine, pg_catalog.co
    GROUP BY l.pid, q.mine) AS s
   WHERE (s.waits OR s.has_sign) AND s.d BETWEEN 1 AND {_HALF - 1}) AS x"""
 COUNT_TICKETS = f"SELECT {_FRONT}{_TICKETS_AHEAD}"
-"""The statement that returns the last two columns of `CHECK_TICKETS`, and moves nowhere."""
+"""The statement that returns the last two columns of `CHECK_TICKETS`, without moving up."""
 CHECK_TICKETS = f"SELECT {_MOVE_UP}, {_FRONT}{_TICKETS_AHEAD}"
 """The statement that moves up to the nearest ticket ahead. It has no parameters, so that its plan is kept.
 
@@ -240,14 +240,9 @@ def build_wait_for_turn(
 ) -> tuple[str, ...]:
     """Return the statements that take a ticket if needed and wait for the turn. The last one returns a row if it is the turn.
 
-    A DO block takes no parameters, so it contains the numbers as int64 literals, and nothing else from outside.
-
-    Args:
-        keys: the sorted keys.
-        milliseconds: how long to wait.
-        has_ticket: whether the session has a ticket.
-        looks: whether to skip the tickets ahead after the wait if their owners have stopped. The waiter does so in the same
-            statement, because other waiters that are between two slices seem to have stopped.
+    A DO block takes no parameters, so it contains the numbers as int64 literals, and nothing else from outside. With `looks`, the
+    waiter skips the tickets ahead after the wait if their owners have stopped. It does so in the same statement, because other
+    waiters that are between two slices seem to have stopped.
     """
     numbers = {
         "base": f"'{find_queue(keys)}'::bigint",
@@ -285,10 +280,7 @@ def build_batch(keys: Sequence[LockKey], style: ParamStyle, *, closed: bool) -> 
 def build_wait_for_keys(keys: Sequence[LockKey], milliseconds: int, *, shared: bool = False) -> tuple[str, ...]:
     """Return the statements that lock all keys or none, and return the ticket. The last one returns a row if they are locked.
 
-    Args:
-        keys: the sorted keys.
-        milliseconds: how long to wait for each of them.
-        shared: whether to lock in shared mode, which takes a single key.
+    The wait for each key is limited to `milliseconds`. The shared mode takes a single key.
     """
     ms = int(milliseconds)
     if (key := _quote_single(keys, pairs=shared)) is not None:

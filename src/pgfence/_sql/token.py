@@ -70,7 +70,7 @@ class TokenSql(LockSql):
         return self.place, self.name
 
     def lock_args(self, backend_pid: int, milliseconds: int) -> tuple[object, ...]:
-        """Return the parameters of `lock_text`; with 0 milliseconds, the statement does not wait."""
+        """Return the parameters of `lock_text`; with 0 milliseconds, the statement does not wait for the lock."""
         return backend_pid, self.keys[0].value, self.name, milliseconds, socket.gethostname(), os.getpid()
 
     def holders(self, connection: Connection) -> list[Holder]:

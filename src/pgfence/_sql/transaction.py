@@ -66,16 +66,10 @@ _ROLLBACK_TO = "ROLLBACK TO SAVEPOINT pgfence_lock"
 
 
 class LockResult(NamedTuple):
-    """The result of a request.
-
-    Attributes:
-        taken: the number of keys that were granted, in order, before one was rejected. A negative number is the reason why no key
-            was tried.
-        statement_timeout: the value of this setting for the caller's statements.
-        lock_timeout: the value of this setting for the caller's statements.
-    """
+    """The result of a request, with the settings of the caller's transaction."""
 
     taken: int
+    """The number of keys that were granted, in order, before a rejection; if negative, the reason why no key was tried."""
     statement_timeout: str
     lock_timeout: str
 
@@ -191,14 +185,9 @@ def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_
 def wait(
     connection: Connection, keys: Sequence[LockKey], answer: LockResult, *, shared: bool, milliseconds: int
 ) -> None:
-    """Wait for the keys in order, inside pgfence's savepoint, and restore the caller's settings.
+    """Wait for the keys in order, inside pgfence's savepoint, and restore the caller's settings, which `answer` contains.
 
-    Args:
-        connection: a connection in a transaction, inside pgfence's savepoint.
-        keys: the sorted keys.
-        answer: the result of the previous request, with the caller's settings.
-        shared: whether the mode is shared.
-        milliseconds: the time to wait for all keys together; 0 means to wait indefinitely.
+    The time applies to all keys together; 0 milliseconds mean no limit.
 
     Raises:
         DBAPIError: 55P03 if the time has passed, 40P01 for a deadlock.
@@ -229,7 +218,8 @@ def give_back(connection: Connection) -> None:
 
 def begin_anew(connection: Connection) -> None:
     """End the server's transaction and let the next statement begin another, without ending SQLAlchemy's transaction."""
-    # Call it only if nothing but pgfence's own request has run in the transaction, and no hook may have sent a statement.
+    # Call it only if nothing but pgfence's own request has run in the transaction and no hook may have sent a statement, or if
+    # the transaction cannot commit anyway.
     connection.dialect.do_rollback(connection.connection)
 
 

@@ -30,22 +30,18 @@ THREE_WAYS = (
 
 
 def expect_no_session(engine: object) -> None:
-    """Raise an error if the engine of a lock is a session of any kind.
-
-    Raises:
-        TypeError: the engine is a session, a scoped session or a session factory, sync or async.
-    """
+    """Raise TypeError if the engine of a lock is a session, a scoped session or a session factory, sync or async."""
     asynchronous = is_async_session(engine) or is_async_sessionmaker(engine)
     if asynchronous or hasattr(engine, "get_bind") or hasattr(engine, "registry") or is_sessionmaker(engine):
         raise TypeError(THREE_WAYS.format("Async" if asynchronous else ""))
 
 
 class LockNames:
-    """Names, engine and statements of an advisory lock."""
+    """The common part of `AdvisoryLock` and `AsyncAdvisoryLock`."""
 
     _public_name: ClassVar[str] = ""
     _counterpart: ClassVar[str]
-    """The class for engines of the other kind, in messages."""
+    """The class that messages recommend for engines of the other kind."""
     _engine: Any
     _names: Sequence[Name]
     _namespace: str | None
@@ -105,7 +101,7 @@ class LockNames:
 
 
 def look_on_connection(connection: Connection, keys: tuple[LockKey, ...]) -> list[Holder]:
-    """Query the holders on the caller's own connection, and return them.
+    """Return the holders, queried on the caller's own connection.
 
     The query leaves no transaction open that was not open before.
     """

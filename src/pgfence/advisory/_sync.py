@@ -47,17 +47,17 @@ class AdvisoryLock(LockNames, LockBase[H]):
                 held.check()
                 index(chunk)
 
-    Several names form one lock. Either all of them are acquired or none, in one global order, on one connection. A wait runs in
-    slices of at most 0.5 s in the server, so that it holds back neither VACUUM nor CREATE INDEX CONCURRENTLY. Threads that wait
-    for the same names queue inside the process, and one connection serves them.
+    Several names form one lock. All of them are acquired or none, in one global order, on one connection. A wait runs in slices
+    of at most 0.5 s in the server, so that it holds back neither VACUUM nor CREATE INDEX CONCURRENTLY. Threads that wait for the
+    same names queue inside the process, and one connection serves them.
 
     Guarantees: each key has at most one holder per database and server, among all clients that use PostgreSQL's advisory locks.
-    The lock is held as long as its database session lives, and the server releases it when the session ends. After a crash or
-    SIGKILL of the holder, the release takes milliseconds. The holder is notified of a loss within milliseconds if the socket is
-    closed (on macOS, within about 10 s), and after about 20 s if the network is cut. After a network cut, the server ends the session later than the holder
-    is notified. An interrupt or cancellation while the lock is being acquired or released does not leave it held.
-    `engine.dispose()` does not release the lock. A forked child holds no lock and cannot affect the parent's lock. Locking on a
-    standby, through a pooler in transaction mode or on a server that is not PostgreSQL raises an error that says what to do.
+    Until you release it, the lock is held as long as its database session lives. The server releases it when the session ends.
+    After a crash or SIGKILL of the holder, the release takes milliseconds. The holder is notified of a loss within milliseconds
+    if the socket is closed (on macOS, within about 10 s), and after about 20 s if the network is cut, before the server ends the
+    session. An interrupt or cancellation while the lock is being acquired or released does not leave it held. `engine.dispose()`
+    does not release the lock. A forked child holds no lock and cannot affect the parent's lock. Locking on a standby, through a
+    pooler in transaction mode or on a server that is not PostgreSQL raises an error that says what to do.
 
     Limitations: a paused or disconnected holder may still be writing. Do its database work on the connection of `connect()`, which
     is closed when the lock is lost, or use a fence. Within one process, waiters are served in the order of their arrival. Between

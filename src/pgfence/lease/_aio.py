@@ -19,8 +19,8 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
     """Hold a lock that expires and has a fencing token. The async counterpart of `Lease`.
 
     Guarantees, limitations, arguments and errors are the same as for `Lease`, except that the engine is an AsyncEngine. The
-    heartbeat runs in a dedicated thread, so that a blocked event loop does not cause the loss of the lease. A loss cancels the
-    block of `hold()`.
+    heartbeat runs in a dedicated thread, so that a blocked event loop does not cause the loss of the lease. By default, a loss
+    cancels the block of `hold()`.
     """
 
     _engines = ASYNC_ENGINES
@@ -46,7 +46,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
                 until its timeout. With None, it does so only if the server had already responded that the lease is held.
 
         Raises:
-            LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder.
+            LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder, if there is one.
             SelfDeadlockError: this task holds the lease, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
             UnreachableError: the server cannot be reached, or the call does not wait and all connections for leases are in use.
@@ -67,7 +67,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
             ref: the reference that `hand_over()` returned.
 
         Raises:
-            LockLostError: the lease has expired, was already adopted, or was evicted.
+            LockLostError: the lease has expired, was evicted or already adopted, or its `max_hold` has passed.
             TypeError, ValueError: `ref` is not a valid reference.
             UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
         """

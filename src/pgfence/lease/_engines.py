@@ -40,26 +40,20 @@ class EngineFinder:
     find: Callable[[], Engine]
 
     def find_manager(self, kind: type[ManagerT]) -> tuple[ManagerT, TableNames]:
-        """Return the engine's manager in this process or on the running loop, and the names of its tables."""
+        """Return the engine's manager in this process or on the running loop, and the names of pgfence's tables."""
         engine = self.find()
         return get_manager(engine, kind), table_names_of(engine)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind(Generic[EngineSourceT]):
-    """The checks that differ between a sync class and its async counterpart.
-
-    Attributes:
-        check: a function that raises TypeError for any object that is not an engine source of this kind; its argument `why`
-            explains why a session is rejected.
-        resolve: a function that returns the engine from an engine source.
-    """
+    """The checks that differ between a sync class and its async counterpart."""
 
     check: _Check[EngineSourceT]
     resolve: Callable[[EngineSourceT, str], Engine]
 
     def bind(self, given: object, what: str, *why: str) -> EngineFinder:
-        """Return the engine's finder. If the value is a function, it is called at each use; an engine is resolved once.
+        """Return a finder for the engine. A function is called at each use, and an engine is resolved once.
 
         Raises:
             TypeError: the value is not an engine source of this kind.

@@ -1,4 +1,4 @@
-"""Options of a lease, checked once for the sync and async classes."""
+"""The options of leases, and the references with which a lease is adopted."""
 
 from __future__ import annotations
 

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     """Hold a lock that expires and has a fencing token. The lock is stored in a row and does not depend on a connection.
 
-    While it is held, a dedicated thread renews it at intervals of a third of the TTL. A lease also works through a pooler in
+    By default, a dedicated thread renews it at intervals of a third of the TTL. A lease also works through a pooler in
     transaction mode.
 
     Guarantees: a name has one holder until `expires_at`, by the server's clock. A holder that dies loses the lease after at most
     one TTL. Tokens only grow. A holder that cannot renew the lease considers it lost shortly before the server can grant it to
     another holder.
 
-    Limitations: a former holder may still be running. Write inside `begin()`, because PostgreSQL rejects a transaction that
-    begins after a newer token was granted.
+    Limitations: a former holder may still be running. Write inside `begin()`: once a newer token was granted, PostgreSQL rejects
+    every transaction that begins with an older one.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
@@ -35,8 +35,10 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         ttl: seconds after which a dead holder loses the lease, from 0.3 s to a day (a timedelta may be longer). The ttl does not
             limit how long the work takes.
         max_hold: seconds after which the lease ends even if the holder is alive. None means no limit.
-        min_hold: seconds for which no other holder gets the lease, even if it is released earlier; at most the TTL.
-        lock_delay: seconds for which no holder, not even the last one, gets the lease after it has expired without a release.
+        min_hold: seconds from the grant during which the lease is not granted again, even if it is released earlier; at most the
+            TTL.
+        lock_delay: seconds for which the lease is not granted again, even to the last holder, after it has expired without a
+            release.
         heartbeat: "auto" renews the lease while the process lives, "progress" only if `progress()` was called since the last
             renewal, and "manual" never.
         owner: the name that operators see for the holder. None means the host name and the process id.
@@ -72,7 +74,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
                 until its timeout. With None, it does so only if the server had already responded that the lease is held.
 
         Raises:
-            LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder.
+            LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder, if there is one.
             WaitCancelledError: the event of `cancel_waits()` was set.
             SelfDeadlockError: this thread holds the lease, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
@@ -94,7 +96,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
             ref: the reference that `hand_over()` returned.
 
         Raises:
-            LockLostError: the lease has expired, was already adopted, or was evicted.
+            LockLostError: the lease has expired, was evicted or already adopted, or its `max_hold` has passed.
             TypeError, ValueError: `ref` is not a valid reference.
             UnreachableError, SchemaError, StandbyError, UnsupportedServerError: the same as for `acquire`.
         """

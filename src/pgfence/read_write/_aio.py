@@ -26,7 +26,7 @@ class AsyncWriteHeld(AsyncHeld):
     async def downgrade(self) -> AsyncHeld:
         """Replace the write lock with the read lock, and return the handle of the read lock.
 
-        Guarantees and errors are the same as for the sync class.
+        Guarantees and errors are the same as for `WriteHeld.downgrade`.
         """
         return await downgrade(cast("LockManager", self._manager), cast("SessionHold", self._hold), AsyncHeld)
 

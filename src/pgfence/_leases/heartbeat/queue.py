@@ -1,7 +1,7 @@
 """Decide what one heartbeat must do next and when, and record the results, without threads and I/O.
 
-The caller holds the heartbeat's lock and passes the current time. A grant is in the schedule until it is dropped, lost or ended.
-While its renewal waits for the connection or for a response, `renewal_pending` is set and only its deadline is checked.
+The caller holds the heartbeat's lock and passes the current time. A grant is in the schedule until it is dropped or lost. While
+its renewal waits for the connection or for a response, `renewal_pending` is set and only its deadline is checked.
 """
 
 from __future__ import annotations
@@ -178,12 +178,7 @@ class RenewalQueue:
         return self.listens and now >= self._listen_at and self.listeners.is_missing(self.schedule.places)
 
     def check_later(self, channel: str, name: str | None = None) -> bool:
-        """Queue a check of the leases of a name, or of all leases, for an eviction. Return whether there are any.
-
-        Args:
-            channel: the channel of evictions.
-            name: the stored name, or None for all names.
-        """
+        """Queue a check for evictions of the leases of a stored name, or of all leases. Return whether there are any."""
         found = [
             grant
             for grant in self.schedule

@@ -1,4 +1,4 @@
-"""The tasks of the heartbeat's connection: batches of renewals, releases to repeat, and channels to listen to."""
+"""The tasks of the heartbeat's connection: renewals, checks for evictions, releases to repeat, and channels to listen to."""
 
 from __future__ import annotations
 
@@ -213,7 +213,10 @@ def revoke_permits(place: TableNames, name: str, lease_id: UUID, seconds: float)
 
 
 def leave_queue(place: TableNames, name: str, waiter: str, seconds: float) -> ReleaseTask:
-    """Return the task that removes a waiter from the queue of a fair semaphore. After `seconds`, the server removes it."""
+    """Return the task that removes a waiter from the queue of a fair semaphore. It is tried for at most `seconds`.
+
+    The queue ignores a waiter that has not asked for 3 s.
+    """
     return ReleaseTask(place, lambda sql: sql.permits.leave_late, (name, name, name, waiter), clock() + seconds)
 
 
@@ -323,12 +326,7 @@ class NotifyListeners:
         return not self.deaf and any(place.evictions not in self._on for place in held)
 
     def choose_change(self, now: float, held: Iterable[TableNames] = ()) -> ListenTask | None:
-        """Return the next LISTEN or UNLISTEN to send, or None.
-
-        Args:
-            now: the current time.
-            held: the tables of the leases that are held.
-        """
+        """Return the next LISTEN or UNLISTEN to send, or None. `held` are the tables of the leases that are held."""
         wanted = {place.evictions: place for place in held}
         wanted |= {channel: self._places[channel] for channel in self._waiters}
         for channel, place in wanted.items():
