@@ -1,1 +1,1 @@
-"""Open, keep and close the connections that hold locks."""
+"""Open, keep and close the connections of locks and leases."""

@@ -1,4 +1,4 @@
-"""Connections of background threads. One thread opens, uses and closes each of them, and waits for notifications on it."""
+"""Connections of background threads. Each has one thread, which opens, uses and closes it, and waits for notifications on it."""
 
 from __future__ import annotations
 
@@ -169,8 +169,7 @@ class AsyncBackgroundConnection(BackgroundConnection):
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         super().__init__(engine, config, on_notify)
         self._driver_kind = choose_driver_connection(engine.dialect)
-        # The loop is private to the background thread. The connection is opened with the engine's own driver, creator and
-        # events, and a blocked event loop of the application cannot delay a renewal.
+        # The loop is private to the background thread, so that a blocked event loop of the application cannot delay a renewal.
         self._loop = asyncio.SelectorEventLoop()
         self._wake_reader = asyncio.Event()
 

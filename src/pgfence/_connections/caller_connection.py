@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class CallerConnection(LockConnection):
-    """The caller's own connection, used for one lock. pgfence restores its settings, and closes it only to end a lock on it."""
+    """The caller's own connection, used for one lock.
+
+    pgfence restores its autocommit mode, and closes it only to end a lock on it.
+    """
 
     ours = False
     direct = False

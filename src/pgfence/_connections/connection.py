@@ -107,7 +107,6 @@ class LockConnection(ABC):
         """The event on which its user sleeps, which a loss of the connection sets."""
 
     def learn_facts(self, facts: server.ServerInfo) -> None:
-        """Store the facts about the server and its session."""
         self.pid = facts.backend_pid
         self.slice = slice_for(facts.deadlock_timeout)
         if 0 < facts.statement_timeout < 2 * self.slice:

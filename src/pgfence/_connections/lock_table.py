@@ -9,7 +9,7 @@ from pgfence._sql import server
 from pgfence.errors import CapacityError
 
 MANY_KEYS = 100
-"""Requests for more keys than this are checked against a fresh count."""
+"""Requests for more keys than this are checked against a recent count."""
 COUNT_EVERY = 1.0
 
 
@@ -46,7 +46,7 @@ class LockTable:
         self._used += keys
 
     def check_room(self, keys: int) -> None:
-        """Raise CapacityError if the request would fill the server's lock table. Log a warning once when it is nearly full."""
+        """Raise CapacityError if the request would fill the server's lock table. Log a warning when it becomes nearly full."""
         if not self._limit:
             return
         judged = server.judge_capacity(self._used, keys, self._limit)

@@ -236,7 +236,7 @@ class LockPool:
             self.checkin(session)
 
     async def _open(self, turn: PoolWaiter, budget: float, keys: int, cancel: CancelEvent | None = None) -> None:
-        """Open a connection in a separate thread or task, so that the caller can time out, be interrupted or cancelled."""
+        """Open a connection in a separate thread or task, so that the caller can time out, or be interrupted or cancelled."""
         self.begin_opening()
         opening = turn.opening = PendingConnection(self.carrier.make_event(), counts=keys > 0)
         (start_task if self.engine.dialect.is_async else start_thread)(opening, self._open_for)

@@ -95,7 +95,7 @@ class QueueEntry:
         self.hold: Holding | None = None
         """The hold, once the lock is granted."""
         self.away: UnreachableError | StandbyError | None = None
-        """The error while the server is unreachable."""
+        """The error of an outage, while it lasts."""
         self.found_held = False
         """Whether the server has responded that another process holds the lock."""
         self.last_holder: Holder | None = None
@@ -204,7 +204,7 @@ class LocalQueue:
 
 
 def is_deadlock(entry: QueueEntry) -> bool:
-    """Return whether waiting with this entry would deadlock, because its owner holds a key that a contender ahead waits for."""
+    """Return whether waiting would deadlock: a contender ahead waits, perhaps indirectly, for a key that the owner holds."""
     # Waits alone cannot form a cycle, because each entry joins all its queues at once.
     if not entry.owner.holds:
         return False

@@ -95,7 +95,7 @@ class Grant(BaseHold):
         config: Config,
         family: LeaseKind = "lease",
     ) -> None:
-        """Record a grant with the `lease_id` that this client chose. `started` is `clock()` from before the sending."""
+        """Record a grant. This client chose `lease_id`, and read `started` from `clock()` just before it sent the statement."""
         super().__init__(claim.names, entry)
         self.rows = told.rows or ((claim.stored, told.token),)
         """The rows of the table that the grant holds, with their tokens: one row, or as many rows as it has permits."""
@@ -293,7 +293,7 @@ class Pauses:
                 self._ttl = ttl
 
     def report(self, events: EventHub) -> None:
-        """Report the pauses that were noted. The caller must not hold a lock, because this calls the application's listeners."""
+        """Report the pauses that were noted. The caller must hold no internal lock, because listeners are called."""
         late, self._late = self._late, 0.0
         if late > 0.0:
             events.record("pause", late)

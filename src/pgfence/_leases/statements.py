@@ -116,7 +116,7 @@ class LeaseStatements:
         """Run one statement that needs a version of the tables, and return its row.
 
         Raises:
-            SchemaError: the tables are older, or this role has no privileges on them.
+            SchemaError: the tables are missing or older, or this role lacks a privilege.
             UnreachableError: the server did not respond; whether the statement took effect is unknown.
         """
         await self.verify(place, needed=needed)
@@ -188,7 +188,7 @@ class LeaseStatements:
         return self._heartbeat
 
     async def renew(self, grant: Grant, ttl: float | None) -> None:
-        """Renew the lease now, in the order of the heartbeat's own renewals.
+        """Renew the lease now, on the heartbeat's connection.
 
         Raises:
             LockLostError: the lease is lost.

@@ -20,7 +20,7 @@ LONGEST = 100 * 365 * 86_400.0
 MARGIN = 5.0
 FIRST_RETRY = 0.05
 LONGEST_RETRY = 1.0
-"""The longest pause between two renewals that fail, in seconds. A lease may lose this much time after an outage has ended."""
+"""The longest pause between two failed renewals, in seconds. A lease may lose this much time after an outage has ended."""
 LONGEST_STATEMENT = 30.0
 SHORTEST_PATIENCE = 0.5
 NOTABLE_STEP = 1.0

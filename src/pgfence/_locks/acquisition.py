@@ -242,7 +242,7 @@ class Acquisition(Generic[W]):
         """Return the pause in seconds before an unreachable server is tried again.
 
         Raises:
-            UnreachableError, StandbyError: the call does not wait for the server, or its timeout has passed.
+            UnreachableError, StandbyError: the call does not wait for the server, its timeout has passed, or a retry is useless.
         """
         pause = self.patience.pause(self.names, error, self.left)
         if pause is not None:

@@ -363,7 +363,7 @@ class LockManager:
         self.pool.checkin(session)
 
     def abandon(self, hold: SessionHold) -> None:
-        """Release a lock whose handle was dropped. A finaliser calls this, so another thread does the work."""
+        """Release a lock whose handle was dropped. A finaliser calls this, so another thread or task does the work."""
 
         def close() -> None:
             mine, handed_over = self._begin_release(hold)

@@ -2,8 +2,8 @@
 
 Such a lock is acquired on the caller's connection, often in the caller's transaction, so nothing else is sent on that connection.
 Instead, a thread looks once a second at the transactions of this process that have acquired locks, and stores the names of locks
-that it has seen in the same transaction before. Most transactions are shorter, and a name for each of them would cost more than
-the lock. The thread ends after ten seconds without such a transaction, and its connection is open only while it stores names.
+whose transaction it has seen before. Most transactions are shorter, and storing a name for each of them would cost more than the
+lock. The thread ends after ten seconds without such a transaction, and its connection is open only while it stores names.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 TICK = 1.0
 """Seconds from one look to the next."""
 BETWEEN = 5.0
-"""Seconds from the end of one connection to the opening of the next."""
+"""Seconds from the closing of one connection to the opening of the next."""
 LINGER = 10.0
 """Seconds without any work after which the thread ends."""
 PAUSE = 300.0

@@ -43,7 +43,10 @@ class PidMark:
 
 
 def read_kernel_mark() -> Mark:
-    """Return a mark that the kernel clears in every forked child. Reading it takes 12 ns, while getpid() is a system call."""
+    """Return a mark that the kernel clears in every forked child, or else a `PidMark`.
+
+    Reading the kernel's mark takes 12 ns, while getpid() is a system call.
+    """
     if sys.platform == "linux":
         try:
             page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -145,7 +148,7 @@ if hasattr(os, "register_at_fork"):
     )
 
 MUTEX = threading.Lock()
-"""The only mutex of pgfence for state shared by all threads of the process."""
+"""The mutex for the queues, holds, pools and managers of this process."""
 # If another thread holds the mutex during a fork, the child gets a locked copy, and the state that the mutex protected belongs to
 # the parent.
 PROCESS.renew_in_child(MUTEX._at_fork_reinit)  # type: ignore[attr-defined]

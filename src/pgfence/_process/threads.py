@@ -33,7 +33,7 @@ _LEAKED_AFTER_FORK: list[Closable] = []
 
 
 def register(one: Closable) -> None:
-    """Call `one.end(seconds)` when the interpreter exits. A forked child keeps its copy and never touches it."""
+    """Call `one.end(seconds)` when the interpreter exits. A forked child never touches its copy."""
     _ALL.add(one)
 
 

@@ -122,7 +122,7 @@ def build_lease_holder(name: str, row: Row) -> Holder:
 
 
 def with_token(sessions: Iterable[Holder], rows: Iterable[Holder]) -> list[Holder]:
-    """Return the holders of a key. The holder with a token also gets the kind, the token and the client from its lease row."""
+    """Return the holders of a key. The holder with a token also gets the kind, token, client and time of its lease row."""
     known = {row.backend_pid: row for row in rows if row.kind == "session lock"}
     return [
         replace(one, kind=row.kind, token=row.token, host=row.host, pid=row.pid, since=row.since)

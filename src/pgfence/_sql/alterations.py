@@ -60,7 +60,7 @@ def add_gate_trigger(place: TableNames, version: int) -> list[Change]:
 
 
 def drop_gate_trigger(place: TableNames, version: int) -> list[Change]:
-    """Return the change that drops the gate trigger. It waits for every transaction that is inside a gate."""
+    """Return the change that drops the gate trigger. DROP TRIGGER waits for every transaction that is inside a gate."""
     if version >= GATE_TRIGGER:
         return []
     return [Change(_has_gate_trigger(place), f"DROP TRIGGER {name_gate_trigger(place)} ON {place.name('gate')}")]

@@ -37,7 +37,7 @@ SETTINGS = (
 )
 PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE")
 MOST_ROWS = 100
-"""The maximum number of sessions that are read, and the same for waits and for indexes."""
+"""The maximum number of sessions, of waits and of indexes that are read."""
 
 _HERE = "(SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
 _VERSION = "SELECT pg_catalog.version(), pg_catalog.current_setting('server_version_num')::integer, current_user::text"

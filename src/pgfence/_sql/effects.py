@@ -1,4 +1,4 @@
-"""The statements of attempts at effects. Each calls one server function."""
+"""The statements of attempts at effects. All but `end` call one server function."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class EffectSql:
     A name is scope, U+001F and key. The statements of the heartbeat use the same names as those of leases.
 
     Attributes:
-        claim: scope, key, fingerprint, claim id, ttl, keep, whether to take over from a lost attempt, owner, host, pid, and a
-            second time scope and key. One row: outcome, attempt, locked_until, remaining, steps as JSON, result as JSON, HTTP
-                status, headers as JSON, body; owner, host, pid and since of the running attempt; and the TTL of the claim of a
-                busy or lost attempt, NULL before version 3.
+        claim: scope, key, fingerprint, claim id, ttl, keep, whether to take over from a lost attempt, owner, host, pid, and scope
+                and key again. One row: outcome, attempt, locked_until, remaining, steps as JSON, result as JSON, HTTP status,
+                headers as JSON, body; owner, host, pid and since of the running attempt; and the TTL of the claim of a busy or
+                lost attempt, NULL before version 3.
         renew: lists of names, claim ids, attempts, ttls. One value, for `lease.decode_renewals`.
         step: name, claim id, attempt, step, value as JSON. One value: the current attempt, -1 if the key has none, or NULL if the
             key does not exist.

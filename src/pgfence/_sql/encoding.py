@@ -55,7 +55,7 @@ def text_error(error: BaseException, values: object, driver: Callable[[], object
 
 @contextmanager
 def translate_text_errors(connection: Connection, values: object) -> Iterator[None]:
-    """Translate the error of a statement in the block, on a SQLAlchemy Connection, if one of the texts cannot be encoded."""
+    """In the block, translate the error of a statement whose text cannot be encoded."""
     try:
         yield
     except Exception as error:

@@ -140,7 +140,7 @@ def _build_lease_holder(order: EvictionRequest, row: Row) -> Holder:
 def evict(connection: Connection, order: EvictionRequest) -> Found:
     """Evict the holders of the name, in a separate transaction on a connection at READ COMMITTED.
 
-    The function does nothing if no row and no session has the name.
+    The function does nothing if the name has no lease row and no session holds its key.
 
     Returns:
         The evicted holders. If `only` was given and the holder has changed, nothing was done, and the result is the new holder
@@ -194,8 +194,8 @@ def _try_evict(connection: Connection, order: EvictionRequest) -> Found:
         _run(connection, order.place, _AUDIT, *words)
     else:
         return found
-    # Sessions are ended after the token was raised and the audit row was written, and before COMMIT. So no session is ended that
-    # is not fenced off and recorded, and an error before this point leaves everything unchanged.
+    # Sessions are ended after the token was raised and the audit row was written, and before COMMIT. So every session that is
+    # ended is fenced off (if it has a token) and recorded, and an error before this point leaves everything unchanged.
     if pids:
         _end_sessions(connection, order, pids)
     return Found(found.holders, found.token, newest)

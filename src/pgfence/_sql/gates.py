@@ -71,7 +71,7 @@ def enter(
 def save_checkpoint(
     connection: Connection, place: TableNames, gates: EnteredGates, resource: str, token: int, data: str | None
 ) -> None:
-    """Write a checkpoint, after entering its gate if necessary."""
+    """Write a checkpoint of a resource, after entering the resource's gate if necessary."""
     text = _save(place, style_of(connection.dialect))
     gates.send(connection, place, text, (resource, token, data), {resource: token})
 
@@ -116,7 +116,7 @@ def _translate_rejection(context: ExceptionContext) -> BaseException | None:
 
 
 def block_commit(connection: Connection, error: StaleFencingTokenError) -> None:
-    """Keep the connection's current transaction from committing, even if a savepoint has swallowed the error."""
+    """Keep the connection's current transaction from committing, even if the error was swallowed in a savepoint."""
     root = connection.get_transaction()
     if root is None:
         return

@@ -184,7 +184,7 @@ def _finish_or_fail(place: TableNames, style: ParamStyle) -> str:
 
 
 def find_duplicate_columns(error: DBAPIError) -> frozenset[str] | None:
-    """Return the columns of the unique key that an INSERT violated, or None if the error has another cause."""
+    """Return the columns of the unique key that an INSERT violated (empty if unknown), or None for any other error."""
     if sqlstate_of(error) != UNIQUE_VIOLATION:
         return None
     if found := _COLUMNS.search(read_detail(error)):

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
 
 KEYS = "SELECT v, i > {0}::bigint AS p, i FROM pg_catalog.unnest({1}::bigint[]) WITH ORDINALITY AS u(v, i)"
-"""One row for each key, with its value, whether it is a pair, and its position. The parameter is what `encode_keys` returns."""
+"""One row for each key, with its value, whether it is a pair, and its position. The parameters are what `encode_keys` returns."""
 
 
 def call_on_row(function: str, value: str = "v", is_pair: str = "p") -> str:
-    """Return the call of a lock function for one row of keys, with a bigint or with the two halves of a pair."""
+    """Return the call of a lock function for one row of `KEYS`, with a bigint or with the two halves of a pair."""
     return (
         f"CASE WHEN {is_pair} THEN pg_catalog.{function}(({value} >> 32)::integer, (({value} << 32) >> 32)::integer)"
         f" ELSE pg_catalog.{function}({value}) END"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
 
 IDLE_FOR = 300.0
-"""Seconds after which an idle session with a lock counts as leaked. A holder may be idle between two steps of its work."""
+"""Seconds after which the lock of an idle session counts as leaked. A holder may be idle between two steps of its work."""
 # Parts of the statements that pgfence sends on a lock connection. While the connection holds a lock, its last statement contains
 # one of them, unless it was lent by `connect()`.
 _OURS = (
@@ -165,7 +165,7 @@ def _build_holder(row: Row) -> Holder:
 
 
 def release(connection: Connection, order: ReleaseRequest) -> Released:
-    """End each session, and record this in the audit table, in a separate transaction on a connection at READ COMMITTED.
+    """End the sessions and record this in the audit table, each in a separate transaction, on a connection at READ COMMITTED.
 
     A session that was used after it was found is not ended.
 

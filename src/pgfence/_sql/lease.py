@@ -1,7 +1,7 @@
 """The statements of leases and slots. Each statement calls one server function or is a query.
 
-Through a pooler, statements must not be prepared. asyncpg always prepares and needs a transaction around the statement: the
-pooler could otherwise send its two halves to two servers.
+Through a pooler, statements must not be prepared. asyncpg always prepares, so it needs a transaction around the statement.
+Otherwise, the pooler could send the preparation and the execution to two servers.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def describe_sessions(connection: Connection, pids: Sequence[int]) -> dict[int, 
 
 
 def describe_lockers(connection: Connection) -> list[str]:
-    """Return descriptions of the transactions that hold locks on tables, oldest first."""
+    """Return descriptions of the five oldest transactions that hold locks on tables of the application."""
     rows = connection.exec_driver_sql(_LOCKING).all()
     known = describe_sessions(connection, [row[0] for row in rows if row[0]])
     return [

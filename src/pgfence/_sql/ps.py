@@ -1,4 +1,4 @@
-"""List everything that is held and waited for, in one statement that takes no lock.
+"""List everything that is held and waited for, in one statement that takes no advisory lock.
 
 The statement reads only what the role may read, as `probe` has found out. Holds are filtered, sorted and limited in the server.
 """

@@ -2,8 +2,8 @@
 
 Requesting the same key again in one transaction must cost nothing, but a rollback to a savepoint that is older than the lock
 releases the lock. Therefore SAVEPOINT, RELEASE and ROLLBACK TO are observed on each Connection with a transaction lock, whether
-SQLAlchemy sends them or the application sends them as plain text. A statement that is not recognized as harmless clears the
-record. The next request then queries the server again, which is always correct and takes one round trip.
+SQLAlchemy sends them or the application sends them as plain text. Any other statement that contains a word such as ROLLBACK or
+COMMIT clears the record. The next request then queries the server again, which is always correct and takes one round trip.
 
 One listener observes all connections of a dialect, because adding one to each Connection costs more than the lock.
 

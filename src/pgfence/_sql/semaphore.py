@@ -32,7 +32,7 @@ class PermitSql(NamedTuple):
             other leases need renewal. NULL if another session has locked one of the rows.
         forget_late: name, name, name, lease id. One value: whether it ended a grant; NULL as above.
         leave_late: name, name, name, waiter id. One value: whether the waiter was in the queue; NULL as above.
-        resize: name, permits. One value: the number stored before, or NULL.
+        resize: name, permits. One value: the number stored before, or NULL if there was none.
         look: name. One row with one value: JSON, a list of the holders: kind, owner, host, pid, backend_pid, purpose, token,
             since and expires_at in seconds since 1970, row name.
     """

@@ -156,7 +156,7 @@ _THEIRS = (
 
 
 def put_back(connection: Connection, facts: ServerInfo) -> None:
-    """Restore the server's own limits, for statements of the application on a connection of pgfence."""
+    """Restore the session's previous settings, for statements of the application on a connection of pgfence."""
     # The idle timeouts are not restored, because they would end the session that holds the lock.
     restore(connection, {name: value for name, value in facts.settings.items() if name in _THEIRS})
 

@@ -15,8 +15,8 @@ For a waiting session, `pg_locks` shows only when the current slice began. The c
 whole wait has lasted.
 
 A waiter far from the front of a queue that does not move sleeps on the client instead, without a transaction, and looks from time
-to time whether the queue has moved. An owner of a ticket that neither waits for a lock nor gave such a sign within the last seconds
-has stopped, and is passed over.
+to time whether the queue has moved. The owner of a ticket that neither waits for a lock nor gave a sign within the last seconds
+counts as stopped and is passed over.
 
 All of these are keys of the bigint space. `base` is a hash of the lock's key without the last 21 bits.
 """

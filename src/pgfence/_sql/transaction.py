@@ -133,8 +133,8 @@ def send(connection: Connection, text: str, values: tuple[object, ...] = ()) -> 
 def send_quick(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
     """Send a statement in the caller's transaction, and return its only value, with half the usual work on the client.
 
-    If no listener would miss the statement, it bypasses SQLAlchemy and is sent together with BEGIN. Errors are raised as
-    SQLAlchemy's errors.
+    If no listener would miss the statement, it bypasses SQLAlchemy and, where possible, is sent together with BEGIN. Errors are
+    raised as SQLAlchemy's errors.
     """
     if is_observed(connection):
         return send(connection, text, values).scalar_one()

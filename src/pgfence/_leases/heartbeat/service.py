@@ -1,7 +1,7 @@
 """The heartbeat of one engine in this process. It renews grants, ends grants past their deadline, and wakes waiters.
 
 It has two threads. The timer decides what is due and what has expired, and aborts a statement that hangs. The worker owns the
-only connection and runs one task at a time: a renewal, a release to repeat, or LISTEN.
+only connection and runs one task at a time: a renewal, a check for an eviction, a release to repeat, or LISTEN.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class HeartbeatService:
             self.drop(grant)
 
     def renew(self, grant: Grant, ttl: float | None, done: tasks.Done) -> None:
-        """Renew a grant now, in the order of the heartbeat's own renewals. A new TTL applies from now on.
+        """Renew a grant now, on the heartbeat's connection. A new TTL applies from now on.
 
         `done` is called once, on a heartbeat thread; it must be quick and must not take a heartbeat lock. It receives None if the
         lease was renewed, `LockLostError` if the lease is lost, `LockNotHeldError` if it was released in the meantime,

@@ -223,7 +223,7 @@ def leave_queue(place: TableNames, name: str, waiter: str, seconds: float) -> Re
 def report_failure(engine: Engine, events: EventHub, task: HeartbeatTask, error: Exception, *, first: bool) -> None:
     """Log the first of several failed tasks in a row, and emit an event for each lease that was not renewed.
 
-    The caller must not hold a lock.
+    The caller must hold no internal lock.
     """
     if first:
         where, fields = describe_server(engine), build_log_fields("renewal_failed")
