@@ -144,10 +144,7 @@ class LockConnection(ABC):
             self.on_death(hold if lost else None)
 
     def tick(self, now: float, paused: bool) -> None:
-        """Abort an overdue statement. Probe a hold after a pause and, where the system does not report hang-ups, every 10 s.
-
-        The monitor's thread calls this once a second.
-        """
+        """Abort an overdue statement, and probe a hold after a pause or, where hang-ups are not reported, every 10 s."""
         if self.statement_started and paused:
             # After a pause of this process, the response may already be in the socket, so the statement gets the full time again.
             self.statement_started = now

@@ -1,11 +1,11 @@
 -- The fence. A transaction enters the gate of its resource first, before its first read, and keeps it locked until it ends.
 --
--- What a transaction has claimed is noted in settings of its session, under a mark of the resource and the oid of the table of
--- gates: a database may have several installations, whose tokens all count from 1.
+-- The tokens with which a transaction has entered gates are stored in settings of its session, each with a hash of the resource
+-- and the oid of the gate table, because a database may have several installations, and the tokens of each start at 1.
 
--- Enters a gate. A token that is not the newest is refused with SQLSTATE PF001 and a JSON detail. A newer holder waits until
--- the older transactions inside have ended, for p_wait seconds at most, or the session's own lock_timeout if it has one: then
--- PF003 tells in its JSON detail who may be in the way.
+-- Enters a gate. A token that is not the newest is rejected with SQLSTATE PF001 and a JSON detail. A newer holder waits until the
+-- older transactions inside have ended, for at most p_wait seconds or, if the session has its own lock_timeout, that time. Then
+-- it raises PF003, whose JSON detail lists the sessions that may be inside.
 CREATE FUNCTION @enter_gate_v1@(p_resource text, p_token bigint, p_wait double precision DEFAULT 30) RETURNS void
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
@@ -20,15 +20,16 @@ BEGIN
     IF p_token IS NULL OR p_token < 1 THEN
         RAISE EXCEPTION 'a fencing token must be 1 or more, not %', p_token USING ERRCODE = '22023';
     END IF;
-    -- With the equality in the lock itself: writers with one token run side by side, and three new holders that
-    -- all raise the gate do not deadlock.
+    -- The condition on the token is part of the locking query, so that writers with the same token run concurrently, and three
+    -- new holders that raise the gate at the same time do not deadlock.
     PERFORM 1 FROM @gate@ AS t WHERE t.resource = p_resource AND t.token = p_token FOR SHARE;
     IF NOT FOUND THEN
         SELECT l.token INTO newest FROM @lease@ AS l WHERE l.name = p_resource;
         IF newest <> p_token THEN
             PERFORM @refuse_v1@(p_resource, p_token, newest);
         END IF;
-        -- A row that was raised while this waited for it is locked all the same: two that would write it from there deadlock.
+        -- The query above also keeps its lock on a row that was raised while it waited. Two transactions that then wrote the row
+        -- would deadlock, so an older token is rejected here.
         SELECT t.token INTO newest FROM @gate@ AS t WHERE t.resource = p_resource;
         IF newest > p_token THEN
             PERFORM @refuse_v1@(p_resource, p_token, newest);
@@ -53,19 +54,19 @@ BEGIN
             PERFORM @refuse_v1@(p_resource, p_token, newest);
         END IF;
     END IF;
-    -- Read after the gate is locked: the lease may have gone on while this transaction waited for it.
+    -- Read again after the gate is locked, because a newer lease may have been granted during the wait.
     SELECT l.token INTO newest FROM @lease@ AS l WHERE l.name = p_resource;
     IF newest <> p_token THEN
         PERFORM @refuse_v1@(p_resource, p_token, newest);
     END IF;
-    -- A session never forgets the name of a setting, so there is no setting for each resource: each of 256 lists the claims of
-    -- this transaction whose marks begin with its number, the newest first.
+    -- A session keeps the name of every setting until it ends, so there is no setting for each resource. There are 256 settings.
+    -- Each lists the claims of this transaction whose hashes begin with its number, newest first.
     IF pg_catalog.split_part(pg_catalog.split_part(claims, mark || ' ', 2), ',', 1) IS DISTINCT FROM p_token::text THEN
         claim := pg_catalog.set_config(setting, pg_catalog.concat(mark, ' ', p_token, ',', claims), true);
     END IF;
 END $$;
 
--- Enters several gates in one fixed order. The wait is for each of them.
+-- Enters several gates in one fixed order. p_wait applies to each of them.
 CREATE FUNCTION @enter_gates_v1@(p_resources text[], p_tokens bigint[], p_wait double precision DEFAULT 30) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -87,8 +88,8 @@ BEGIN
         DETAIL = pg_catalog.json_build_object('resource', p_resource, 'token', p_token, 'newest', p_newest)::text;
 END $$;
 
--- Tells who may be in the way: the transaction that alone has the gate's row locked if that can be told, else every one that
--- has entered any gate.
+-- Raises PF003. The detail lists the transaction that alone has locked the gate's row, if it can be determined, or else all
+-- transactions that have entered any gate.
 CREATE FUNCTION @refuse_wait_v1@(p_resource text) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
@@ -112,8 +113,8 @@ BEGIN
             FROM inside AS i);
 END $$;
 
--- Checks a writer: its transaction must have entered the gate, and is asked again at every statement. The setting is no
--- proof: what counts is the gate's row, so a forged setting, a savepoint rolled back or an error swallowed change nothing.
+-- Checks before each statement of a writer that its transaction has entered the gate. The setting alone proves nothing: the
+-- gate's row is checked, so a forged setting, a savepoint that was rolled back or an error that was swallowed changes nothing.
 CREATE FUNCTION @check_gate_v1@(p_resource text, p_table text) RETURNS void
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
@@ -133,8 +134,8 @@ BEGIN
     END IF;
 END $$;
 
--- For a table that belongs to one resource: once for each statement. TG_ARGV[0] is the resource. A writer whose gate is open
--- is let pass at once: to call the check takes as long as the check.
+-- The statement trigger of a table that belongs to one resource. TG_ARGV[0] is the resource. A writer that is inside the gate is
+-- accepted here, because calling the check takes as long as the check itself.
 CREATE FUNCTION @fence_table_v1@() RETURNS trigger LANGUAGE plpgsql SET enable_seqscan = off AS $$
 DECLARE
     mark text := pg_catalog.md5('@gate_text@'::pg_catalog.regclass::oid::text || ' ' || TG_ARGV[0]);
@@ -148,7 +149,7 @@ BEGIN
     RETURN NULL;
 END $$;
 
--- For a table that holds many resources: once for each row. TG_ARGV is text, column, text, column, ..., text.
+-- The row trigger of a table that contains rows of many resources. TG_ARGV is text, column, text, column, ..., text.
 CREATE FUNCTION @fence_row_v1@() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
     old_resource text := '';
@@ -171,7 +172,8 @@ BEGIN
             new_resource := new_resource || CASE WHEN i % 2 = 0 THEN TG_ARGV[i] ELSE new_row ->> TG_ARGV[i] END;
         END LOOP;
     ELSE
-        -- A row that is large, or holds what no jsonb can, is asked for these columns alone. For others this takes longer.
+        -- If a row is large, or contains a value that jsonb cannot represent, only these columns are read. For other rows, this
+        -- would take longer.
         FOR i IN 0 .. TG_NARGS - 1 LOOP
             named := named || CASE WHEN i = 0 THEN 'SELECT ' ELSE ' || ' END || CASE WHEN i % 2 = 0
                 THEN pg_catalog.quote_literal(TG_ARGV[i])
@@ -199,15 +201,15 @@ BEGIN
     RETURN CASE WHEN TG_OP = 'DELETE' THEN OLD ELSE NEW END;
 END $$;
 
--- TRUNCATE takes the rows of every resource: nobody's token allows that.
+-- TRUNCATE deletes the rows of all resources, so no token allows it.
 CREATE FUNCTION @fence_truncate_v1@() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     RAISE EXCEPTION '% holds rows of many resources and cannot be truncated under a fence', TG_TABLE_NAME USING
         ERRCODE = 'PF002', HINT = 'Delete the rows of one resource, or drop the fence first.';
 END $$;
 
--- What the next holder can go on from; written in the caller's transaction, behind the gate. In a table of its own: a row lock
--- on the lease for the length of that transaction would keep the heartbeat out.
+-- Saves a checkpoint, from which the next holder can continue, in the caller's transaction, after entering the gate. It is in a
+-- separate table, because a lock on the lease's row until the end of that transaction would block the heartbeat.
 CREATE FUNCTION @save_checkpoint_v1@(p_name text, p_token bigint, p_data text) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN

@@ -1,6 +1,5 @@
--- Leases. Each function is one round trip in a transaction of its own, and keeps its promise at every isolation level:
--- the row is locked first, the clock is read after that, and only then is anything decided.
--- A row is never deleted: its token would start again.
+-- Leases. Each function is one round trip in a separate transaction, and is correct at every isolation level: it locks the row
+-- first, then reads the clock, and only then decides. A row is never deleted, because its tokens would start again.
 
 CREATE FUNCTION @acquire_lease_v1@(
     p_name text, p_lease text, p_ttl double precision, p_min_hold double precision, p_lock_delay double precision,
@@ -16,14 +15,14 @@ DECLARE
     at timestamptz;
     next bigint;
 BEGIN
-    -- A token that a crash forgets would be issued twice: the commit must be on disk, whatever the session's default.
+    -- A token that was lost in a crash would be issued twice, so the commit must be on disk, whatever the session's default is.
     IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
         PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
     END IF;
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
     SELECT l.* INTO r FROM @lease@ AS l WHERE l.name = p_name FOR NO KEY UPDATE;
     IF NOT FOUND THEN
-        -- Above whatever the gate has seen: somebody may have deleted the lease's row.
+        -- The token is above that of the gate, because the lease's row may have been deleted.
         INSERT INTO @lease@ AS l (name, token, acquired_at, renewed_at, expires_at, free_at, released_at)
         VALUES (p_name, 1 + COALESCE((SELECT g.token FROM @gate@ AS g WHERE g.resource = p_name), 0),
             'epoch', 'epoch', 'epoch', 'epoch', 'epoch')
@@ -33,7 +32,7 @@ BEGIN
     END IF;
     at := pg_catalog.clock_timestamp();
     IF r.lease_id = p_lease::uuid AND r.released_at IS NULL AND r.expires_at > at THEN
-        next := r.token;  -- asked again after a lost answer: the same grant
+        next := r.token;  -- requested again after a lost response: the same grant
     ELSIF r.free_at > at THEN
         RETURN QUERY SELECT false, r.token, r.expires_at,
             EXTRACT(EPOCH FROM r.free_at - at)::double precision, NULL::double precision, NULL::text,
@@ -42,7 +41,7 @@ BEGIN
     ELSIF fresh THEN
         next := r.token;
     ELSE
-        -- The gate is above the row only if the row was set back: by a restore, a fail-over, or by hand.
+        -- The gate is above the row only if the row was set back: by a restore, a failover, or manually.
         next := 1 + GREATEST(r.token, (SELECT g.token FROM @gate@ AS g WHERE g.resource = p_name));
     END IF;
     UPDATE @lease@ AS l SET
@@ -61,9 +60,8 @@ BEGIN
         p_owner, p_host, p_pid, pg_catalog.pg_backend_pid(), p_purpose, at;
 END $$;
 
--- Renews many at a time. Answers a JSON array, one element for each in their order:
--- ["ok", epoch of the new expiry, seconds left], ["busy"] (the row is locked at this moment: ask again),
--- or ["lost", "expired" | "superseded" | "evicted" | "overdue"].
+-- Renews several leases. Returns a JSON array with one element for each lease, in order: ["ok", epoch of the new expiry, seconds
+-- left], ["busy"] (the row is locked now: ask again), or ["lost", "expired" | "superseded" | "evicted" | "overdue"].
 CREATE FUNCTION @renew_leases_v1@(
     p_names text[], p_leases text[], p_tokens bigint[], p_ttls double precision[]
 ) RETURNS text LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
@@ -74,13 +72,13 @@ DECLARE
     answers jsonb[] := '{}';
     answer jsonb;
 BEGIN
-    -- A renewal that a crash forgets would let somebody in while the holder still trusts it.
+    -- If a renewal was lost in a crash, another holder would get the lease while this holder still trusts it.
     IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
         PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
     END IF;
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
     FOR i IN 1 .. COALESCE(pg_catalog.cardinality(p_names), 0) LOOP
-        -- One row that somebody else has locked must not delay the others.
+        -- A row that another session has locked must not delay the others.
         SELECT l.* INTO r FROM @lease@ AS l WHERE l.name = p_names[i] FOR NO KEY UPDATE SKIP LOCKED;
         at := pg_catalog.clock_timestamp();
         IF NOT FOUND THEN
@@ -104,15 +102,15 @@ BEGIN
     RETURN pg_catalog.array_to_json(answers)::text;
 END $$;
 
--- Answers "released", or what had become of it: "expired", "overdue", "superseded", "evicted". An expired lease that nobody
--- took is ended all the same; its lock_delay still counts.
+-- Returns "released", or why the lease was not held any more: "expired", "overdue", "superseded" or "evicted". An expired lease
+-- without a new holder is ended too, and its lock_delay still counts.
 CREATE FUNCTION @release_lease_v1@(p_name text, p_lease text, p_token bigint) RETURNS text
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     r @lease@;
     at timestamptz;
 BEGIN
-    PERFORM pg_catalog.set_config('synchronous_commit', 'off', true);  -- a crash may forget it: it expires then
+    PERFORM pg_catalog.set_config('synchronous_commit', 'off', true);  -- a lease whose release was lost in a crash expires
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
     SELECT l.* INTO r FROM @lease@ AS l WHERE l.name = p_name FOR NO KEY UPDATE;
     at := pg_catalog.clock_timestamp();
@@ -122,19 +120,19 @@ BEGIN
         RETURN 'superseded';
     END IF;
     UPDATE @lease@ AS l SET released_at = at,
-        -- Free is no time of the clock, which may be set back.
+        -- A free lease gets 'epoch' and not the current time, because the clock may be set back.
         free_at = CASE WHEN l.expires_at <= at THEN l.free_at WHEN l.min_until > at THEN l.min_until ELSE 'epoch' END
     WHERE l.name = p_name;
     PERFORM pg_catalog.pg_notify('@channel@', p_name);
     RETURN CASE WHEN r.expires_at > at THEN 'released' WHEN r.hold_until <= at THEN 'overdue' ELSE 'expired' END;
 END $$;
 
--- Ends a grant whose answer never arrived, by the id the client made for it: no token is known.
+-- Ends a grant whose response was lost, by the id that the client chose for it, because its token is not known.
 CREATE FUNCTION @forget_lease_v1@(p_name text, p_lease text) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 BEGIN
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
-    -- First the lock: the grant may be written and not yet committed, and its row would not be found by its id.
+    -- The row is locked first, because the grant may not be committed yet, and its row would not be found by its id.
     PERFORM 1 FROM @lease@ AS l WHERE l.name = p_name FOR NO KEY UPDATE;
     UPDATE @lease@ AS l SET released_at = pg_catalog.clock_timestamp(), free_at = 'epoch'
     WHERE l.name = p_name AND l.lease_id = p_lease::uuid AND l.released_at IS NULL;
@@ -144,7 +142,8 @@ BEGIN
     RETURN FOUND;
 END $$;
 
--- Takes over a lease that its holder handed on. The grant gets a new id, so that a reference works once; the token stays.
+-- Takes over a lease that its holder handed over. The grant gets a new id, so that a reference works only once. It keeps its
+-- token.
 CREATE FUNCTION @adopt_lease_v1@(
     p_name text, p_lease text, p_token bigint, p_new text, p_owner text, p_host text, p_pid integer
 ) RETURNS TABLE (
@@ -183,8 +182,8 @@ BEGIN
     END IF;
 END $$;
 
--- Ends a lease from outside: a higher token in its row and in its gate, and a line in the audit, or nothing of it.
--- Answers the token it had and the one that counts now; no row if there is no such lease.
+-- Evicts a holder: raises the token in the lease's row and in its gate, and adds a row to the audit table. Returns the token that
+-- it had and the newest token, or no row if the lease does not exist.
 CREATE FUNCTION @evict_lease_v1@(p_name text, p_actor text, p_reason text, p_detail text)
 RETURNS TABLE (evicted bigint, newest bigint) LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 #variable_conflict use_column
@@ -202,7 +201,7 @@ BEGIN
         RETURN;
     END IF;
     next := 1 + GREATEST(r.token, (SELECT g.token FROM @gate@ AS g WHERE g.resource = p_name));
-    -- Waits for writers that are inside: from here on nobody with an older token can commit.
+    -- This waits for writers that are inside. From here on, no transaction with an older token can commit.
     INSERT INTO @gate@ AS g (resource, token, updated_at) VALUES (p_name, next, pg_catalog.clock_timestamp())
     ON CONFLICT (resource) DO UPDATE SET token = excluded.token, updated_at = excluded.updated_at;
     at := pg_catalog.clock_timestamp();

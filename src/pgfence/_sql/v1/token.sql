@@ -1,5 +1,6 @@
--- An advisory lock that brings a token. Transaction lock, token, session lock: the last cannot wait or fail any more, so the
--- lock is held exactly when a token is answered. NULL: busy. -1: another server process answered than the one named.
+-- Takes an advisory lock and a token: first the transaction-level lock, then the token, and then the session-level lock, which
+-- can neither wait nor fail any more. So the lock is held if a token is returned. NULL means that it is not. -1 means that
+-- another server process than p_backend executed the statement.
 CREATE FUNCTION @lock_with_token_v1@(p_backend integer, p_key bigint, p_name text, p_milliseconds integer) RETURNS bigint
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
@@ -30,9 +31,9 @@ BEGIN
         'epoch', 'epoch', 'epoch', 'epoch', 'epoch')
     ON CONFLICT (name) DO UPDATE SET
         token = 1 + GREATEST(l.token, (SELECT g.token FROM @gate@ AS g WHERE g.resource = p_name)),
-        -- An expired lease ends here: with the clock set back, its holder could ask again and would get this token.
+        -- An expired lease ends here. If the clock is set back, its holder could otherwise ask again and would get this token.
         lease_id = NULL, released_at = COALESCE(l.released_at, pg_catalog.clock_timestamp())
-        -- Whoever holds a lease of this name is not robbed of its token.
+        -- The token is not raised while a lease of this name is held.
         WHERE l.released_at IS NOT NULL OR l.expires_at <= pg_catalog.clock_timestamp()
     RETURNING l.token INTO issued;
     IF issued IS NULL THEN

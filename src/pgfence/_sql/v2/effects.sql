@@ -1,10 +1,10 @@
--- Attempts at effects outside the database: the claim is committed first, and everything later names it.
--- Each function is one round trip in a transaction of its own: the row is locked first, the clock is read after that, and
--- only then is anything decided. A row is known to renewals by its name, which is scope, U+001F and key.
+-- Attempts at effects outside the database. The claim is committed first, and all later statements contain its id. Each function
+-- is one round trip in a separate transaction: it locks the row first, then reads the clock, and only then decides. For renewals,
+-- the name of a row is scope, U+001F and key.
 
--- Answers what the key's row says: "granted", with the steps that attempts before have saved; "busy", with the seconds for
--- which its claim is good; "done" or "failed", with what is stored; "reused", by another payload; or "lost", an attempt of
--- which nobody knows what it did, where p_takeover allows no other one.
+-- Returns the outcome: "granted", with the steps that earlier attempts have saved; "busy", with the seconds until the claim ends;
+-- "done" or "failed", with the stored result; "reused", if the key has another payload; or "lost", if the outcome of the last
+-- attempt is unknown and p_takeover allows no other attempt.
 CREATE FUNCTION @claim_effect_v1@(
     p_scope text, p_key text, p_fingerprint bytea, p_claim text, p_ttl double precision, p_keep double precision,
     p_takeover boolean, p_owner text, p_host text, p_pid integer
@@ -25,17 +25,17 @@ DECLARE
     steps jsonb;
     told text;
 BEGIN
-    -- First a look that locks nothing; what it finds free is looked at again behind the locks.
+    -- The first look takes no lock. If it finds the key free, the second look repeats it behind the locks.
     FOR looks IN 1..2 LOOP
         IF looks = 1 THEN
             SELECT k.* INTO r FROM @idempotency_key@ AS k WHERE k.scope = p_scope AND k.key = p_key;
         ELSE
-            -- An attempt that a crash forgets would be made again under the same number.
+            -- An attempt that was lost in a crash would be repeated under the same number.
             IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
                 PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
             END IF;
             PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
-            -- The same two as a transaction that claims the key takes, which may be at work: see claim_key_v1.
+            -- A transaction that claims the key takes the same two locks, and may be in progress; see claim_key_v1.
             IF NOT pg_catalog.pg_try_advisory_xact_lock(family, (pg_catalog.hashtextextended(
                 COALESCE(pg_catalog.encode(p_fingerprint, 'hex'), ''), named) >> 32)::integer) THEN
                 told := 'busy';
@@ -56,7 +56,7 @@ BEGIN
             SELECT k.* INTO r FROM @idempotency_key@ AS k WHERE k.scope = p_scope AND k.key = p_key FOR NO KEY UPDATE;
         END IF;
         at := pg_catalog.clock_timestamp();
-        -- Whatever its record says, a claim that is good is not over.
+        -- A claim that has not ended counts, even if the row has expired.
         kept := COALESCE(r.expires_at > at OR (r.status = 'in_progress' AND r.locked_until > at), false);
         IF kept THEN
             told := CASE
@@ -75,7 +75,7 @@ BEGIN
         END IF;
     END LOOP;
     until := at + pg_catalog.make_interval(secs => p_ttl);
-    -- Numbers go on after whoever was lost or failed; what has ended and expired begins anew.
+    -- Numbers continue after a lost or failed attempt, and start again if the key was finished and has expired.
     next := CASE WHEN r.scope IS NULL OR (NOT kept AND r.status IN ('done', 'failed')) THEN 1 ELSE r.attempt + 1 END;
     steps := CASE WHEN kept THEN r.step END;
     INSERT INTO @idempotency_key@ AS k (scope, key, fingerprint, status, attempt, step, locked_until, claim_id, owner, host, pid,
@@ -88,14 +88,14 @@ BEGIN
         pid = excluded.pid, result = NULL, http_status = NULL, http_headers = NULL, http_body = NULL,
         created_at = CASE WHEN kept THEN k.created_at ELSE excluded.created_at END,
         expires_at = GREATEST(k.expires_at, excluded.expires_at)
-        -- Nobody else writes a key without our locks, but by hand.
+        -- Without these locks, a key is written only manually.
         WHERE r.scope IS NOT NULL;
     RETURN QUERY SELECT CASE WHEN FOUND THEN 'granted' ELSE 'busy' END, next, until, p_ttl, steps::text, NULL::text,
         NULL::integer, NULL::text, NULL::bytea, p_owner, p_host, p_pid, at;
 END $$;
 
--- Renews many at a time, in the words of renew_leases_v1. Of one that has ended as its holder wanted it says "ok", for
--- whoever is about to stop asking; nothing is changed then.
+-- Renews several attempts. Returns the same values as renew_leases_v1. For an attempt that its holder has finished, it returns
+-- "ok", because its heartbeat is about to stop, and changes nothing.
 CREATE FUNCTION @renew_keys_v1@(
     p_names text[], p_claims text[], p_attempts bigint[], p_ttls double precision[]
 ) RETURNS text LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
@@ -128,7 +128,7 @@ BEGIN
             answer := '["lost", "expired"]'::jsonb;
         ELSE
             IF r.status = 'in_progress' THEN
-                -- What is known of it, its steps above all, outlives the claim by as much as at its beginning.
+                -- The row, with its steps, is kept as long after the claim as before the renewal.
                 UPDATE @idempotency_key@ AS k SET locked_until = until,
                     expires_at = until + GREATEST(k.expires_at - k.locked_until, '0 s')
                 WHERE k.scope = r.scope AND k.key = r.key;
@@ -140,8 +140,8 @@ BEGIN
     RETURN pg_catalog.array_to_json(answers)::text;
 END $$;
 
--- Saves what a step of an attempt returned, once. Answers the attempt that counts now: another one, or -1, means that it was
--- lost; NULL, that there is no such key.
+-- Saves what a step of an attempt returned, once. Returns the number of the current attempt. Another number, or -1, means that
+-- the attempt was lost, and NULL that the key does not exist.
 CREATE FUNCTION @save_step_v1@(p_name text, p_claim text, p_attempt bigint, p_step text, p_value text) RETURNS integer
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
@@ -163,10 +163,10 @@ BEGIN
         FROM @idempotency_key@ AS k WHERE k.scope = whose AND k.key = named);
 END $$;
 
--- Stores what came of it, once. Answers as save_step_v1; asked again after a lost answer, it says the same. Without a status
--- it stores nothing, and answers 0 where nothing is stored.
--- In the caller's own transaction it keeps the row locked to the end, so that nobody takes over in between; and there an answer
--- other than the attempt is an error, so that nothing of a late attempt is committed.
+-- Stores the outcome of an attempt, once. Returns the same values as save_step_v1, and the same again if it is repeated after a
+-- lost response. Without a status, it stores nothing, and returns 0 if nothing is stored. In the caller's own transaction, it
+-- keeps the row locked to the end, so that no attempt takes over in between. There, a result other than the attempt is an error,
+-- so that nothing of a late attempt is committed.
 CREATE FUNCTION @finish_effect_v1@(
     p_name text, p_claim text, p_attempt bigint, p_keep double precision, p_status text, p_result text,
     p_http_status integer, p_http_headers text, p_http_body bytea, p_own boolean
@@ -198,7 +198,7 @@ BEGIN
     ELSIF r.status NOT IN ('done', 'failed') THEN
         answer := -1;
     ELSIF NOT p_own THEN
-        answer := -2;  -- its own end is committed already
+        answer := -2;  -- the end of this attempt is already committed
     END IF;
     IF NOT p_own AND answer IS DISTINCT FROM p_attempt THEN
         RAISE EXCEPTION 'attempt % has ended, or does not count any more: this transaction must be rolled back', p_attempt
@@ -207,13 +207,13 @@ BEGIN
     RETURN answer;
 END $$;
 
--- Frees the key of an attempt of which it is known that nothing came of it. Answers as release_lease_v1.
+-- Frees the key of an attempt that is known to have had no effect. Returns the same values as release_lease_v1.
 CREATE FUNCTION @free_effect_v1@(p_name text, p_claim text, p_attempt bigint) RETURNS text
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     named text := pg_catalog.split_part(p_name, pg_catalog.chr(31), -1);
 BEGIN
-    PERFORM pg_catalog.set_config('synchronous_commit', 'off', true);  -- a crash may forget it: it lapses then
+    PERFORM pg_catalog.set_config('synchronous_commit', 'off', true);  -- a claim whose release was lost in a crash expires
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
     UPDATE @idempotency_key@ AS k SET status = 'free', locked_until = NULL
     WHERE k.scope = pg_catalog.left(p_name, -1 - pg_catalog.length(named)) AND k.key = named
@@ -221,7 +221,7 @@ BEGIN
     RETURN CASE WHEN FOUND THEN 'released' ELSE 'superseded' END;
 END $$;
 
--- Ends a claim whose answer never arrived, by the id the client made for it: nothing was done under it.
+-- Ends a claim whose response was lost, by the id that the client chose for it. Nothing was done under it.
 CREATE FUNCTION @forget_effect_v1@(p_name text, p_claim text) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
@@ -229,7 +229,7 @@ DECLARE
     whose text := pg_catalog.left(p_name, -1 - pg_catalog.length(named));
 BEGIN
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
-    -- First the lock: the claim may be written and not yet committed, and its row would not be found by its id.
+    -- The row is locked first, because the claim may not be committed yet, and its row would not be found by its id.
     PERFORM 1 FROM @idempotency_key@ AS k WHERE k.scope = whose AND k.key = named FOR NO KEY UPDATE;
     UPDATE @idempotency_key@ AS k SET status = 'free', locked_until = NULL
     WHERE k.scope = whose AND k.key = named AND k.claim_id = p_claim::uuid AND k.status = 'in_progress';

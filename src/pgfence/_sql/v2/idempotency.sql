@@ -1,8 +1,8 @@
 -- Idempotency keys in the caller's own transaction.
 --
--- Two transaction locks stand before the row: one for scope and key, one for these with the fingerprint. The second is taken
--- first, so that whoever finds it taken waits for an equal request, and whoever finds only the other one taken, in the hands of
--- a transaction with another fingerprint, learns at once that the request in progress is another one.
+-- Two transaction locks protect the row: one for scope and key, and one for scope, key and fingerprint, which is taken first. A
+-- transaction that finds the latter taken waits for an equal request. One that finds only the former taken, by a transaction with
+-- another fingerprint, returns at once that a different request is in progress.
 
 CREATE FUNCTION @claim_key_v1@(p_scope text, p_key text, p_fingerprint bytea, p_keep double precision, p_wait double precision)
 RETURNS text LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
@@ -18,7 +18,7 @@ DECLARE
     outcome text;
 BEGIN
     FOR tries IN 1..1000 LOOP
-        -- Each look is a statement of its own: under READ COMMITTED it sees what was committed during the wait.
+        -- Each look is a separate statement, so that under READ COMMITTED it sees what was committed during the wait.
         SELECT * INTO r FROM @idempotency_key@ AS k WHERE k.scope = p_scope AND k.key = p_key;
         IF FOUND AND r.status = 'in_progress' AND r.locked_until IS NULL THEN
             RETURN 'own';
@@ -30,7 +30,7 @@ BEGIN
                     ELSE 'busy' END;
             END IF;
         END IF;
-        -- Whatever ends in an error here gives its locks and settings back.
+        -- An error inside this block releases the block's locks and restores its settings.
         BEGIN
             IF NOT pg_catalog.pg_try_advisory_xact_lock(family, member) THEN
                 remaining := p_wait - EXTRACT(epoch FROM pg_catalog.clock_timestamp() - began);
@@ -56,7 +56,7 @@ BEGIN
                 ) THEN
                     RAISE EXCEPTION USING ERRCODE = 'PF009';
                 END IF;
-                -- A transaction that ends gives its locks back one after the other.
+                -- A transaction that ends releases its locks one after the other.
                 IF tries > 20 AND p_wait <= EXTRACT(epoch FROM pg_catalog.clock_timestamp() - began) THEN
                     RAISE EXCEPTION USING ERRCODE = 'lock_not_available';
                 END IF;
@@ -98,7 +98,7 @@ BEGIN
     RETURN FOUND;
 END $$;
 
--- At the end of the transaction: what a key was claimed for has to have a result, or nothing of it is committed.
+-- Rejects COMMIT if a key that was claimed in the transaction has no result.
 CREATE FUNCTION @check_key_v1@() RETURNS trigger LANGUAGE plpgsql SET enable_seqscan = off AS $$
 BEGIN
     IF EXISTS (SELECT FROM @idempotency_key@ AS k WHERE k.scope = NEW.scope AND k.key = NEW.key

@@ -1,10 +1,10 @@
--- Attempts at effects, since version 3: the clock may be set back. "locked_at" is the reading that "locked_until" was computed
--- from. If it lies ahead of the clock, the claim ends as long after now as it ended after that reading, so that another attempt
--- can take over one TTL later. These replace the functions of version 2 in place: nothing else differs.
+-- Attempts at effects, since version 3: the clock may be set back. "locked_until" was computed from the time "locked_at". If this
+-- time lies ahead of the clock, the claim ends as long after now as it ended after that time, so that another attempt can take
+-- over one TTL later. These functions replace those of version 2, and nothing else differs.
 
--- Answers what the key's row says: "granted", with the steps that attempts before have saved; "busy", with the seconds for
--- which its claim is good; "done" or "failed", with what is stored; "reused", by another payload; or "lost", an attempt of
--- which nobody knows what it did, where p_takeover allows no other one.
+-- Returns the outcome: "granted", with the steps that earlier attempts have saved; "busy", with the seconds until the claim ends;
+-- "done" or "failed", with the stored result; "reused", if the key has another payload; or "lost", if the outcome of the last
+-- attempt is unknown and p_takeover allows no other attempt.
 CREATE FUNCTION @claim_effect_v1@(
     p_scope text, p_key text, p_fingerprint bytea, p_claim text, p_ttl double precision, p_keep double precision,
     p_takeover boolean, p_owner text, p_host text, p_pid integer
@@ -25,17 +25,17 @@ DECLARE
     steps jsonb;
     told text;
 BEGIN
-    -- First a look that locks nothing; what it finds free is looked at again behind the locks.
+    -- The first look takes no lock. If it finds the key free, the second look repeats it behind the locks.
     FOR looks IN 1..2 LOOP
         IF looks = 1 THEN
             SELECT k.* INTO r FROM @idempotency_key@ AS k WHERE k.scope = p_scope AND k.key = p_key;
         ELSE
-            -- An attempt that a crash forgets would be made again under the same number.
+            -- An attempt that was lost in a crash would be repeated under the same number.
             IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
                 PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
             END IF;
             PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
-            -- The same two as a transaction that claims the key takes, which may be at work: see claim_key_v1.
+            -- A transaction that claims the key takes the same two locks, and may be in progress; see claim_key_v1.
             IF NOT pg_catalog.pg_try_advisory_xact_lock(family, (pg_catalog.hashtextextended(
                 COALESCE(pg_catalog.encode(p_fingerprint, 'hex'), ''), named) >> 32)::integer) THEN
                 told := 'busy';
@@ -64,7 +64,7 @@ BEGIN
             WHERE k.scope = p_scope AND k.key = p_key
             RETURNING k.* INTO STRICT r;
         END IF;
-        -- Whatever its record says, a claim that is good is not over.
+        -- A claim that has not ended counts, even if the row has expired.
         kept := COALESCE(r.expires_at > at OR (r.status = 'in_progress' AND r.locked_until > at), false);
         IF kept THEN
             told := CASE
@@ -83,7 +83,7 @@ BEGIN
         END IF;
     END LOOP;
     until := at + pg_catalog.make_interval(secs => p_ttl);
-    -- Numbers go on after whoever was lost or failed; what has ended and expired begins anew.
+    -- Numbers continue after a lost or failed attempt, and start again if the key was finished and has expired.
     next := CASE WHEN r.scope IS NULL OR (NOT kept AND r.status IN ('done', 'failed')) THEN 1 ELSE r.attempt + 1 END;
     steps := CASE WHEN kept THEN r.step END;
     INSERT INTO @idempotency_key@ AS k (scope, key, fingerprint, status, attempt, step, locked_at, locked_until, claim_id, owner,
@@ -97,14 +97,14 @@ BEGIN
         result = NULL, http_status = NULL, http_headers = NULL, http_body = NULL,
         created_at = CASE WHEN kept THEN k.created_at ELSE excluded.created_at END,
         expires_at = GREATEST(k.expires_at, excluded.expires_at)
-        -- Nobody else writes a key without our locks, but by hand.
+        -- Without these locks, a key is written only manually.
         WHERE r.scope IS NOT NULL;
     RETURN QUERY SELECT CASE WHEN FOUND THEN 'granted' ELSE 'busy' END, next, until, p_ttl, steps::text, NULL::text,
         NULL::integer, NULL::text, NULL::bytea, p_owner, p_host, p_pid, at;
 END $$;
 
--- Renews many at a time, in the words of renew_leases_v1. Of one that has ended as its holder wanted it says "ok", for
--- whoever is about to stop asking; nothing is changed then.
+-- Renews several attempts. Returns the same values as renew_leases_v1. For an attempt that its holder has finished, it returns
+-- "ok", because its heartbeat is about to stop, and changes nothing.
 CREATE FUNCTION @renew_keys_v1@(
     p_names text[], p_claims text[], p_attempts bigint[], p_ttls double precision[]
 ) RETURNS text LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
@@ -137,7 +137,7 @@ BEGIN
             answer := '["lost", "expired"]'::jsonb;
         ELSE
             IF r.status = 'in_progress' THEN
-                -- What is known of it, its steps above all, outlives the claim by as much as at its beginning.
+                -- The row, with its steps, is kept as long after the claim as before the renewal.
                 UPDATE @idempotency_key@ AS k SET locked_at = at, locked_until = until,
                     expires_at = until + GREATEST(k.expires_at - k.locked_until, '0 s')
                 WHERE k.scope = r.scope AND k.key = r.key;

@@ -8,8 +8,8 @@
 -- Session locks. A row whose last token went to a session lock stores its key, and a lease is granted only when that
 -- session no longer holds it.
 
--- Returns 1 where the server does not tell its timeline. Amazon Aurora does not unless wal_level is logical; its failovers lose
--- no commit. A standby does not either; every caller writes next, and is rejected there as on any server that takes no writes.
+-- Returns 1 if the server does not report its timeline. Amazon Aurora does not unless wal_level is logical, but its failovers
+-- lose no commit. A standby does not either, but every caller writes next, and is rejected there as on any read-only server.
 CREATE FUNCTION @timeline_v1@() RETURNS integer LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     RETURN ('x' || pg_catalog.left(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 8))::bit(32)::integer;
@@ -38,9 +38,9 @@ BEGIN
     RETURN FOUND;
 END $$;
 
--- Moves the times of a locked row that lie ahead of the clock: each ends as long after p_at as it ended after the reading that
--- it was computed from, so that a holder that is alive keeps what it has and a dead one blocks for one TTL at most. Returns by
--- how many seconds the clock was behind the newest reading.
+-- Moves the times of a locked row that lie ahead of the clock. Each then ends as long after p_at as it ended after the reading
+-- from which it was computed, so that a live holder keeps its time, and a dead holder blocks the name for at most one TTL.
+-- Returns how many seconds the clock is behind the newest reading.
 CREATE FUNCTION @rebase_lease_v1@(p_name text, p_at timestamptz) RETURNS double precision
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -62,7 +62,7 @@ BEGIN
     END IF;
     r.free_at := CASE
         WHEN r.released_at IS NULL THEN GREATEST(r.expires_at + pg_catalog.make_interval(secs => r.lock_delay), floor)
-        -- First, because a release under a clock that was set back has left min_until as the old clock had it.
+        -- Tested first, because a release under a clock that was set back leaves min_until as computed from the old clock.
         WHEN r.free_at = r.min_until THEN floor
         WHEN r.released_at > p_at THEN p_at + (r.free_at - r.released_at)
         ELSE r.free_at END;
@@ -85,7 +85,7 @@ CREATE FUNCTION @session_holds_v1@(p_backend integer, p_key bigint) RETURNS bool
     )
 $$;
 
--- Not granted: the columns describe the holder. "set_back" is set when the row was moved, see rebase_lease_v1.
+-- If the lease is not granted, the columns describe the holder. "set_back" is set if the row was moved; see rebase_lease_v1.
 CREATE FUNCTION @acquire_lease_v2@(
     p_name text, p_lease text, p_ttl double precision, p_min_hold double precision, p_lock_delay double precision,
     p_max_hold double precision, p_owner text, p_host text, p_pid integer, p_purpose text, p_metadata text, p_kind text
@@ -103,7 +103,7 @@ DECLARE
     next bigint;
     moved double precision;
 BEGIN
-    -- A token that a crash forgets would be issued twice: the commit must be on disk, whatever the session's default.
+    -- A token that was lost in a crash would be issued twice, so the commit must be on disk, whatever the session's default is.
     IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
         PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
     END IF;
@@ -115,8 +115,8 @@ BEGIN
     END IF;
     at := pg_catalog.clock_timestamp();
     IF r.lease_id = p_lease::uuid AND r.released_at IS NULL AND r.expires_at > at THEN
-        -- Asked again after a lost answer: the same grant. That holds on a new timeline too, where nobody else can have this
-        -- token. The row keeps its timeline, so that the next grant is above all that the old one issued.
+        -- Requested again after a lost response: the same grant. This is also correct on a new timeline, where no other holder
+        -- can have this token. The row keeps its timeline, so that the next token is above all tokens of the old timeline.
         next := r.token;
         current := r.timeline;
     ELSE
@@ -127,13 +127,13 @@ BEGIN
         IF r.free_at > at THEN
             RETURN QUERY SELECT false, r.token, r.expires_at,
                 EXTRACT(EPOCH FROM r.free_at - at)::double precision, NULL::double precision, NULL::text,
-                -- An older release that granted this lease left the kind as it was.
+                -- An older release that granted this lease did not update the kind.
                 COALESCE(NULLIF(r.kind, 'session lock'), 'lease'), r.owner, r.host, r.pid, r.backend_pid, NULL::text,
                 r.purpose, r.acquired_at, moved;
             RETURN;
         ELSIF r.lock_key IS NOT NULL AND @session_holds_v1@(r.backend_pid, r.lock_key) THEN
             RETURN QUERY SELECT false, r.token, NULL::timestamptz,
-                1::double precision, NULL::double precision, NULL::text,  -- its end is not announced: ask again in a second
+                1::double precision, NULL::double precision, NULL::text,  -- its end is not announced, so ask again after a second
                 r.kind, r.owner, r.host, r.pid, r.backend_pid,
                 (SELECT a.application_name FROM pg_catalog.pg_stat_activity AS a WHERE a.pid = r.backend_pid),
                 r.purpose, r.acquired_at, moved;
@@ -161,8 +161,8 @@ BEGIN
         p_kind, p_owner, p_host, p_pid, pg_catalog.pg_backend_pid(), NULL::text, p_purpose, at, moved;
 END $$;
 
--- As in version 1, but a row whose times lie ahead of the clock is moved first, so that max_hold and min_hold end in time. It
--- keeps its name, because nothing else differs: heartbeats outlive an upgrade and a downgrade of the tables.
+-- As in version 1, but a row whose times lie ahead of the clock is moved first, so that max_hold and min_hold end in time. The
+-- name is unchanged, because nothing else differs, and heartbeats continue across an upgrade or downgrade of the tables.
 CREATE FUNCTION @renew_leases_v1@(
     p_names text[], p_leases text[], p_tokens bigint[], p_ttls double precision[]
 ) RETURNS text LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
@@ -173,13 +173,13 @@ DECLARE
     answers jsonb[] := '{}';
     answer jsonb;
 BEGIN
-    -- A renewal that a crash forgets would let somebody in while the holder still trusts it.
+    -- If a renewal was lost in a crash, another holder would get the lease while this holder still trusts it.
     IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
         PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
     END IF;
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
     FOR i IN 1 .. COALESCE(pg_catalog.cardinality(p_names), 0) LOOP
-        -- One row that somebody else has locked must not delay the others.
+        -- A row that another session has locked must not delay the others.
         SELECT l.* INTO r FROM @lease@ AS l WHERE l.name = p_names[i] FOR NO KEY UPDATE SKIP LOCKED;
         at := pg_catalog.clock_timestamp();
         IF NOT FOUND THEN
@@ -207,7 +207,8 @@ BEGIN
     RETURN pg_catalog.array_to_json(answers)::text;
 END $$;
 
--- Takes over a lease that its holder handed on. The grant gets a new id, so that a reference works once; the token stays.
+-- Takes over a lease that its holder handed over. The grant gets a new id, so that a reference works only once. It keeps its
+-- token.
 CREATE FUNCTION @adopt_lease_v2@(
     p_name text, p_lease text, p_token bigint, p_new text, p_owner text, p_host text, p_pid integer
 ) RETURNS TABLE (
@@ -252,8 +253,8 @@ BEGIN
     END IF;
 END $$;
 
--- Ends a lease from outside: a higher token in its row and in its gate, and a line in the audit, or nothing of it.
--- Answers the token it had and the one that counts now; no row if there is no such lease.
+-- Evicts a holder: raises the token in the lease's row and in its gate, and adds a row to the audit table. Returns the token that
+-- it had and the newest token, or no row if the lease does not exist.
 CREATE FUNCTION @evict_lease_v2@(p_name text, p_actor text, p_reason text, p_detail text)
 RETURNS TABLE (evicted bigint, newest bigint) LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 #variable_conflict use_column
@@ -272,7 +273,7 @@ BEGIN
         RETURN;
     END IF;
     next := @next_token_v1@(p_name, r.token, r.timeline, current);
-    -- Waits for writers that are inside: from here on nobody with an older token can commit.
+    -- This waits for writers that are inside. From here on, no transaction with an older token can commit.
     INSERT INTO @gate@ AS g (resource, token, updated_at) VALUES (p_name, next, pg_catalog.clock_timestamp())
     ON CONFLICT (resource) DO UPDATE SET token = excluded.token, updated_at = excluded.updated_at;
     at := pg_catalog.clock_timestamp();

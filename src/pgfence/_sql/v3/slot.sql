@@ -1,7 +1,8 @@
--- Slots of a schedule, see v1: with a comparison of the client's time zones with the server's.
+-- The slots of a schedule, as in version 1, with a comparison of the client's time zones with the server's.
 
--- Returns how many seconds local time was ahead of UTC in a zone, by this server's zone database; NULL if it has no such zone.
--- Through the setting, because AT TIME ZONE takes 'MET' and its like for abbreviations, which have no summer time.
+-- Returns how many seconds local time was ahead of UTC in a zone, by this server's zone database, or NULL if it does not contain
+-- the zone. The setting is used, because AT TIME ZONE interprets names such as 'MET' as abbreviations without daylight saving
+-- time.
 CREATE FUNCTION @zone_offset_v1@(p_at timestamptz, p_zone text) RETURNS integer
 LANGUAGE plpgsql VOLATILE SET "TimeZone" = 'UTC' AS $$
 BEGIN
@@ -11,12 +12,12 @@ EXCEPTION WHEN invalid_parameter_value THEN
     RETURN NULL;
 END $$;
 
--- The client has computed p_slot from this server's clock, and with p_zone that local time was p_offset seconds ahead of UTC then.
--- The slot counts from its beginning until p_until; where that is NULL, the clock plays no part. p_done is the newest finished
--- slot that the client has read.
--- Returns "granted", "busy" (its lease is held, by the holder that is returned), "done", "moved" (another slot counts by now, or
--- one was finished since the read), or "zone" (this server's zone database says something else).
--- For a zone that this server does not know, the row stores by which offset its slots were computed: hosts compare that.
+-- The client has computed p_slot from this server's clock and, with p_zone, that local time was p_offset seconds ahead of UTC
+-- then. The slot counts from its beginning until p_until, or independently of the clock if that is NULL. p_done is the newest
+-- finished slot that the client has read. Returns "granted", "busy" (its lease is held, by the holder that is returned), "done",
+-- "moved" (another slot counts by now, or one was finished since the read), or "zone" (this server's zone database returns
+-- another offset). For a zone that this server does not know, the row stores the offset with which its slots were computed, and
+-- hosts compare this offset.
 CREATE FUNCTION @acquire_slot_v2@(
     p_name text, p_slot timestamptz, p_until timestamptz, p_lease text, p_ttl double precision,
     p_max_hold double precision, p_owner text, p_host text, p_pid integer, p_purpose text, p_metadata text,
@@ -32,7 +33,7 @@ DECLARE
     l record;
     at timestamptz;
 BEGIN
-    -- What one host takes for a slot must be what all of them take for it.
+    -- All hosts must compute the same slot.
     IF p_zone IS NOT NULL AND @zone_offset_v1@(p_slot, p_zone) <> p_offset THEN
         outcome := 'zone';
         RETURN NEXT;
@@ -52,7 +53,7 @@ BEGIN
         RETURN NEXT;
         RETURN;
     END IF;
-    -- Read with the row locked: the wait for it may have outlasted the slot, or the clock was set back.
+    -- Read after the row is locked, because the slot may have ended during the wait, or the clock may have been set back.
     at := pg_catalog.clock_timestamp();
     IF s.done IS DISTINCT FROM p_done OR p_until IS NOT NULL AND (at < p_slot OR at >= p_until) THEN
         outcome := 'moved';
@@ -62,7 +63,7 @@ BEGIN
     SELECT g.* INTO l FROM @acquire_lease_v2@(
         p_name, p_lease, p_ttl, 0, 0, p_max_hold, p_owner, p_host, p_pid, p_purpose, p_metadata, 'slot') AS g;
     IF l.granted THEN
-        -- The same grant, asked for again after a lost answer, is one attempt.
+        -- The same grant, requested again after a lost response, counts as one attempt.
         IF s.token IS DISTINCT FROM l.token OR s.tried IS DISTINCT FROM p_slot THEN
             s.attempt := CASE WHEN s.tried = p_slot THEN s.attempt + 1 ELSE 1 END;
         END IF;

@@ -1,8 +1,10 @@
--- An advisory lock that brings a token. Transaction lock, token, session lock: the last cannot wait or fail any more, so the
--- lock is held exactly when a token is answered. NULL: busy. -1: another server process answered than the one named.
+-- Takes an advisory lock and a token: first the transaction-level lock, then the token, and then the session-level lock, which
+-- can neither wait nor fail any more. So the lock is held if a token is returned. NULL means that it is not. -1 means that
+-- another server process than p_backend executed the statement.
 --
--- The row tells leases of the same name which session to look for. There is no moment in which both are granted: whoever comes
--- second at the row finds the lease of the first there, or the session lock, which is taken before the row's lock is released.
+-- The row tells leases of the same name which session holds the lock. A lease and the lock are never granted together: the later
+-- one finds, at the row, the lease or the session-level lock of the earlier one, which is taken before the row's lock is
+-- released.
 CREATE FUNCTION @lock_with_token_v2@(
     p_backend integer, p_key bigint, p_name text, p_milliseconds integer, p_host text, p_pid integer
 ) RETURNS bigint LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$

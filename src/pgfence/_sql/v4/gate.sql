@@ -1,5 +1,5 @@
 -- The fence, since version 4: writers with one token no longer lock the gate's row together, because PostgreSQL writes a
--- multixact for each transaction that joins. These replace functions of version 1 in place: the callers see no difference.
+-- multixact for each transaction that joins. These functions replace those of version 1, and the callers see no difference.
 --
 -- A transaction is inside a gate in one of two ways:
 --
@@ -9,14 +9,14 @@
 --    lock; while a newer holder has the advisory lock; if it entered before these functions were installed; and for all but the
 --    first gate of each setting that stores its claims, so that a transaction takes at most 256 places in the lock table.
 --
--- A newer holder has to wait for both kinds: whoever updates or deletes the row locks it first, and then the trigger below
--- takes the advisory lock exclusively. The trigger is on the table, so this applies to every version of every function.
+-- A newer holder has to wait for both kinds. A transaction that updates or deletes the row locks it first, and then the trigger
+-- below takes the advisory lock exclusively. The trigger is on the table, so this applies to every version of every function.
 --
--- Writers only try the advisory lock and never wait for it, and they try it only for a gate that has their own token. So
--- nobody waits for the row with the advisory lock in hand, and the order "row, then advisory lock" cannot deadlock.
+-- Writers only try the advisory lock and never wait for it, and they try it only for a gate that has their own token. So no
+-- session waits for the row while it holds the advisory lock, and the order "row, then advisory lock" cannot deadlock.
 --
--- The key is hashtextextended(resource, oid of the table of gates). Another program that uses the same number costs speed or
--- a wait, and lets nobody in.
+-- The key is hashtextextended(resource, oid of the table of gates). If another program uses the same number, this costs time, but
+-- no stale writer is admitted.
 
 CREATE FUNCTION @lock_gate_v1@() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -47,10 +47,10 @@ BEGIN
     IF p_token IS NULL OR p_token < 1 THEN
         RAISE EXCEPTION 'a fencing token must be 1 or more, not %', p_token USING ERRCODE = '22023';
     END IF;
-    -- First a look without the lock: a transaction that is about to raise the gate must not hold it.
+    -- The first look takes no lock, because a transaction that is about to raise the gate must not hold the lock.
     SELECT t.token INTO newest FROM @gate@ AS t WHERE t.resource = p_resource;
     IF newest = p_token AND pg_catalog.current_setting('transaction_isolation') = 'read committed'
-        -- A server or transaction that takes no writes has to be rejected, as FOR SHARE does below.
+        -- A read-only server or transaction must be rejected, as FOR SHARE does below.
         AND pg_catalog.current_setting('transaction_read_only') = 'off'
         AND (COALESCE(claims, '') = '' OR claimed = p_token || ',') THEN
         IF pg_catalog.pg_try_advisory_xact_lock_shared(pg_catalog.hashtextextended(p_resource, place::bigint)) THEN
@@ -61,15 +61,16 @@ BEGIN
         END IF;
     END IF;
     IF entered IS NOT TRUE THEN
-        -- With the equality in the lock itself: writers with one token run side by side, and three new holders that
-        -- all raise the gate do not deadlock.
+        -- The condition on the token is part of the locking query, so that writers with the same token run concurrently, and
+        -- three new holders that raise the gate at the same time do not deadlock.
         PERFORM 1 FROM @gate@ AS t WHERE t.resource = p_resource AND t.token = p_token FOR SHARE;
         IF NOT FOUND THEN
             SELECT l.token INTO newest FROM @lease@ AS l WHERE l.name = p_resource;
             IF newest <> p_token THEN
                 PERFORM @refuse_v1@(p_resource, p_token, newest);
             END IF;
-            -- A row that was raised while this waited for it is locked all the same: two that would write it from there deadlock.
+            -- The query above also keeps its lock on a row that was raised while it waited. Two transactions that then wrote the
+            -- row would deadlock, so an older token is rejected here.
             SELECT t.token INTO newest FROM @gate@ AS t WHERE t.resource = p_resource;
             IF newest > p_token THEN
                 PERFORM @refuse_v1@(p_resource, p_token, newest);
@@ -94,21 +95,21 @@ BEGIN
                 PERFORM @refuse_v1@(p_resource, p_token, newest);
             END IF;
         END IF;
-        -- Read after the gate is locked: the lease may have gone on while this transaction waited for it.
+        -- Read again after the gate is locked, because a newer lease may have been granted during the wait.
         SELECT l.token INTO issued FROM @lease@ AS l WHERE l.name = p_resource;
     END IF;
     IF issued <> p_token THEN
         PERFORM @refuse_v1@(p_resource, p_token, issued);
     END IF;
-    -- A session never forgets the name of a setting, so there is no setting for each resource: each of 256 lists the claims of
-    -- this transaction whose marks begin with its number, the newest first.
+    -- A session keeps the name of every setting until it ends, so there is no setting for each resource. There are 256 settings.
+    -- Each lists the claims of this transaction whose hashes begin with its number, newest first.
     IF pg_catalog.split_part(claimed, ',', 1) IS DISTINCT FROM p_token::text THEN
         claim := pg_catalog.set_config(setting, pg_catalog.concat(mark, ' ', p_token, ',', claims), true);
     END IF;
 END $$;
 
--- Tells who may be in the way: the sessions with the advisory lock, and the transaction that alone has the gate's row locked if
--- that can be told; else every one that has locked a row of any gate.
+-- Raises PF003. The detail lists the sessions that hold the advisory lock and the transaction that alone has locked the gate's
+-- row, if these can be determined, or else all sessions that have locked a row of any gate.
 CREATE FUNCTION @refuse_wait_v1@(p_resource text) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
@@ -140,9 +141,9 @@ BEGIN
             FROM inside AS i);
 END $$;
 
--- Checks a writer: its transaction must have entered the gate, and is asked again at every statement. The setting is no
--- proof: what counts is a lock that is held now and the token in the gate's row, so a forged setting, a savepoint rolled back or
--- an error swallowed change nothing.
+-- Checks before each statement of a writer that its transaction has entered the gate. The setting alone proves nothing: a lock
+-- that is held now and the token in the gate's row are checked, so a forged setting, a savepoint that was rolled back or an error
+-- that was swallowed changes nothing.
 CREATE FUNCTION @check_gate_v1@(p_resource text, p_table text) RETURNS void
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
@@ -158,7 +159,7 @@ BEGIN
             DETAIL = pg_catalog.json_build_object('resource', p_resource)::text,
             HINT = $hint$Enter the gate as the first statement of the transaction: SELECT @enter_gate_v1@(resource, token)$hint$;
     END IF;
-    -- A transaction that is inside has the lock and gets it again at once.
+    -- A transaction that is inside holds the lock and gets it again immediately.
     IF claims = claimed || ',' AND pg_catalog.current_setting('transaction_isolation') = 'read committed'
         AND pg_catalog.pg_try_advisory_xact_lock_shared(pg_catalog.hashtextextended(p_resource, place::bigint)) THEN
         PERFORM 1 FROM @gate@ AS t WHERE t.resource = p_resource AND t.token = claimed;
@@ -170,8 +171,8 @@ BEGIN
     END IF;
 END $$;
 
--- For a table that belongs to one resource: once for each statement. TG_ARGV[0] is the resource. A writer whose gate is open
--- is let pass at once: to call the check takes as long as the check.
+-- The statement trigger of a table that belongs to one resource. TG_ARGV[0] is the resource. A writer that is inside the gate is
+-- accepted here, because calling the check takes as long as the check itself.
 CREATE FUNCTION @fence_table_v1@() RETURNS trigger LANGUAGE plpgsql SET enable_seqscan = off AS $$
 DECLARE
     place oid := '@gate_text@'::pg_catalog.regclass;

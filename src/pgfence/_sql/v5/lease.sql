@@ -1,7 +1,8 @@
 -- Leases, since version 5: the leader of an election can be asked to resign.
 
--- As in version 3, but the answer of a leader that was asked to resign has a fourth element. Only elections are asked, and only
--- releases that know this element have any. It keeps its name: heartbeats outlive an upgrade and a downgrade of the tables.
+-- As in version 3, but for a leader that was asked to resign, the element has a fourth value. Only leaders of elections can be
+-- asked, and only releases that know this value have elections. The name of the function is unchanged, because heartbeats
+-- continue across an upgrade or downgrade of the tables.
 CREATE FUNCTION @renew_leases_v1@(
     p_names text[], p_leases text[], p_tokens bigint[], p_ttls double precision[]
 ) RETURNS text LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
@@ -12,13 +13,13 @@ DECLARE
     answers jsonb[] := '{}';
     answer jsonb;
 BEGIN
-    -- A renewal that a crash forgets would let somebody in while the holder still trusts it.
+    -- If a renewal was lost in a crash, another holder would get the lease while this holder still trusts it.
     IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
         PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
     END IF;
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
     FOR i IN 1 .. COALESCE(pg_catalog.cardinality(p_names), 0) LOOP
-        -- One row that somebody else has locked must not delay the others.
+        -- A row that another session has locked must not delay the others.
         SELECT l.* INTO r FROM @lease@ AS l WHERE l.name = p_names[i] FOR NO KEY UPDATE SKIP LOCKED;
         at := pg_catalog.clock_timestamp();
         IF NOT FOUND THEN
@@ -35,7 +36,7 @@ BEGIN
             WHERE l.name = p_names[i];
             answer := pg_catalog.jsonb_build_array('ok', EXTRACT(EPOCH FROM until), EXTRACT(EPOCH FROM until - at));
             IF r.kind = 'term' THEN
-                -- In a statement of its own: a role that stands in no election need not be able to read the requests.
+                -- This is a separate statement, so that a role without elections needs no privilege to read the requests.
                 IF EXISTS (SELECT FROM @resign_request@ AS q WHERE q.name = r.name AND q.token >= p_tokens[i]) THEN
                     answer := answer || '"asked"'::jsonb;
                 END IF;
@@ -52,8 +53,8 @@ BEGIN
     RETURN pg_catalog.array_to_json(answers)::text;
 END $$;
 
--- Asks the leader of an election to resign, with a line in the audit. Answers the token of its term; no row if nobody leads, NULL
--- if the name is held by something else.
+-- Asks the leader of an election to resign, and adds a row to the audit table. Returns the token of the leader's term, no row if
+-- there is no leader, or NULL if the name is held by something other than a leader.
 CREATE FUNCTION @ask_to_resign_v1@(p_name text, p_actor text, p_reason text, p_detail text) RETURNS TABLE (token bigint)
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 #variable_conflict use_column
@@ -74,7 +75,7 @@ BEGIN
     ON CONFLICT (name) DO UPDATE SET token = excluded.token, asked_at = excluded.asked_at;
     INSERT INTO @audit@ (action, resource, actor, reason, at, detail)
     VALUES ('ask to resign', p_name, p_actor, p_reason, at, p_detail::jsonb);
-    -- The heartbeat of the leader listens there for evictions. It renews at once, and so reads that it was asked.
+    -- The leader's heartbeat listens on this channel for evictions. It renews the lease at once, and so reads the request.
     PERFORM pg_catalog.pg_notify('@prefix@evicted', p_name);
     RETURN QUERY SELECT r.token;
 END $$;

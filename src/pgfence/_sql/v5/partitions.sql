@@ -1,6 +1,7 @@
--- Partitions, since version 5. Partition i of the set NAME is the lease row NAME/i, with its own token series. A worker that joins
--- has a row in the table of members, which it renews like a lease. Whoever takes a partition locks the row of the set FOR SHARE, and
--- whoever changes the number of partitions locks it FOR NO KEY UPDATE, so that no partition is taken by an old number.
+-- Partitions, since version 5. Partition i of the set NAME is the lease row NAME/i, with its own token series. A worker that
+-- joins has a row in the table of members, which it renews like a lease. A worker that acquires a partition locks the row of the
+-- set FOR SHARE, and a change of the number of partitions locks it FOR NO KEY UPDATE, so that no partition is acquired under an
+-- old number.
 
 -- The partition of a key, from 0 to p_count - 1; for sha256 the first 8 bytes of the hash without the sign, modulo p_count; murmur2 is
 -- the partition that Kafka's default partitioner chooses. Both hash the key in UTF-8. No release changes what this returns, so that it
@@ -22,7 +23,7 @@ BEGIN
     ELSIF p_hash <> 'murmur2' THEN
         RAISE EXCEPTION 'the hash must be "sha256" or "murmur2", not "%"', p_hash USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    -- 32-bit arithmetic in 64 bits: a product of two numbers below 2^32 and 2^31 fits, and is cut to 32 bits at once.
+    -- This is 32-bit arithmetic in 64 bits: a product of two numbers below 2^32 and 2^31 fits, and is truncated immediately.
     h := 2538058380 # size;
     FOR i IN 0 .. whole - 1 BY 4 LOOP
         k := pg_catalog.get_byte(bytes, i) + (pg_catalog.get_byte(bytes, i + 1)::bigint << 8)
@@ -41,8 +42,8 @@ BEGIN
     RETURN ((h # (h >> 15)) & 2147483647) % p_count;
 END $$;
 
--- Adds a member or renews it. The outcome is "joined", or "mismatch": another number of partitions or another hash is stored. Joined:
--- how many members are alive, how many of them joined before this one, and which partitions seem to be free.
+-- Adds a member or renews it. The outcome is "mismatch" if another number of partitions or another hash is stored, or else
+-- "joined", with the number of members that are alive, how many of them joined earlier, and which partitions seem to be free.
 CREATE FUNCTION @join_partitions_v1@(p_name text, p_count integer, p_hash text, p_member text, p_ttl double precision)
 RETURNS TABLE (outcome text, partitions integer, hash text, members integer, rank integer, free integer[])
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
@@ -53,7 +54,7 @@ DECLARE
     at timestamptz;
     fresh boolean;
 BEGIN
-    PERFORM pg_catalog.set_config('synchronous_commit', 'off', true);  -- a member that a crash forgets joins again
+    PERFORM pg_catalog.set_config('synchronous_commit', 'off', true);  -- a member that was lost in a crash joins again
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
     SELECT t.* INTO s FROM @partition_set@ AS t WHERE t.name = p_name FOR SHARE;
     IF NOT FOUND THEN
@@ -106,7 +107,7 @@ BEGIN
     RETURN FOUND;
 END $$;
 
--- As acquire_lease_v2, for one partition. Another number of partitions or another hash than the stored one: not granted.
+-- As acquire_lease_v2, for one partition. It is not granted if another number of partitions or another hash is stored.
 CREATE FUNCTION @acquire_partition_v1@(
     p_name text, p_partition integer, p_count integer, p_hash text, p_lease text, p_ttl double precision,
     p_min_hold double precision, p_lock_delay double precision, p_max_hold double precision, p_owner text, p_host text,
@@ -131,9 +132,10 @@ BEGIN
     END IF;
 END $$;
 
--- Stores another number of partitions, unless one of them is owned: then the row describes it, and nothing is changed. If another
--- hash is stored, resized is NULL, partition is the stored number, kind is the stored hash, and nothing is changed. A key can move
--- to another partition, whose gate does not stop a former owner of the old one. So the tokens of all partitions and their gates go up.
+-- Stores another number of partitions, unless one of them is owned. In that case, the row describes it, and nothing is changed.
+-- If another hash is stored, resized is NULL, partition is the stored number, kind is the stored hash, and nothing is changed. A
+-- key can move to another partition, whose gate does not stop a former owner of the old one, so the tokens of all partitions and
+-- their gates are raised.
 CREATE FUNCTION @resize_partitions_v1@(p_name text, p_count integer, p_hash text)
 RETURNS TABLE (resized boolean, partition integer, kind text, owner text, host text, pid integer, backend_pid integer,
     purpose text, token bigint, since timestamptz, expires_at timestamptz)
@@ -164,7 +166,7 @@ BEGIN
     END IF;
     current := @timeline_v1@();
     FOR i IN 0 .. before - 1 LOOP
-        -- First the lock: a renewal in progress may extend a lease that looks expired.
+        -- The row is locked first, because a renewal in progress may extend a lease that looks expired.
         SELECT l.* INTO r FROM @lease@ AS l WHERE l.name = p_name || '/' || i FOR NO KEY UPDATE;
         CONTINUE WHEN NOT FOUND;
         at := pg_catalog.clock_timestamp();
@@ -182,7 +184,7 @@ BEGIN
         SELECT l.* INTO r FROM @lease@ AS l WHERE l.name = p_name || '/' || i;
         CONTINUE WHEN NOT FOUND OR before = p_count;
         next := @next_token_v1@(r.name, r.token, r.timeline, current);
-        -- Waits for writers that are inside: from here on no former owner of this partition can commit.
+        -- This waits for writers that are inside. From here on, no former owner of this partition can commit.
         INSERT INTO @gate@ AS g (resource, token, updated_at) VALUES (r.name, next, pg_catalog.clock_timestamp())
         ON CONFLICT (resource) DO UPDATE SET token = excluded.token, updated_at = excluded.updated_at;
         UPDATE @lease@ AS l SET token = next, timeline = current, lease_id = NULL WHERE l.name = r.name;

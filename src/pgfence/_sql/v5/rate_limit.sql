@@ -1,8 +1,9 @@
--- Rate limits, since version 5. Unit k of a limit of L is stored in slot k mod L, which held unit k - L before: so the oldest of
--- the last L units is the one that is overwritten last. n more units are allowed when that one is at least "per" seconds old, and
--- then no window of that length holds more than L units. The moments never decrease in the order of the units.
+-- Rate limits, since version 5. Unit k of a limit of L is stored in slot k mod L, which contained unit k - L before. So the
+-- oldest of the last L units is overwritten last. n more units are allowed if that unit is at least "per" seconds old, and then
+-- no window of that length contains more than L units. The times never decrease in the order of the units.
 
--- The outcome is "taken", "busy" or "mismatch" (another limit is stored). Busy: in so many seconds they may be allowed.
+-- The outcome is "taken", "busy" or "mismatch" (another limit is stored). If it is "busy", the units may be allowed after the
+-- returned number of seconds.
 CREATE FUNCTION @take_v1@(p_name text, p_limit integer, p_per double precision, p_n integer)
 RETURNS TABLE (outcome text, remaining double precision, max_takes integer, per double precision)
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
@@ -14,7 +15,7 @@ DECLARE
     allowed_at timestamptz;
     behind interval;
 BEGIN
-    -- A take that a crash forgets would be allowed again: the commit must be on disk, whatever the session's default.
+    -- A take that was lost in a crash would be allowed again, so the commit must be on disk, whatever the session's default is.
     IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
         PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
     END IF;
@@ -31,7 +32,7 @@ BEGIN
     END IF;
     at := pg_catalog.clock_timestamp();
     IF r.newest > at THEN
-        -- The clock was set back. All moments move back with it, as if no time had passed since the newest one.
+        -- The clock was set back. All times are moved back with it, as if no time had passed since the newest one.
         behind := r.newest - at;
         UPDATE @rate_take@ AS t SET taken_at = t.taken_at - behind WHERE t.name = p_name;
         r.newest := at;
@@ -51,7 +52,7 @@ BEGIN
     RETURN QUERY SELECT 'taken', 0::double precision, r.max_takes, r.per;
 END $$;
 
--- Stores another limit. The last units up to the new number are kept, so that the new limit holds from the first take on.
+-- Stores another limit. The last units up to the new number are kept, so that the new limit applies from the first take on.
 CREATE FUNCTION @change_rate_v1@(p_name text, p_limit integer, p_per double precision) RETURNS void
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE

@@ -1,7 +1,7 @@
 -- Semaphores, since version 5. The permits of the semaphore NAME are the lease rows NAME#1 to NAME#N, each with its own token
--- series. Whoever takes permits, gives up a grant by its id, or changes the number of permits locks the semaphore's own row first,
--- so that the free permits cannot change between counting and taking, except by becoming more. Releases and renewals do not lock it.
--- Whoever locks several permits locks them in the order of their numbers, so that no two wait for each other.
+-- series. Functions that acquire permits, end a grant by its id, or change the number of permits lock the semaphore's own row
+-- first, so that between counting and acquiring, the number of free permits can only grow. Releases and renewals do not lock it.
+-- Several permits are locked in the order of their numbers, so that two sessions cannot wait for each other.
 
 -- Creates the rows of permits that were never used.
 CREATE FUNCTION @add_permits_v1@(p_name text, p_from integer, p_to integer) RETURNS void
@@ -14,8 +14,8 @@ BEGIN
     END LOOP;
 END $$;
 
--- The outcome is "granted", "busy", "mismatch" (another number of permits is stored) or "heavy" (the weight is above the number
--- stored). Busy: the columns from "kind" on describe the permit that is free first.
+-- The outcome is "granted", "busy", "mismatch" (another number of permits is stored) or "heavy" (the weight is above the stored
+-- number). If it is "busy", the columns from "kind" on describe the permit that becomes free first.
 CREATE FUNCTION @acquire_permits_v1@(
     p_name text, p_permits integer, p_weight integer, p_follow boolean, p_lease text, p_ttl double precision,
     p_max_hold double precision, p_owner text, p_host text, p_pid integer, p_purpose text, p_waiter text,
@@ -41,7 +41,7 @@ DECLARE
     moved double precision;
     length double precision := LEAST(p_ttl, p_max_hold);
 BEGIN
-    -- A token that a crash forgets would be issued twice: the commit must be on disk, whatever the session's default.
+    -- A token that was lost in a crash would be issued twice, so the commit must be on disk, whatever the session's default is.
     IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
         PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
     END IF;
@@ -69,7 +69,8 @@ BEGIN
     END IF;
     all_names := ARRAY(SELECT p_name || '#' || i FROM pg_catalog.generate_series(1, highest) AS i);
     IF highest > size THEN
-        -- Permits above the number count until they are free. A renewal in progress may extend one that looks expired: wait for it.
+        -- Permits above the number count until they are free. A renewal in progress may extend a permit that looks expired, so
+        -- wait for it.
         PERFORM 1 FROM pg_catalog.unnest(all_names) WITH ORDINALITY AS n(name, i) JOIN @lease@ AS l ON l.name = n.name
         WHERE l.released_at IS NULL AND l.free_at <= pg_catalog.clock_timestamp()
         ORDER BY n.i FOR NO KEY UPDATE OF l;
@@ -91,14 +92,14 @@ BEGIN
     ) THEN
         UPDATE @semaphore@ AS s SET highest = size WHERE s.name = p_name;
     END IF;
-    -- Waiters of a fair semaphore come first, in the order in which they arrived. One that has not asked for 3 s is gone.
+    -- Waiters of a fair semaphore come first, in the order of their arrival. A waiter that has not asked for 3 s does not count.
     SELECT COALESCE(pg_catalog.sum(w.weight), 0) INTO ahead FROM @permit_waiter@ AS w
     WHERE w.name = p_name AND w.seen_at BETWEEN at - '3 s'::interval AND at AND w.waiter IS DISTINCT FROM p_waiter::uuid
     AND (p_waiter IS NULL OR (w.arrived_at, w.waiter) < (
         COALESCE((SELECT o.arrived_at FROM @permit_waiter@ AS o WHERE o.name = p_name AND o.waiter = p_waiter::uuid),
             at - pg_catalog.make_interval(secs => p_waited)), p_waiter::uuid));
     IF size - used >= ahead + p_weight THEN
-        -- The rows are locked and looked at again: a renewal in progress may extend one that looked expired.
+        -- The rows are locked and checked again, because a renewal in progress may extend a permit that looked expired.
         taken := ARRAY(
             SELECT l.name FROM pg_catalog.unnest(all_names[1 : size]) WITH ORDINALITY AS n(name, i)
             JOIN @lease@ AS l ON l.name = n.name
@@ -143,7 +144,7 @@ BEGIN
         r.acquired_at, r.expires_at;
 END $$;
 
--- Gives back the permits of one grant. Answers "released", or why it was not held any more.
+-- Releases the permits of one grant. Returns "released", or why it was not held any more.
 CREATE FUNCTION @release_permits_v1@(p_names text[], p_lease text, p_tokens bigint[]) RETURNS text
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
@@ -159,7 +160,7 @@ BEGIN
     RETURN worst;
 END $$;
 
--- Ends a grant whose answer never arrived, by the id the client made for it, and the wait of this client.
+-- Ends a grant whose response was lost, by the id that the client chose for it.
 CREATE FUNCTION @forget_permits_v1@(p_name text, p_lease text) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
@@ -167,7 +168,7 @@ DECLARE
     ended boolean := false;
 BEGIN
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
-    -- First the lock: the grant may be written and not yet committed.
+    -- The row is locked first, because the grant may not be committed yet.
     SELECT s.highest INTO highest FROM @semaphore@ AS s WHERE s.name = p_name FOR NO KEY UPDATE;
     FOR i IN 1 .. COALESCE(highest, 0) LOOP
         UPDATE @lease@ AS l SET released_at = pg_catalog.clock_timestamp(), free_at = 'epoch'
@@ -180,12 +181,12 @@ BEGIN
     RETURN ended;
 END $$;
 
--- Takes a waiter of a fair semaphore out of the queue.
+-- Removes a waiter of a fair semaphore from the queue.
 CREATE FUNCTION @leave_permits_v1@(p_name text, p_waiter text) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 BEGIN
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
-    -- First the lock: the entry may be written and not yet committed.
+    -- The row is locked first, because the entry may not be committed yet.
     PERFORM 1 FROM @semaphore@ AS s WHERE s.name = p_name FOR NO KEY UPDATE;
     DELETE FROM @permit_waiter@ AS w WHERE w.name = p_name AND w.waiter = p_waiter::uuid;
     IF FOUND THEN
@@ -194,7 +195,7 @@ BEGIN
     RETURN FOUND;
 END $$;
 
--- Stores the number of permits. Permits above it that are in use count until they are given back.
+-- Stores the number of permits. Permits above it that are held count until they are released.
 CREATE FUNCTION @resize_semaphore_v1@(p_name text, p_permits integer) RETURNS integer
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
