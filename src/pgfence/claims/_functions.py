@@ -79,15 +79,15 @@ def claim(
     query.
 
     With `ttl`, which requires the mixin `Claimable`, a row that has no claim, or whose claim has expired by the server's clock,
-    gets a new claim, whose token is larger by one. Commit, then work without a transaction; see `Claimable`. If the transaction
-    is rolled back, the row is not claimed.
+    gets a new claim, with the next token. Commit, then work without a transaction; see `Claimable`. If the transaction is rolled
+    back, the row is not claimed.
 
     Limitations: if the result has fewer rows than `limit`, there may be other matching rows that were locked and therefore
     skipped. If a join returns a row several times, the row counts several times towards `limit`, so use
-    `where(Job.tags.any(...))` in place of the join. The rows are in the order of `order_by` as of the start of the statement.
-    The order in which different workers finish is not guaranteed. In REPEATABLE READ and SERIALIZABLE, a row that was changed
-    after the snapshot causes an error with SQLSTATE 40001. A statement that does not lock the row, such as a plain SELECT,
-    reads it as unclaimed, and a transaction that writes the row waits.
+    `where(Job.tags.any(...))` in place of the join. The rows are in the order of `order_by` as of the start of the statement. The
+    order in which different workers finish is not guaranteed. In REPEATABLE READ and SERIALIZABLE, a row that was changed after
+    the snapshot causes an error with SQLSTATE 40001. A plain SELECT reads a claimed row without waiting, and a transaction that
+    writes it waits.
 
     Args:
         session: a Session or scoped_session, or the async counterpart of either, in which case the result must be awaited.
@@ -95,8 +95,8 @@ def claim(
         statement: a select() of one mapped class, with joins, criteria, order and loader options, in place of `entity`,
             `criteria` and `order_by`.
         criteria: SQL expressions that a row must satisfy.
-        ttl: seconds after which the claim expires, from 0.3 s to a day (as a timedelta, to a year), for a class with `Claimable`.
-            Call `extend_claim` if the work takes longer.
+        ttl: seconds after which the claim expires, from 0.3 s to a day (as a timedelta, up to a year), for a class with
+            `Claimable`. Call `extend_claim` if the work takes longer.
         order_by: an expression, or several of them as a list, that determines which rows come first.
         limit: the largest number of rows to claim, from 1 to 10,000.
 
@@ -106,11 +106,12 @@ def claim(
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
         UnreachableError: the session had no connection yet, and the server cannot be reached.
         UnsupportedServerError: the engine is not for PostgreSQL, or its driver is not supported.
-        ValueError: `limit` or `ttl` is out of range; the statement has LIMIT, OFFSET, FOR UPDATE, GROUP BY, HAVING or DISTINCT;
-            or the table has no primary key.
-        TypeError: `session` is not a session, `entity` is not a mapped class, or `statement` returns anything other than the
-            instances of one mapped class or was passed with an argument other than `limit`; or `ttl` was passed for a class
-            without `Claimable`, or omitted for a class with it; or the class is also `Versioned`, in a mode other than "client".
+        ValueError: `limit` or `ttl` is out of range; the statement has LIMIT, FETCH, OFFSET, FOR UPDATE, GROUP BY, HAVING or
+            DISTINCT; or the table has no primary key.
+        TypeError: `session` is not a session; `entity` is not a mapped class, or its rows are not in a table; a criterion is a
+            bool or a str; `statement` returns anything other than the instances of one mapped class, or was passed with an
+            argument other than `limit`; `ttl` was passed for a class without `Claimable`, or omitted for a class with it; or the
+            class is also `Versioned`, in a mode other than "client".
     """
     query, mapper = _read_query(entity, criteria, order_by, ttl)
     life = check_form(mapper, ttl)
@@ -142,7 +143,8 @@ def extend_claim(session: Any, row: Claimable, *, ttl: Seconds | None = None) ->
             back. PostgreSQL has aborted this transaction, so nothing of it can be committed; with a savepoint around
             the call, only the savepoint is aborted.
         LockNotHeldError: `claim` did not return this instance.
-        TransactionStateError, StandbyError, UnreachableError: the same as for `claim`, except that unflushed changes are allowed.
+        TransactionStateError, StandbyError, UnreachableError, UnsupportedServerError: the same as for `claim`, except that
+            unflushed changes are allowed.
         TypeError: `row` is not an instance of a class with `Claimable`, `session` is not a session, or `ttl` is not a duration.
         ValueError: `ttl` is out of range.
     """
@@ -171,7 +173,7 @@ def finish_claim(session: Any, row: Claimable) -> object:
         AttemptLostError: the claim was replaced or finished, the row was deleted, or the transaction of the claim was rolled
             back. PostgreSQL has aborted this transaction, as in `extend_claim`.
         LockNotHeldError: `claim` did not return this instance.
-        TransactionStateError, StandbyError, UnreachableError: the same as for `extend_claim`.
+        TransactionStateError, StandbyError, UnreachableError, UnsupportedServerError: the same as for `extend_claim`.
         TypeError: `row` is not an instance of a class with `Claimable`, or `session` is not a session.
     """
     return _run(session, lambda work: finish(work, row), "finish_claim")

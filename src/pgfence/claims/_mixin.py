@@ -56,8 +56,8 @@ class Claimable:
 
     Attributes:
         claim_token: the number of claims that the row has had, or None if it has never been claimed. It only grows.
-        claimed_until: when the claim expires, or None if the row is not claimed.
-        claimed_by: host, process id and a random number for the call of `claim`, or None if the row is not claimed.
+        claimed_until: when the claim expires or expired, or None if the row was never claimed or its last claim was finished.
+        claimed_by: host, process id and a random number for the call of `claim`, or None if `claimed_until` is None.
     """
 
     if TYPE_CHECKING:

@@ -51,12 +51,7 @@ STANDBY = ErrorContext(
 
 
 def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> tuple[AnySelect, Mapper[Any]]:
-    """Return a SELECT that locks rows of a mapped class, and the mapper of the class.
-
-    Raises:
-        TypeError: `entity` is not a mapped class whose rows are in a table, or a criterion is not a SQL expression.
-        ValueError: the table has no primary key.
-    """
+    """Return a SELECT that locks rows of a mapped class, and the mapper of the class."""
     found: object = inspect(entity, raiseerr=False)
     if not isinstance(found, Mapper):
         shown = entity if isinstance(entity, type) else type(entity).__name__
@@ -73,7 +68,7 @@ def build_query(entity: Any, criteria: Sequence[Any], order_by: Any) -> tuple[An
 
 @lru_cache(maxsize=1000)
 def _build_base(mapper: Mapper[Any], order_by: InstrumentedAttribute[Any] | None) -> AnySelect:
-    """Return the SELECT of all rows of a class. It is kept, because building it takes most of a claim's time in Python."""
+    """Return the SELECT of all rows of a class. It is cached, because building it takes most of a claim's time in Python."""
     query = select(mapper.class_)
     return _lock_rows(query if order_by is None else query.order_by(order_by), mapper)
 
@@ -82,11 +77,7 @@ _PREPARED: WeakKeyDictionary[AnySelect, tuple[AnySelect, Mapper[Any]]] = WeakKey
 
 
 def prepare_query(query: object) -> tuple[AnySelect, Mapper[Any]]:
-    """Return the SELECT of a caller with the locks and the LIMIT of a claim, and the class whose rows it returns.
-
-    Raises:
-        TypeError, ValueError: the same errors as `_find_mapper` and `build_query`.
-    """
+    """Return the SELECT of a caller with the locks and the LIMIT of a claim, and the mapper of its rows."""
     # The prepared SELECT is kept, so that SQLAlchemy computes the key for its cache of compiled statements only once for a
     # select() that the program reuses.
     found = _PREPARED.get(query) if isinstance(query, Select) else None
@@ -97,11 +88,7 @@ def prepare_query(query: object) -> tuple[AnySelect, Mapper[Any]]:
 
 
 def _lock_rows(query: AnySelect, mapper: Mapper[Any]) -> AnySelect:
-    """Return the SELECT with the locks on the rows of a class and the LIMIT, after checking that the rows can be locked.
-
-    Raises:
-        TypeError, ValueError: the same errors as `build_query`.
-    """
+    """Return the SELECT with the locks on the rows of a class and the LIMIT, after checking that the rows can be locked."""
     if not isinstance(mapper.selectable, (Table, Join)):
         raise TypeError(
             f"the rows of {mapper.class_.__name__} are not in one table ({type(mapper.selectable).__name__}), and PostgreSQL"
@@ -129,12 +116,7 @@ def _reject_value(one: object) -> None:
 
 
 def _find_mapper(query: object) -> tuple[AnySelect, Mapper[Any]]:
-    """Return the SELECT, after checking that its rows can be claimed, and the class whose rows it returns.
-
-    Raises:
-        TypeError: the SELECT does not return the instances of one class.
-        ValueError: the SELECT has a clause that cannot be combined with a claim.
-    """
+    """Return the SELECT and the mapper of its rows, after checking that the rows can be claimed."""
     if not isinstance(query, Select):
         raise TypeError(
             f"claim() takes a select() of a mapped class, not {type(query).__name__}: PostgreSQL cannot lock the"
@@ -155,18 +137,7 @@ def _find_mapper(query: object) -> tuple[AnySelect, Mapper[Any]]:
 
 
 def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: int) -> Sequence[Any]:
-    """Lock up to `limit` rows that no other transaction has locked, in the transaction of a Session, and return them.
-
-    Args:
-        session: the Session.
-        query: the SELECT, with its locks and LIMIT.
-        mapper: the class.
-        limit: the largest number of rows.
-
-    Raises:
-        TransactionStateError: the connection is in autocommit, or reading the rows could lose unflushed changes.
-        StandbyError: the server is a standby, or the transaction is read-only.
-    """
+    """Lock up to `limit` rows that no other transaction has locked, in the transaction of a Session, and return them."""
     check_int(limit, "limit", MOST_ROWS)
     connection = find_connection(session, mapper)
     # A row that the Session has loaded before may have been changed by another transaction since. Without such a row, the option
@@ -185,11 +156,7 @@ def claim_rows(session: Session, query: AnySelect, mapper: Mapper[Any], limit: i
 
 
 def find_connection(session: Session, mapper: Mapper[Any]) -> Connection:
-    """Return the connection on which a Session writes the rows of a class, in a transaction.
-
-    Raises:
-        TransactionStateError: the connection is in autocommit.
-    """
+    """Return the connection on which a Session writes the rows of a class, in a transaction."""
     # A Session that sends reads to replicas must lock rows on the primary.
     where: dict[str, Any] = {"bind": session.get_bind(mapper, clause=_build_write(mapper))}
     connection = open_connection(session, where)

@@ -1,4 +1,4 @@
-"""Claims that outlive the transaction: written into the row, extended and finished under the claim's token."""
+"""Write, extend and finish claims that outlive the transaction."""
 
 from __future__ import annotations
 
@@ -64,13 +64,7 @@ class _Columns(NamedTuple):
 
 
 def check_form(mapper: Mapper[Any], ttl: Seconds | None) -> float | None:
-    """Return the time to live of a claim with a token, or None for a claim that ends with the transaction.
-
-    Raises:
-        TypeError: `ttl` was passed for a class without `Claimable`, or omitted for a class with it; or the class is also
-            `Versioned`, in a mode other than "client".
-        ValueError: `ttl` is out of range.
-    """
+    """Return the TTL of a claim in seconds, or None for a claim that ends with the transaction."""
     claimable = issubclass(mapper.class_, Claimable)
     if ttl is None:
         if claimable:
@@ -129,7 +123,6 @@ def claim_until(session: Session, query: AnySelect, mapper: Mapper[Any], limit: 
 
 
 def extend(session: Session, row: Claimable, ttl: Seconds | None) -> None:
-    """Extend a claim; see `extend_claim`."""
     state, claim = _find_claim(row)
     claim = claim if ttl is None else claim._replace(ttl=_check_ttl(ttl))
     until = _write(session, state, claim, {UNTIL: _add(claim.ttl)})
@@ -138,7 +131,6 @@ def extend(session: Session, row: Claimable, ttl: Seconds | None) -> None:
 
 
 def finish(session: Session, row: Claimable) -> None:
-    """End a claim; see `finish_claim`."""
     state, claim = _find_claim(row)
     _write(session, state, claim, {UNTIL: None, OWNER: None})
     _set(row, {UNTIL: None, OWNER: None})
@@ -166,12 +158,7 @@ def _find_claim(row: object) -> tuple[State, _Claim]:
 
 
 def _write(session: Session, state: State, claim: _Claim, values: Mapping[str, object]) -> object:
-    """Write the columns of a claim that is still the row's claim, and return when it expires.
-
-    Raises:
-        AttemptLostError: the claim is no longer the row's claim, and the transaction is aborted.
-        StandbyError: the server is a standby, or the transaction is read-only.
-    """
+    """Write the columns of a claim that is still the row's claim, and return when it expires."""
     columns = _Columns.of(state.mapper)
     connection = find_connection(session, state.mapper)
     same = and_(*(key == value for key, value in zip(columns.keys, identity_of(state), strict=True)))

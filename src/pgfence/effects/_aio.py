@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
     """Do something outside the database once, however often it is requested. The async counterpart of `IdempotentEffect`.
 
-    Guarantees, arguments and errors are the same as for `IdempotentEffect`, except that the engine is an AsyncEngine and the
-    work a coroutine function. The heartbeat runs in a dedicated thread, so that a blocked event loop does not cause the loss of
-    the claim. After a cancellation, the outcome is unknown. If a cancellation
-    arrives while the result is being stored, the result is stored nevertheless.
+    Guarantees, arguments and errors are the same as for `IdempotentEffect`, except that the engine is an AsyncEngine and the work
+    is a coroutine function. The heartbeat runs in a dedicated thread, so that a blocked event loop does not cause the loss of the
+    claim. After a cancellation, the outcome is unknown, except that a result is stored even if the cancellation arrives while it
+    is being stored.
     """
 
     _engines = ASYNC_ENGINES

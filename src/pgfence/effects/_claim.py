@@ -28,17 +28,7 @@ _LONGEST_NOTE = 200
 
 
 class EffectKey(NamedTuple):
-    """The values with which a key is claimed.
-
-    Attributes:
-        scope: the operation and the owner of the key.
-        key: the text that the client sends again with each retry.
-        fingerprint: the fingerprint of the request; None means that nothing is compared.
-        ttl: seconds after which the claim of a dead attempt expires.
-        keep: seconds for which a result is kept after the work has ended, and the steps of a lost attempt after its claim has
-            ended.
-        takeover: whether another attempt follows a lost attempt.
-    """
+    """The values with which a key is claimed. See `IdempotentEffect` for their meaning; times are in seconds."""
 
     scope: str
     key: str
@@ -60,12 +50,9 @@ class Reply(NamedTuple):
 
 
 class StoredResult(NamedTuple):
-    """The outcome that is stored under a finished key.
+    """The outcome that is stored under a finished key: a text or a recorded HTTP response.
 
-    Attributes:
-        status: "done" or "failed".
-        text: a result or an error, as encoded by its codec, or None if a reply is stored.
-        reply: a recorded HTTP response.
+    The text is a result or an error, as encoded by its codec. The status is "done" or "failed".
     """
 
     status: str
@@ -95,12 +82,7 @@ class Taken(Busy):
 
 @dataclass(frozen=True, kw_only=True)
 class EffectRequest(AcquireRequest):
-    """A request to claim a key.
-
-    Attributes:
-        wanted: the values with which the key is claimed.
-        scope: the scope as it is stored in the table.
-    """
+    """A request to claim a key. `scope` is the scope as it is stored in the table."""
 
     wanted: EffectKey
     scope: str
@@ -154,7 +136,6 @@ class EffectRequest(AcquireRequest):
 
 
 def build_request(wanted: EffectKey, place: TableNames, namespace: str) -> EffectRequest:
-    """Return the request for the server."""
     scope = qualify_name(wanted.scope, namespace, "the scope")
     return EffectRequest(
         stored=scope + SEPARATOR + wanted.key, place=place, terms=LeaseTerms(wanted.ttl), wanted=wanted, scope=scope

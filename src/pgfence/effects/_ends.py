@@ -31,7 +31,6 @@ class Lapse(NamedTuple):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the name of an error for messages."""
     return type(error).__qualname__
 
 
@@ -46,10 +45,7 @@ def emit_refusal(events: EventHub, request: AcquireRequest, refused: Refused) ->
 def in_progress_error(wanted: EffectKey, busy: Busy, timeout: float) -> IdempotencyInProgressError:
     """Return the error for a key that is claimed by another attempt, or by a transaction.
 
-    Args:
-        wanted: what was requested.
-        busy: what the server returned.
-        timeout: seconds that the caller has waited; 0 if it has not.
+    `timeout` is the number of seconds that the caller has waited, or 0 if it has not.
     """
     waited = f", and did not end within {timeout:g} s" if timeout else ""
     if busy.holder is None:
@@ -58,7 +54,7 @@ def in_progress_error(wanted: EffectKey, busy: Busy, timeout: float) -> Idempote
     who = f"attempt {busy.holder.token} at {wanted} ({busy.holder})"
     ttl = busy.ttl if isinstance(busy, Taken) and busy.ttl else wanted.ttl
     ended = busy.ended if isinstance(busy, Taken) else None
-    # A claim is renewed every third of its TTL. If less than half of the TTL is left, its process is dead or hangs.
+    # A claim is renewed every third of its TTL. If less than half of the TTL is left, renewing has failed.
     if not busy.remaining or (ended is None and busy.remaining >= ttl / 2):
         return IdempotencyInProgressError(f"{who} is running{waited}", scope=wanted.scope, key=wanted.key)
     if ended is None:
@@ -96,12 +92,8 @@ def lost_error(wanted: EffectKey, number: int, newest: int, sqlstate: str | None
 def describe_lapse(wanted: EffectKey, number: int, what: str, row: Lapse | None, left: float) -> str:
     """Describe the state of the key after its attempt ended with an error that leaves the outcome unknown.
 
-    Args:
-        wanted: what the key was claimed with.
-        number: the number of the attempt.
-        what: the error.
-        row: the row of the key, or None if the server was not queried or did not respond.
-        left: seconds until the claim ends, as far as this process knows.
+    `row` is the row of the key, or None if the server was not queried or did not respond. `left` is the number of seconds until
+    the claim ends, as far as this process knows.
     """
     who = f"attempt {number} at {wanted} ended with {what}"
     if row is None:

@@ -82,12 +82,7 @@ class _Attempt:
         self._running.check()
 
     def _prepare_step(self, name: str, fn: Callable[..., object]) -> str:
-        """Check a step, and return its key for the provider.
-
-        Raises:
-            IdempotencyMisuseError: the result of the step could not be stored.
-            TypeError, ValueError: the name is not usable.
-        """
+        """Check a step, and return its key for the provider."""
         self._check_function(fn)
         if ":" in check_key(name, "the name of a step"):
             raise ValueError(f"the name of a step must not contain a colon, which separates it from the key: {name!r}")
@@ -101,12 +96,7 @@ class _Attempt:
 
     @contextmanager
     def _mark_step(self, name: str) -> Iterator[None]:
-        """Mark a step as running inside the block.
-
-        Raises:
-            AttemptLostError: the attempt is no longer valid.
-            IdempotencyMisuseError: another thread or task runs the step, or the attempt is complete.
-        """
+        """Mark a step as running inside the block."""
         if self._completed is not NOTHING:
             raise IdempotencyMisuseError(f"{self!r} is complete: steps must come before complete()")
         self.check()
@@ -134,7 +124,7 @@ class _Attempt:
         del self.unsaved[name]
 
     async def _may_be_committed(self) -> bool:
-        """Return whether the transaction of `complete` was committed, or is still open, or the server did not respond."""
+        """Return whether a transaction of `complete` was committed or may still be; True if the server did not respond."""
         try:
             return self._completed is not NOTHING and await self._running.is_finished()
         except Exception:
@@ -165,8 +155,8 @@ class Attempt(_Attempt):
     def step(self, name: str, fn: Callable[[str], R], /) -> R:
         """Do a step and save its result, or return the result that an earlier attempt has saved.
 
-        Guarantees: a step that was saved is never done again, and returns an equal value. A step starts only while the claim is
-        valid as far as this process knows.
+        Guarantees: a step that was saved is not done again while the key is kept, and returns an equal value. A step starts only
+        while the claim is valid as far as this process knows.
 
         Limitations: a step that is not saved may nevertheless have been done, because an attempt may die after doing the step
         and before saving it. Pass the derived key to the provider as its idempotency key. A provider that supports idempotency
@@ -216,11 +206,12 @@ class Attempt(_Attempt):
                 completed by a transaction that was committed or is still open, or has ended; or the database of the session does
                 not contain the key.
             TransactionStateError: the connection is in autocommit or in psycopg's pipeline mode.
+            SchemaError, StandbyError: the database of the session has no tables of pgfence, or accepts no writes.
             UnreachableError: the session's connection could not be opened.
             TypeError: `session` is not a Session.
         """
         if not is_session(session):
-            raise TypeError(f"complete() of this attempt needs a Session, not {type(session).__name__}")
+            raise TypeError(f"Attempt.complete() needs a Session, not {type(session).__name__}")
         self._complete(unwrap_session(session), value)
 
 
@@ -244,7 +235,7 @@ class AsyncAttempt(_Attempt):
     async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:
         """Store the result in your own transaction; see `Attempt.complete`."""
         if not is_async_session(session):
-            raise TypeError(f"complete() of this attempt needs an AsyncSession, not {type(session).__name__}")
+            raise TypeError(f"AsyncAttempt.complete() needs an AsyncSession, not {type(session).__name__}")
         await unwrap_session(session).run_sync(self._complete, value)
 
 

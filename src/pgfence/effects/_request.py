@@ -94,11 +94,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
     # ------------------------------------------------------------ the function and its result
 
     def _check_function(self, fn: Callable[..., object]) -> None:
-        """Reject a function whose annotation shows that its result could not be stored with the `result` of this effect.
-
-        Raises:
-            IdempotencyMisuseError: the result could not be stored.
-        """
+        """Raise an error if the annotation of a function shows that its result could not be stored."""
         if why := _find_unstorable(fn, self._reached):
             raise IdempotencyMisuseError(f"{describe_function(fn)} was not called: {why}")
 
@@ -203,9 +199,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
 def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None) -> str | None:
     """Return why the annotated result of a function could not be stored, or None if the annotation does not show it.
 
-    Args:
-        fn: the function.
-        reached: the classes that `result` contains, or None if it was not given.
+    `reached` contains the classes that the option `result` allows, or is None if the option was not given.
     """
     try:
         annotation = getattr(fn, "__annotations__", {}).get("return")

@@ -48,19 +48,8 @@ async def claim(
 ) -> RunningAttempt | StoredResult:
     """Claim a key for an attempt, or return what is stored under it.
 
-    Args:
-        manager: the manager of the engine.
-        place: the table names.
-        wanted: what is requested.
-        timeout: seconds to wait for another attempt; 0 means not to wait.
-
-    Raises:
-        IdempotencyKeyReusedError: the key belongs to a request with another payload, whatever the state of that request.
-        IdempotencyInProgressError: another attempt is running, and did not end within the timeout.
-        AttemptLostError: an attempt was lost, and `wanted.takeover` does not allow another one.
-        UnreachableError: the server did not respond; a claim that may have been granted is ended in the background.
-        SchemaError: the tables are missing or too old, or this role may not use them.
-        StandbyError: the server accepts no writes.
+    `timeout` is the number of seconds to wait for another attempt. If the server does not respond, a claim that it may have
+    granted is ended in the background.
     """
     request = build_request(wanted, place, manager.config.namespace)
     try:
@@ -104,13 +93,12 @@ class RunningAttempt:
 
     @property
     def number(self) -> int:
-        """The number of the attempt, starting at 1. A result that is stored under a lower number is older."""
+        """The number of the attempt, starting at 1."""
         assert self._grant.token is not None
         return self._grant.token
 
     @property
     def wanted(self) -> EffectKey:
-        """The values with which the key was claimed."""
         return self._wanted
 
     @property
@@ -120,7 +108,6 @@ class RunningAttempt:
 
     @property
     def place(self) -> TableNames:
-        """The tables of the key."""
         return self._grant.place
 
     def remaining(self) -> float:
@@ -128,33 +115,18 @@ class RunningAttempt:
         return self._grant.get_remaining()
 
     def check(self) -> None:
-        """Raise an error unless the claim is valid as far as this process knows. The check does no I/O.
-
-        Raises:
-            AttemptLostError: the attempt was lost.
-            IdempotencyMisuseError: the attempt has ended, or this is a forked child.
-        """
+        """Raise an error unless the claim is valid as far as this process knows, without I/O."""
         self.check_unfinished()
         if self._grant.state == "lost":
             raise self._lost_error(None)
 
     def check_unfinished(self) -> None:
-        """Raise an error if the attempt has ended in this process. The check does no I/O.
-
-        Raises:
-            IdempotencyMisuseError: the attempt has ended, or this is a forked child.
-        """
+        """Raise an error if the attempt has ended, or if this is a forked child, without I/O."""
         if self._grant.released or not self._grant.ours:
             raise self._ended_error()
 
     def check_newest(self, newest: int | None, sqlstate: str | None = None) -> None:
-        """Check the number of the newest attempt, which the server returned to `finish_inside` or to a step.
-
-        Raises:
-            AttemptLostError: another attempt has taken over.
-            IdempotencyMisuseError: the database of the session has no such key, or a transaction that completed the attempt was
-                already committed.
-        """
+        """Check the number of the newest attempt, which the server returned to `finish_inside` or to a step."""
         if newest is None and self._inside and self._grant.state == "held":
             raise IdempotencyMisuseError(
                 f"{self._wanted} is not in the database of this session: pass a session of the effect's"
@@ -170,13 +142,7 @@ class RunningAttempt:
     # ------------------------------------------------------------ work
 
     async def save_step(self, name: str, text: str) -> None:
-        """Save the result of a step, as JSON, for this attempt and later ones.
-
-        Raises:
-            AttemptLostError: another attempt has taken over.
-            IdempotencyMisuseError: this attempt has ended.
-            UnreachableError: the server did not respond, and it is unknown whether the result was saved.
-        """
+        """Save the result of a step, as JSON, for this attempt and later ones."""
         self.check()
         (newest,) = await self._execute(self._sql.step, name, text)
         self.check_newest(newest)
@@ -192,16 +158,12 @@ class RunningAttempt:
     async def finish(self, status: str, text: str) -> None:
         """Store how the attempt ended, as JSON: "done" with a result, or "failed" with an error.
 
-        Raises:
-            AttemptLostError: another attempt has taken over; nothing is stored.
-            IdempotencyMisuseError: the attempt has already ended.
-            UnreachableError: the server did not respond. Storing is retried in the background until the claim ends, and for at
-                least 30 s.
+        If the server does not respond, storing is retried in the background until the claim ends, and for at least 30 s.
         """
         await self._finish(self._finish_values(status, text, None))
 
     async def finish_reply(self, reply: Reply) -> None:
-        """Store an HTTP response, with the same errors as `finish`."""
+        """Store an HTTP response as the result; see `finish`."""
         await self._finish(self._finish_values("done", None, reply))
 
     async def _finish(self, values: Values) -> None:
@@ -217,11 +179,7 @@ class RunningAttempt:
         self._note_finished(newest)
 
     async def confirm(self) -> bool:
-        """End the attempt, and return whether a transaction of the caller has finished it.
-
-        Raises:
-            AttemptLostError: another attempt has taken over.
-        """
+        """End the attempt, and return whether a transaction of the caller has finished it."""
         self._detach()
         try:
             (newest,) = await self._execute(self._sql.finish, *self._finish_values(None, None, None))
@@ -259,8 +217,7 @@ class RunningAttempt:
     async def lapse(self, ended: str) -> Lapse | None:
         """Stop renewing, leave a note for the next caller, and return the row of the key, or None if the server did not respond.
 
-        Args:
-            ended: the error that the attempt ended with.
+        The note contains `ended`, the error that the attempt ended with.
         """
         self._stop_renewing()
         if not self.ours:
@@ -276,8 +233,7 @@ class RunningAttempt:
     def let_lapse(self, ended: str = "") -> None:
         """Stop renewing, and leave the claim to expire, because the outcome is unknown. The call does no I/O.
 
-        Args:
-            ended: the error that the attempt ended with, for a note that is sent in the background; empty for no note.
+        If `ended`, the error that the attempt ended with, is not empty, a note with it is sent in the background.
         """
         self._stop_renewing()
         if ended and self.ours:

@@ -31,8 +31,8 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
 
     Guarantees: among all callers with the same key and scope, at most one has the claim on the key at a time, and at most one
     result is stored. Later callers get an equal result of the same type. If an attempt dies, the first call after its claim has
-    expired starts another attempt, which reuses the saved steps. If the first attempt continues later, its results are
-    rejected. No connection is held while the function runs.
+    expired starts another attempt, which reuses the saved steps. If the first attempt then continues, its results are rejected.
+    No connection is held while the function runs.
 
     Limitations: a step may be done twice. An attempt may die after it has done a step and before the step is saved, so a
     provider that does not honour the derived key of the step may execute the step twice; see `Attempt.step`. Use
@@ -78,8 +78,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
             fn: called with the attempt.
 
         Raises:
-            IdempotencyKeyReusedError: the key belongs to a request with another payload, finished or in progress. Respond with
-                422.
+            IdempotencyKeyReusedError: the key belongs to a finished or running request with another payload. Respond with 422.
             IdempotencyInProgressError: another attempt is running; or it ended with the error `ended_with`, or its process died,
                 and its claim has not expired yet; or a transaction of `idempotent` has the key. Respond with 409. `retry_after`
                 is the number of seconds after which to retry.

@@ -1,4 +1,4 @@
-"""Elections have one leader at a time among many candidates, with a fencing token for each term."""
+"""Elections of one leader among many candidates, with a fencing token for each term."""
 
 from __future__ import annotations
 

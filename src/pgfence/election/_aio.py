@@ -100,7 +100,7 @@ class AsyncElection:
     def lead(
         self, *, owner: str | None = None, timeout: Seconds | None = None, on_loss: OnLoss = "cancel"
     ) -> AbstractAsyncContextManager[AsyncTerm, None]:
-        """Lead for the duration of an `async with` block, which a loss cancels.
+        """Lead for the duration of an `async with` block, which a loss cancels by default.
 
         Arguments and errors are the same as for the sync class.
         """

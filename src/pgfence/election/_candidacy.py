@@ -184,9 +184,7 @@ class Candidacy(Generic[TermT]):
     async def lead_with(self, work: Callable[[TermT], Coro[object]]) -> None:
         """Await `work(term)` in each term, until `end` is called.
 
-        Raises:
-            RuntimeError: `run` is already running.
-            Exception: the error that the work raises; its term ends. An error about the loss of the term is not raised.
+        Errors of the work are raised, except those about the loss of its term.
         """
         with self._lock:
             if self._has_runner:
@@ -218,7 +216,7 @@ class Candidacy(Generic[TermT]):
             except Exception as error:
                 if not (term.lost and is_about_loss(error)):
                     raise
-                # The term has ended, which is how the work was notified of it. The work goes on in the next term.
+                # The error only reports that the term has ended. The work goes on in the next term.
             finally:
                 # The term ends with the work, so that the lease is released only after it.
                 _grant_of(term).resign()

@@ -61,7 +61,6 @@ class Observer:
             self._event.set()
 
     def close(self) -> None:
-        """Stop listening."""
         if self._stop is not None:
             self._stop()
             self._stop = None

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TermRequest(LeaseRequest):
-    """The request for the term of a leader.
-
-    Attributes:
-        on_busy: called with the server's response about the current leader.
-    """
+    """The request for the term of a leader. `on_busy` is called with the server's response about the current leader."""
 
     on_busy: Callable[[Busy], None] | None = None
 
@@ -69,7 +65,6 @@ class TermOptions(LeaseOptions[EngineSourceT, HandleT]):
         return other
 
     def build(self, on_busy: Callable[[Busy], None]) -> tuple[LeaseManager, TermRequest]:
-        """Return the manager and the request for a term."""
         manager, request = self._prepare()
         assert isinstance(request, TermRequest)
         return manager, replace(request, on_busy=on_busy)

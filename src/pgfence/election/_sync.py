@@ -61,9 +61,10 @@ class Election:
     term. A `Lease`, a `Once` and an `AdvisoryLock(token=True)` of the same name exclude a leader, and are excluded by it.
 
     Guarantees: at most one leader has the newest token. A transaction of `term.begin()` that begins after a later term was
-    granted is rejected, and the next leader waits at the gate for a transaction that was already open. A leader that cannot
-    renew its term is notified before another leader is elected. A leader that resigns stops working before it releases the
-    term, and another candidate then takes over within moments. After a crash, another candidate takes over within about one TTL.
+    granted is rejected, and the next leader waits at the gate for a transaction that was already open. A leader that cannot renew
+    its term is notified before another leader is elected, unless its process is paused. A leader that resigns releases the term
+    only when `on_lost` and the function of `run` have returned, and another candidate then takes over within moments. After a
+    crash, another candidate takes over within about one TTL.
 
     Limitations: unfenced work of a paused former leader may overlap with that of the new leader, until the former leader checks
     its term. It is not guaranteed which candidate wins.
@@ -143,7 +144,7 @@ class Election:
             timeout: the same as for `Lease.acquire`.
 
         Raises:
-            LockTimeoutError: another process was still the leader at the timeout; the message names it.
+            LockTimeoutError: another candidate was still the leader at the timeout; the message names it.
             PgfenceError: the same errors as `Lease.acquire`.
             TypeError: `owner` is not a str.
         """
@@ -169,8 +170,8 @@ class Election:
     def observe(self, *, timeout: Seconds | None = None) -> Iterator[Holder | None]:
         """Yield the current leader, then the new leader at each change, or None while there is no leader.
 
-        The observer queries the server at most once a second, or only once per third of the TTL while notifications arrive. It
-        may miss a leader whose term is shorter than the time between two queries.
+        The observer queries the server when a release is notified, and otherwise once a second, or once per third of the TTL
+        while it listens for notifications. It may miss a leader whose term is shorter than the time between two queries.
 
         Args:
             timeout: seconds to wait for a change, after which the iteration ends; None waits indefinitely.
@@ -202,7 +203,7 @@ class Member:
     def is_leader(self) -> bool:
         """Whether this member is the leader, as far as this process knows. Reading it does no I/O.
 
-        It is False from the moment at which another process may be elected, even in a process that was paused.
+        It is False from the moment at which another candidate may be elected, even in a process that was paused.
         """
         return self._candidacy.term is not None
 

@@ -1,9 +1,9 @@
 """Transactions that PostgreSQL rejects if they begin after a newer holder has taken over.
 
-The first statement of a transaction *enters the gate* of a resource with a fencing token, and the transaction stays inside
-until it ends. Transactions with the same token run concurrently. A transaction with a newer token waits for them to finish.
-From then on, PostgreSQL rejects older tokens, whatever statement or driver is used. Tables guarded by
-`pgfence.schema.add_fence` also reject transactions that enter no gate.
+The first statement of a transaction *enters the gate* of a resource with a fencing token, and the transaction stays inside until
+it ends. Transactions with the same token run concurrently. A transaction with a newer token waits for them to finish. From then
+on, PostgreSQL rejects older tokens, whatever statement or driver is used. Tables guarded by `pgfence.schema.add_fence` also
+reject writes of transactions that have entered no gate.
 """
 
 from __future__ import annotations

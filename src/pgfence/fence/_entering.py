@@ -44,11 +44,7 @@ _WRITE = update(table("pgfence_gate"))
 
 
 def is_async(work: object) -> TypeIs[AsyncWork]:
-    """Return whether the caller's transaction belongs to an AsyncSession or AsyncConnection.
-
-    Raises:
-        TypeError: the argument is neither a session nor a connection.
-    """
+    """Return whether the caller's transaction belongs to an AsyncSession or AsyncConnection."""
     if is_async_session(work) or is_async_connection(work):
         return True
     if isinstance(work, Connection) or is_session(work):
@@ -59,11 +55,7 @@ def is_async(work: object) -> TypeIs[AsyncWork]:
 
 
 def unwrap_sync(work: SyncWork | AsyncWork) -> Session | Connection:
-    """Return the Session or Connection that the caller passed to a sync handle.
-
-    Raises:
-        TypeError: the argument is neither of them.
-    """
+    """Return the Session or Connection that the caller passed to a sync handle."""
     if is_async(work):
         raise TypeError(
             f"a sync lock or lease cannot use {type(work).__name__}: pass a Session or a Connection, or use the async class"
@@ -72,11 +64,7 @@ def unwrap_sync(work: SyncWork | AsyncWork) -> Session | Connection:
 
 
 def unwrap_async(work: SyncWork | AsyncWork) -> AsyncSession | AsyncConnection:
-    """Return the AsyncSession or AsyncConnection that the caller passed to an async handle.
-
-    Raises:
-        TypeError: the argument is neither of them.
-    """
+    """Return the AsyncSession or AsyncConnection that the caller passed to an async handle."""
     if not is_async(work):
         raise TypeError(
             f"an async lock or lease cannot use {type(work).__name__}: pass an AsyncSession or an AsyncConnection, or use the sync class"
@@ -85,12 +73,7 @@ def unwrap_async(work: SyncWork | AsyncWork) -> AsyncSession | AsyncConnection:
 
 
 def tokens_of(resource: object, token: object) -> dict[str, int]:
-    """Return the token of each resource, by the names that the caller uses.
-
-    Raises:
-        TypeError: a resource is not a str, or a token is not an int.
-        ValueError: no resource was given, or a token is below 1.
-    """
+    """Return the token of each resource, under the names that the caller uses."""
     if isinstance(resource, Mapping):
         if token is not None:
             raise TypeError("a mapping already contains the tokens: fence(session, {resource: token})")
@@ -115,7 +98,7 @@ def tokens_of(resource: object, token: object) -> dict[str, int]:
 
 
 def enter_named(work: SyncWork, tokens: Mapping[str, int], *, after_reads: bool = False) -> None:
-    """Enter gates as `enter` does, by the names that callers use."""
+    """Enter gates as `enter` does, under the names that callers use."""
     enter(work, tokens, after_reads=after_reads, named=True)
 
 
@@ -127,21 +110,11 @@ def enter(
     named: bool = False,
     issued: TableNames | None = None,
 ) -> None:
-    """Enter the gates of resources, which stay locked until the transaction ends. Entering a gate again costs nothing.
+    """Enter the gates of resources, which stay locked until the transaction ends.
 
-    Args:
-        work: the session or connection, whose transaction is begun if necessary.
-        tokens: the token for each resource, as stored in the tables.
-        after_reads: whether statements of this transaction may precede the entry.
-        named: whether the resources are names that callers use, to which the configured namespace is added.
-        issued: the tables that issued the tokens, if known.
-
-    Raises:
-        ValueError: the tokens come from another installation (schema or prefix) than that of this transaction.
-        StaleFencingTokenError: a token is not the newest. The transaction can no longer commit.
-        LockTimeoutError: a transaction of an older holder was still inside the gate after the configured `default_timeout`.
-        TransactionStateError: the connection is in autocommit, or another statement was already sent in this transaction.
-        SchemaError: the tables or functions are missing, or this role may not use them.
+    `tokens` contains the token for each resource, as stored in the tables; with `named`, the configured namespace is added to
+    each name. With `after_reads`, statements of this transaction may precede the entry. `issued` are the tables that issued the
+    tokens, if known. Entering a gate again with the same token costs nothing.
     """
     connection, fresh, known = _open_transaction(work)
     if named:
@@ -157,11 +130,7 @@ def enter_for_block(work: Session | Connection, tokens: Mapping[str, int], *, af
 
 
 def check_still_open(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
-    """Raise an error if the transaction of a block has ended inside it.
-
-    Raises:
-        TransactionStateError: the transaction has ended.
-    """
+    """Raise an error if the transaction of a block has ended inside it."""
     if stay.has_ended():
         raise TransactionStateError(
             f"the transaction that had entered the gate of {_quote_names(tokens)} ended inside the block of fenced(): what the block"
@@ -183,12 +152,8 @@ def _enter(
 ) -> None:
     """Enter the gates that were not entered yet.
 
-    Args:
-        connection: the connection of the transaction.
-        tokens: the token for each resource, as stored in the tables.
-        issued: the tables that issued the tokens, if known.
-        fresh: whether nothing was sent in this transaction, except by hooks at its BEGIN.
-        unseen: whether entering late is allowed, because the caller permits it or because earlier statements are unknown.
+    `fresh` is whether nothing was sent in this transaction, except by hooks at its BEGIN. `unseen` is whether entering late is
+    allowed, because the caller permits it or because earlier statements are unknown.
     """
     place = table_names_of(connection)
     if issued is not None:
@@ -230,19 +195,7 @@ def save_checkpoint(
     data: str | None,
     issued: TableNames | None = None,
 ) -> None:
-    """In the caller's transaction, save a checkpoint for the next holder, and enter the gate if necessary.
-
-    Args:
-        work: the session or connection, whose transaction is begun if necessary.
-        name: the name of the lease, as stored in the tables.
-        token: the token of the lease.
-        data: JSON.
-        issued: the tables of the lease, if known.
-
-    Raises:
-        ValueError: the lease belongs to another installation than this transaction.
-        PgfenceError: the same errors as `enter`. A late entry is allowed.
-    """
+    """Save a checkpoint for the next holder in the caller's transaction, and enter the gate, even late, if necessary."""
     connection, fresh, _ = _open_transaction(work)
     # The gate is entered separately, because the function that saves the checkpoint would wait for a fixed time.
     _enter(connection, {name: token}, issued, fresh=fresh, unseen=True)
@@ -259,10 +212,6 @@ def get_entered_token(connection: Connection, resource: str) -> int | None:
     """Return the token with which the current transaction has entered the gate of a resource, or None if it has not.
 
     A ROLLBACK TO SAVEPOINT undoes what was entered since that savepoint.
-
-    Args:
-        connection: the connection of the transaction.
-        resource: the name of the resource, as stored in the tables.
     """
     return gates.EnteredGates.of(connection).token_of(table_names_of(connection), resource)
 
@@ -329,18 +278,7 @@ def _quote_names(names: Iterable[str]) -> str:
 def begin_fenced(
     factory: object, tokens: Mapping[str, int], issued: TableNames | None = None
 ) -> AbstractContextManager[object, None]:
-    """Open a transaction, enter the gates, yield the Session or Connection, and commit.
-
-    Args:
-        factory: a sessionmaker or an Engine.
-        tokens: the token for each resource, as stored in the tables.
-        issued: the tables that issued the tokens, if known.
-
-    Raises:
-        TypeError: the factory is neither a sessionmaker nor an Engine.
-        ValueError: the factory uses another installation than the one that issued the tokens.
-        StaleFencingTokenError: a token is not the newest; raised on entering, in the block or at its end.
-    """
+    """Open a transaction, enter the gates, yield the Session or Connection, and commit."""
     if not isinstance(factory, Engine) and not is_sessionmaker(factory):
         raise _factory_error(factory, "a sessionmaker or an Engine")
 

@@ -1,4 +1,4 @@
-"""Check the resource of each row that a flush writes, before and after the change.
+"""Check the tokens for each row that a flush writes, for its resource before and after the change.
 
 Mapper events cover most rows. An UPDATE that a flush sends without an event is checked in `_updates`.
 """
@@ -162,16 +162,12 @@ def prelock_rows(session: Session, context: UOWTransaction, _instances: object) 
 
 
 def _read_newest(flush: _Flush, mapper: Mapper[object], connection: Connection, target: object) -> int:
-    """Return the token in a row, and lock the row unless `prelock_rows` has already locked it.
-
-    Raises:
-        StaleDataError: the row no longer exists. It may have been re-created by a newer holder in the meantime.
-    """
+    """Return the token in a row, and lock the row unless `prelock_rows` has already locked it."""
     key = column_of(mapper), identity_of(instance_state(target))
     found = flush.locked.get(key)
     if found is None:
         found = _lock_rows(connection, mapper, [key[1]]).get(key)
-    if found is None:
+    if found is None:  # a newer holder may have deleted and re-created the row
         raise StaleDataError(f"cannot write the row {key[1]!r} of {type(target).__name__}, because it no longer exists")
     return found
 

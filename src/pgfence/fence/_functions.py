@@ -49,7 +49,7 @@ def fence(
     COMMITTED for the first transaction with a new token.
 
     Args:
-        session: a Session, scoped_session or Connection, or the async counterpart of either, in which case the result must be
+        session: a Session, scoped_session or Connection, or the async counterpart of one, in which case the result must be
             awaited.
         resource: the name of the resource, in the configured namespace. The name of a lease is the resource of that lease, unless
             the lease has its own `namespace`. For such a lease, use its `begin` or `fence`.
@@ -71,8 +71,8 @@ def fence(
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted the transaction.
         UnreachableError: the session had no connection yet, and the server cannot be reached.
         UnsupportedServerError: the engine is not for PostgreSQL, or its driver is not supported.
-        TypeError: `session` is an engine or a factory, which has no transaction; a name is not a str; or a token is not an int.
-        ValueError: a name is not usable, or a token is below 1.
+        TypeError: `session` is neither a session nor a connection, a name is not a str, or a token is not an int.
+        ValueError: no resource was given, a name is not usable, or a token is not a bigint of 1 or more.
     """
     if is_async(session):
         return unwrap_session(session).run_sync(enter_named, tokens_of(resource, token), after_reads=after_reads)
@@ -99,12 +99,13 @@ def fenced(
 def fenced(
     session: SyncWork | AsyncWork, resource: object, token: object = None, *, after_reads: bool = False
 ) -> object:
-    """Enter the gate of a resource for the rest of the transaction, as a block. Leaving the block does not leave the gate.
+    """Return a context manager that enters the gate of a resource for the rest of the transaction.
 
-    The block shows which statements are fenced. Entering the block enters the gate as `fence` does, with the same guarantees.
+    Entering the block enters the gate as `fence` does, with the same guarantees. Leaving the block does not leave the gate: the
+    block only shows which statements are fenced.
 
     Args:
-        session: a Session, scoped_session or Connection, or the async counterpart of either, in which case the block is `async
+        session: a Session, scoped_session or Connection, or the async counterpart of one, in which case the block is `async
             with`.
         resource: the name of the resource, in the configured namespace.
         token: the token of the lease, or of an advisory lock with `token=True`.

@@ -38,11 +38,11 @@ class Fenced(Guarded):
             session.add(Entry(id=1, book="2026-04"))
 
     Use the mixin for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument) and SQLModel. It adds a column
-    with the highest token under which the row was written. Values that the program assigns to this column are ignored.
+    with the highest token under which the row was written. Values that the program assigns to the attribute are ignored.
 
     Guarantees:
         A Session writes such a row only in a transaction that has a token for the row's resource before the change and for its
-        resource after the change. The rule applies to a flush, whatever hook it calls for the row (also `post_update`, and a
+        resource after the change. The rule applies to a flush, whatever hook it calls for the row (including `post_update`, and a
         DELETE and an INSERT of the same key that become one UPDATE), and to insert(), update() and delete() of the class. A write
         without the token raises an error. No row is skipped silently. Rows of other classes need no token. With `__fence__ =
         "gate"`, the transaction has entered the gate, so its token was the newest at that time and stays the newest until the
@@ -50,8 +50,7 @@ class Fenced(Guarded):
 
         `__fence__ = "row"` needs none of pgfence's tables. The transaction's token is that of the gate, if it has entered one.
         Otherwise, it is that of the lease or lock that this task or thread holds under the resource's name. The token is compared
-        with the column of each row, which is locked first. In AUTOCOMMIT, where a row lock does not last, a write raises
-        TransactionStateError.
+        with the column of each row, which is locked first.
 
     Limitations:
         In mode "row", the column cannot reject stale INSERTs of new rows, stale writes to rows that the newer holder has not
@@ -73,6 +72,7 @@ class Fenced(Guarded):
         FenceRequiredError: on writing, if the transaction has no token for the resource, or the rows cannot be determined.
         StaleFencingTokenError: on writing in mode "row", if the row was written under a newer token. The transaction can no
             longer commit.
+        TransactionStateError: on writing in mode "row" in autocommit, where a row lock does not last.
         LockLostError: on writing in mode "row", if the lease or lock that the token would come from is lost.
         StaleDataError: SQLAlchemy's own error, on writing in mode "row", if a row to be changed or deleted no longer exists.
         TypeError, ValueError: on mapping the class, if one of the attributes is missing or unusable, or a flush could write the
@@ -103,11 +103,7 @@ class Fenced(Guarded):
 
 
 def check_mapping(mapper: Mapper[object], cls: type[Guarded]) -> None:
-    """Raise an error unless the table of a class has the mixin's column and all classes of its rows have the same settings.
-
-    Raises:
-        TypeError: the column is missing or not the mixin's, or the settings differ.
-    """
+    """Raise an error unless the table of a class has the mixin's column and all classes of its rows have the same settings."""
     base = None if mapper.concrete else mapper.inherits
     if base is not None and issubclass(base.class_, Guarded):
         _check_same_settings(cls, base.class_)

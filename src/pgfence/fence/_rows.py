@@ -72,7 +72,6 @@ def has_single_resource(cls: type[Guarded]) -> bool:
 
 
 def column_of(mapper: Mapper[object]) -> Column[int]:
-    """Return the fencing column."""
     column = mapper.column_attrs[ATTRIBUTE].columns[0]
     assert isinstance(column, Column)
     return column
@@ -82,12 +81,9 @@ class View:
     """A past or future state of a row. A function provides its column values, and the class its methods and properties."""
 
     def __init__(self, cls: type[Guarded], look: Callable[[str], object], *, exact: bool = True) -> None:
-        """Create a view of a row.
+        """Create a view. `look` returns the value of an attribute.
 
-        Args:
-            cls: the class of the row.
-            look: a function that returns the value of an attribute.
-            exact: False if the row may belong to a subclass. Reading what subclasses define differently then raises an error.
+        `exact` is False if the row may belong to a subclass. Reading what subclasses define differently then raises an error.
         """
         self._cls = cls
         self._look = look
@@ -162,11 +158,7 @@ def view_of(cls: type[Guarded], values: Mapping[str, object]) -> View:
 
 
 def resource_of(cls: type[Guarded], row: object) -> str:
-    """Return the resource of a row, without the namespace.
-
-    Raises:
-        TypeError: the `__fence_resource__` function of the class did not return a str.
-    """
+    """Return the resource of a row, without the namespace."""
     asked = cls.__fence_resource__
     found = asked if isinstance(asked, str) else asked(row)
     if not isinstance(found, str):
@@ -184,13 +176,7 @@ def find_flushed_resource(cls: type[Guarded], target: object) -> str:
 
 
 def choose_token(cls: type[Guarded], resource: str, connection: Connection) -> int:
-    """Return the token that this transaction has for a resource.
-
-    Raises:
-        FenceRequiredError: the transaction has no token for the resource.
-        LockLostError: in mode "row", if the lock or lease that this task or thread held under that name is lost.
-        TransactionStateError: the connection is in autocommit, in which a row lock ends before the row is written.
-    """
+    """Return the token that this transaction has for a resource."""
     name = qualify_name(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
     token = get_entered_token(connection, name)
     # In mode "row", the stored token is compared under the row's lock, so the token of a lock that this task holds is sufficient,

@@ -160,7 +160,7 @@ def _bind_to_rows(work: Work) -> None:
 
 
 def _read(work: Work, query: AnySelect, parameters: Mapping[str, object]) -> Sequence[AnyRow]:
-    """Return the rows of a query that runs where the statement runs, on its connection and in its schema."""
+    """Run a query on the connection and in the schema of the statement, and return its rows."""
     options, where = read_schema_options(work.state.execution_options), {"bind": work.connection}
     return work.state.session.execute(query, parameters, execution_options=options, bind_arguments=where).all()
 

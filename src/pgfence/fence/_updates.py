@@ -62,12 +62,7 @@ def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
 
 
 def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
-    """Read and lock the one row that an UPDATE writes.
-
-    Raises:
-        FenceRequiredError: the statement does not identify the row by its primary key.
-        StaleDataError: the row does not exist. A row that appears before the UPDATE runs would be written without a check.
-    """
+    """Read and lock the one row that an UPDATE writes."""
     table = column_of(mapped(cls)).table
     named = _find_named_row(context)
     columns = get_key_columns(mapped(cls), table)
@@ -77,7 +72,7 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
     query = select(*table.c).where(*[column == named[column] for column in columns]).with_for_update()
     options = read_schema_options(context.execution_options)
     row = context.root_connection.execute(query, execution_options=options).one_or_none()
-    if row is None:
+    if row is None:  # a row that appears before the UPDATE runs would be written without a check
         key = tuple(named[column] for column in columns)
         raise _RowGoneError(f"cannot write the row {key!r} of {cls.__name__}, because it no longer exists")
     return row

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def _collect_tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, ...]) -> Mapping[str, int]:
-    """Return the gates to enter, as stored in the table. They belong to the given resources, or else to the handle itself."""
+    """Return the token for each gate to enter, by its stored name: those of the given resources, or else the handle's own."""
     handle.check()
     if not resources:
         return handle._own_tokens
@@ -63,7 +63,7 @@ class _HasToken(_Handle):
 
     @property
     def _own_tokens(self) -> dict[str, int]:
-        """The gates of this grant itself."""
+        """The token for each gate of this grant itself, by its stored name."""
         return {self._hold.stored: self.token}
 
     def _check_resources(self, resources: tuple[str, ...]) -> None:
@@ -95,11 +95,11 @@ class _Leased(_HasToken):
 
     @property
     def last_checkpoint(self) -> Json:
-        """The last checkpoint that had been committed when this lease was granted. Reading it does no I/O."""
+        """The last checkpoint that had been committed when this lease was granted, or None. Reading it does no I/O."""
         return self._grant.checkpoint
 
     def remaining(self) -> float:
-        """Return for how many seconds this process considers the lease held, less the safety margin, or 0.0 if it has expired.
+        """Return for how many seconds this process considers the lease held, less the safety margin, or 0.0 if it is not held.
 
         The call does no I/O.
         """
@@ -158,7 +158,7 @@ class FencedHeld(_HasToken, Held):
     @overload
     def begin(self, factory: Engine, *resources: str) -> AbstractContextManager[Connection, None]: ...
     def begin(self, factory: object, *resources: str) -> AbstractContextManager[object, None]:
-        """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
+        """Open a transaction, enter the gate, yield the Session or Connection, and commit at the end of the block.
 
         Guarantees: a transaction that enters the gate after a newer token was granted is rejected. A transaction that is already
         inside may still commit, and the newer holder waits for it at the gate.
@@ -190,7 +190,7 @@ class HeldLease(_Leased, FencedHeld):
     __slots__ = ()
 
     def renew(self, ttl: Seconds | None = None) -> None:
-        """Renew the lease now. If a TTL is given, it applies from now on.
+        """Renew the lease now. If a TTL (in seconds) is given, it applies from now on.
 
         With `heartbeat="manual"`, you must call this method yourself. Otherwise, it is rarely needed.
 
@@ -259,7 +259,7 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
     @overload
     def begin(self, factory: AsyncEngine, *resources: str) -> AbstractAsyncContextManager[AsyncConnection, None]: ...
     def begin(self, factory: object, *resources: str) -> AbstractAsyncContextManager[object, None]:
-        """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
+        """Open a transaction, enter the gate, yield the AsyncSession or AsyncConnection, and commit at the end of the block.
 
         Guarantees, arguments and errors are the same as for `FencedHeld.begin`, with an async_sessionmaker or AsyncEngine.
         """

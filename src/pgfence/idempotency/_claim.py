@@ -94,13 +94,7 @@ class Claim(Generic[T]):
 
 
 def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
-    """Claim the key in the session's transaction, which is begun if necessary, or return the result stored under it.
-
-    Raises:
-        IdempotencyKeyReusedError, IdempotencyInProgressError: the key is not available; the transaction is usable.
-        IdempotencyMisuseError: this transaction has already claimed the key.
-        Exception: the recorded error.
-    """
+    """Claim the key in the session's transaction, which is begun if necessary, or return the result stored under it."""
     connection = connection_of(session)
     place, config = table_names_of(connection), config_of(connection)
     events = config.events
@@ -141,11 +135,7 @@ def _wait(
 
 
 def complete(session: Session, call: KeyCall[T], claimed: Claim[T], value: T) -> None:
-    """Store the result now, or together with the COMMIT, which then raises the errors below.
-
-    Raises:
-        IdempotencyMisuseError: the result cannot be stored, or the claim no longer exists.
-    """
+    """Store the result now, or together with the COMMIT, which then raises the errors."""
     text = call.codec.encode(value)
     if claimed.savepoint is not None:
         _release(session, call, claimed, claimed.savepoint)
@@ -195,11 +185,7 @@ def _claim_gone_error(call: KeyName) -> IdempotencyMisuseError:
 
 
 def connection_of(session: Session) -> Connection:
-    """Return the connection of the session's transaction, which is begun if necessary.
-
-    Raises:
-        TransactionStateError: the connection is in autocommit or in a pipeline.
-    """
+    """Return the connection of the session's transaction, which is begun if necessary."""
     try:
         connection = open_connection(session, {"clause": _WRITE})
     except UnboundExecutionError as error:

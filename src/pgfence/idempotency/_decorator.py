@@ -75,9 +75,10 @@ def idempotent_call(
         record: see `idempotent`.
 
     Raises:
-        TypeError: at decoration, if not exactly one parameter is a session, the function is a generator function, `payload` is
-            a str, or a result of the type in the return annotation cannot be stored. If the annotation is not defined yet, it
-            is checked at the call. At a call, if a coroutine function gets a Session, or a plain function an AsyncSession.
+        TypeError: at decoration, if not exactly one parameter is a session, the function is a generator function, `payload` is a
+            str, or a result of the type in the return annotation cannot be stored. If a name in the annotation is not defined
+            yet, the annotation is checked at each call. At a call, if a coroutine function gets a Session, or a plain function an
+            AsyncSession.
         ValueError: at decoration, if a field of a template, or a name in `payload`, is not a parameter. At a call, if a field
             of a template is None.
         Exception: at a call, the same errors as `idempotent`, also for `timeout`, `keep` and `record`, which are not checked at

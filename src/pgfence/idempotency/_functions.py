@@ -107,10 +107,10 @@ def idempotent(
             op.complete(do_the_work())
 
     Guarantees: among all transactions that request the same key and scope, one does the work and commits it together with its
-    result. The others wait for it, and then get an equal result of the same type. If that transaction rolls back, or its process
-    dies, one of the others does the work. No outcome aborts the caller's transaction or raises an IntegrityError. A transaction
-    in which the work was begun and not finished cannot commit. If the work raises, roll back the whole transaction, or to a
-    savepoint around the call.
+    result. The others wait for it, up to `timeout`, and then get an equal result of the same type. If that transaction rolls
+    back, or its process dies, one of the others does the work. No outcome aborts the caller's transaction or raises an
+    IntegrityError. A transaction in which the work was begun and not finished cannot commit. If the work raises an error that is
+    not listed in `record`, roll back the whole transaction, or to a savepoint around the call.
 
     With psycopg, the result is sent together with the COMMIT, unless an event listener for statements is registered. The result
     is sent before the COMMIT if a savepoint, a setting or another key follows. Commit through SQLAlchemy, because the driver's
@@ -120,8 +120,8 @@ def idempotent(
     garbage-collected.
 
     Limitations: nothing is guaranteed about effects outside the database, or after `keep` has passed. If a Session has several
-    engines, only writes through the engine of the key are committed with it. In REPEATABLE READ and SERIALIZABLE, a transaction
-    cannot read a result that was committed after its own snapshot, and gets IdempotencyInProgressError with SQLSTATE 40001.
+    engines, only writes through the engine of the key are committed with it. In REPEATABLE READ and SERIALIZABLE, a result that
+    was committed after the snapshot cannot be read, so IdempotencyInProgressError is raised with SQLSTATE 40001.
 
     Args:
         session: a Session or scoped_session, or the async counterpart of either. You commit its transaction.
@@ -146,8 +146,8 @@ def idempotent(
         An `Idem`, or an `AsyncIdem` for an async session. The key is claimed when you call `run` or enter the block.
 
     Raises:
-        IdempotencyKeyReusedError: on entering, if the key belongs to a request with another payload, finished or in progress.
-            Respond with 422.
+        IdempotencyKeyReusedError: on entering, if the key belongs to a finished or running request with another payload. Respond
+            with 422.
         IdempotencyInProgressError: on entering, if the holder of the key did not end within the timeout, if an
             `IdempotentEffect` has the key, or in the case described in Limitations. Respond with 409.
         IdempotencyMisuseError: on leaving, if the block has not read `op.replayed` or not called `op.complete()`, or if the
@@ -223,7 +223,7 @@ def insert_once(
             find the row that has the key, because the row belongs to another class of the same table, a filter or a policy hides
             it, or the server rounds the value. Under row-level security, the server does not say which constraint was violated.
         IdempotencyInProgressError: see Limitations.
-        UnreachableError: the server cannot be reached.
+        UnreachableError: the session had no connection yet, and the server cannot be reached.
     """
     from pgfence.idempotency._insert import insert
 

@@ -173,7 +173,7 @@ class Idem(_KeyBase[T]):
 
         Raises:
             TypeError: `fn` is a coroutine function; nothing was requested.
-            IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored.
+            IdempotencyMisuseError: this key object was used before, or the result is not of the type `result` or cannot be stored.
             PgfenceError: the same errors as on entering the block.
         """
         self._used = True
@@ -215,7 +215,7 @@ class AsyncIdem(_KeyBase[T]):
 
         Raises:
             TypeError: `fn` has returned something that cannot be awaited. Roll back what it did.
-            IdempotencyMisuseError: the result is not of the type `result`, or cannot be stored.
+            IdempotencyMisuseError: this key object was used before, or the result is not of the type `result` or cannot be stored.
             PgfenceError: the same errors as on entering the block.
         """
         async with self as op:

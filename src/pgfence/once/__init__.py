@@ -1,4 +1,4 @@
-"""Work that is done once in each slot of time, by the process that requests the slot first, sync and async."""
+"""Work that is done once in each slot of time, by the process that requests the slot first."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
             SlotZoneError: the server, or the host that ran the last slot, has different rules for `tz` than this host.
             SelfDeadlockError: this task is running a slot of this name, or waiting would deadlock within this process. Not raised
                 with `timeout=0`.
-            LockTimeoutError: another process held the slot until the timeout. The message and `holders` name the holder.
+            LockTimeoutError: another holder had the slot until the timeout. The message and `holders` name the holder.
             UnreachableError: the server cannot be reached, or the call does not wait and all connections for leases are in use.
                 If the response to a grant was lost, that grant is released in the background.
             SchemaError: the tables are missing or too old, or this role may not use them.

@@ -85,12 +85,7 @@ class SlotClockError(SlotOverError):
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRequest(AcquireRequest):
-    """A request for the slot that is due.
-
-    Attributes:
-        schedule: the slots, or the only slot.
-        catch_up: how slots that were not run are handled.
-    """
+    """A request for the slot that is due. If there is only one slot, the schedule is a datetime."""
 
     schedule: Schedule | datetime
     catch_up: CatchUp

@@ -46,8 +46,9 @@ class Slot(_Slotted, HeldLease):
     """A slot that this process alone is running.
 
     If its block ends without an exception, or it is released, the slot is done and never runs again. If the block raises, another
-    attempt may begin immediately. After a crash or a loss, another attempt may begin when the TTL has passed. `sys.exit()` raises
-    an exception too, even with exit code 0, because a signal handler may call it partway through the work.
+    attempt may begin immediately. After a crash or a loss, another attempt may begin when the TTL has passed. A block that ends
+    in `sys.exit()` counts as one that raised, even with exit code 0, because a signal handler may have called it partway through
+    the work.
 
     Limitations: a run that died may have left partial work behind. If the server does not respond to the release, no error is
     raised, and the release is repeated in the background until the TTL has passed. If all of these attempts fail, the slot is not
@@ -66,11 +67,7 @@ class Slot(_Slotted, HeldLease):
         super().release()
 
     def hand_over(self) -> NoReturn:
-        """Raise an error, because a process that adopted the slot could not mark it as done, so the slot would run again.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise TypeError, because a process that adopted the slot could not mark it as done, so the slot would run again."""
         raise TypeError(_NOT_HANDED_ON)
 
 
@@ -85,9 +82,5 @@ class AsyncSlot(_Slotted, AsyncHeldLease):
         await super().release()
 
     async def hand_over(self) -> NoReturn:
-        """Raise an error, because a process that adopted the slot could not mark it as done, so the slot would run again.
-
-        Raises:
-            TypeError: always.
-        """
+        """Raise TypeError, because a process that adopted the slot could not mark it as done, so the slot would run again."""
         raise TypeError(_NOT_HANDED_ON)

@@ -31,12 +31,7 @@ _FIELDS = "The five fields are minute, hour, day of the month, month, day of the
 def schedule_of(
     every: timedelta | None, cron: str | None, at: datetime | str | None, tz: str, catch_up: CatchUp
 ) -> Schedule | datetime:
-    """Return the slots, or the one slot that the caller passes.
-
-    Raises:
-        TypeError: not exactly one of `every`, `cron` and `at` is given, or one has the wrong type.
-        ValueError: an argument cannot be used.
-    """
+    """Return the slots, or the one slot that the caller passes."""
     if sum(given is not None for given in (every, cron, at)) != 1:
         raise TypeError("Once needs exactly one of every= (how often), cron= (when) and at= (which slot)")
     check_choice("catch_up", catch_up, ("none", "last", "all"))
@@ -78,11 +73,7 @@ def _check_schedule(line: str, zone: tzinfo) -> Cron:
 
 
 def _parse_fields(line: str) -> str:
-    """Return the five fields of a crontab line, which may be a nickname such as `@daily`.
-
-    Raises:
-        ValueError: the text is neither a crontab line nor a nickname.
-    """
+    """Return the five fields of a crontab line, which may be a nickname such as `@daily`."""
     words = line.split()
     word = words[0].lower() if words else ""
     if word.startswith("@"):
@@ -103,12 +94,7 @@ def _parse_fields(line: str) -> str:
 
 
 def zone_of(tz: object) -> tzinfo:
-    """Return a time zone by its name in the zone database.
-
-    Raises:
-        TypeError: the name is not a str.
-        ValueError: this host has no such zone.
-    """
+    """Return a time zone by its name in the zone database."""
     if not isinstance(tz, str):
         raise TypeError(f"tz must be the name of a time zone, such as 'Europe/Vienna', not {type(tz).__name__}")
     if tz == "UTC":
@@ -119,7 +105,7 @@ def zone_of(tz: object) -> tzinfo:
         return ZoneInfo(tz)
     except (KeyError, ValueError, OSError):
         raise ValueError(
-            f"tz={tz!r} is not a time zone that this host knows: write it like 'Europe/Vienna'. If the host has no zone"
+            f"tz={tz!r} is not a time zone that this host knows: use a name such as 'Europe/Vienna'. If the host has no zone"
             " database, run: pip install tzdata"
         ) from None
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CatchUp: TypeAlias = Literal["none", "last", "all"]
 
 PUNCTUAL = timedelta(seconds=60)
-"""The time after its beginning within which a slot may be begun if nothing is caught up. This is the resolution of a crontab."""
+"""The time after its beginning within which a slot may be begun with `catch_up="none"`. It is the resolution of a crontab."""
 
 SHORTEST = timedelta(milliseconds=1)
 _DAY = timedelta(days=1)
@@ -119,10 +119,7 @@ class Cron:
 class Due:
     """A slot that may be run.
 
-    Attributes:
-        slot: its beginning.
-        until: the time from which the slot may no longer be begun, or None if it may be begun at any time. Unless it is None, the
-            slot may not be begun before its beginning either.
+    It may be begun from its beginning until `until`, or at any time if `until` is None.
     """
 
     slot: datetime
@@ -131,13 +128,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Nothing may be run now.
-
-    Attributes:
-        slot: the current slot.
-        why: the reason.
-        following: when the next slot begins, or None if there is none.
-    """
+    """Nothing may be run now. The next slot begins at `following`, or there is none if that is None."""
 
     slot: datetime
     why: Literal["done", "missed"]
@@ -146,11 +137,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A slot that is recorded as finished, but has not begun by the server's clock. An operator must decide.
-
-    Attributes:
-        slot: its beginning.
-    """
+    """A slot that is recorded as finished, but has not begun by the server's clock. An operator must decide."""
 
     slot: datetime
 
@@ -158,16 +145,11 @@ class Ahead:
 def due(
     schedule: Schedule | datetime, catch_up: CatchUp, now: datetime, done: datetime | None, tried: datetime | None
 ) -> Due | Over | Ahead:
-    """Return the slot that may be run at `now`, or the reason why none may be.
+    """Return the slot that may be run at `now`, the time by the server's clock, or the reason why none may be.
 
-    Args:
-        schedule: determines the slots. If it is a datetime, that is the only slot, whatever the time is.
-        catch_up: how slots that were not run are handled: "last" runs the newest, however late; "all" runs each in order, from
-            the first that was ever tried; "none" runs none of them, so a slot must be begun within its first minute.
-        now: the time by the server's clock.
-        done: the newest slot that was finished.
-        tried: the newest slot that was begun. A slot that is later than the current slot, because the clock was ahead, is
-            ignored.
+    If the schedule is a datetime, that is the only slot, whatever the time is. `done` is the newest slot that was finished, and
+    `tried` the newest that was begun. Of the slots that were not run, "last" runs the newest, however late; "all" runs each in
+    order, from the first that was ever tried; "none" runs none, so a slot must be begun within its first minute.
     """
     if isinstance(schedule, datetime):
         return Due(schedule, None) if done is None or done < schedule else Over(schedule, "done", None)
@@ -181,6 +163,7 @@ def due(
         return Over(done, "done", schedule.after(done))
     if catch_up == "all":
         first = tried if done is None else schedule.after(done)
+        # A slot that was tried while the clock was ahead is later than the current slot.
         return Due(current if first is None else min(first, current), _FAR)
     if catch_up == "last":
         return Due(current, following)

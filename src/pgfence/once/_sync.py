@@ -34,17 +34,18 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     `Once` does not start jobs, so call it from cron, or from a scheduler on every host. The server's clock and its time zone
     database determine the current slot, so the clocks of the hosts do not matter, and a slot runs once however short its work is.
     A slot is held by a lease with the given name, which has a heartbeat and a token; see `Lease`. One slot of a name runs at a
-    time.
+    time, except with `at`.
 
-    Guarantees: a slot that was recorded as done never runs again. If several callers request a slot at the same time, one of them gets
-    it. An attempt that died partway is reported to the next attempt (`Slot.resumed`). If a slot was finished while the server's
-    clock was ahead, `acquire()` raises `pgfence.once.SlotClockError` until the slot begins, and the error is also logged at
-    WARNING.
+    Guarantees: a slot that was recorded as done never runs again. If several callers request a slot at the same time, one of them
+    gets it. An attempt that died partway is reported to the next attempt (`Slot.resumed`). If a slot was finished while the
+    server's clock was ahead, `acquire()` raises `pgfence.once.SlotClockError` until the slot begins, and the error is also logged
+    at WARNING.
 
     Limitations: a run that died partway may have left partial work behind, so make the work resumable. If the server cannot be
-    reached from the end of the work until the TTL has passed, the slot is not recorded as done and runs again. A slot runs only if it is
-    requested. Hosts with different schedules for the name, or different versions of pgfence or cronsim, may compute different
-    slots. If the server's own time zone rules are updated late, the current slot may get another beginning and run again.
+    reached from the end of the work until the TTL has passed, the slot is not recorded as done and runs again. A slot runs only
+    if it is requested. Hosts with different schedules for the name, or different versions of pgfence or cronsim, may compute
+    different slots. If the server's own time zone rules are updated late, the current slot may get another beginning and run
+    again.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
@@ -60,8 +61,8 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
             nothing.
         catch_up: how slots that were not run are handled. With "last", the newest one runs late. With "all", all of them run in
             order, since the first slot that was ever requested. With "none", a slot may be begun only within its first minute.
-        ttl: seconds after which the run of a host that died is given up.
-        max_hold: seconds after which a run is given up even if its host is alive. None means no limit.
+        ttl: seconds after which the run of a process that died is given up.
+        max_hold: seconds after which a run is given up even if its process is alive. None means no limit.
         namespace: replaces the configured namespace.
 
     Raises:
@@ -99,7 +100,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
             SlotZoneError: the server, or the host that ran the last slot, has different rules for `tz` than this host.
             SelfDeadlockError: this thread is running a slot of this name, or waiting would deadlock within this process. Not
                 raised with `timeout=0`.
-            LockTimeoutError: another process held the slot until the timeout. The message and `holders` name the holder.
+            LockTimeoutError: another holder had the slot until the timeout. The message and `holders` name the holder.
             WaitCancelledError: the event of `cancel_waits()` was set.
             UnreachableError: the server cannot be reached, or the call does not wait and all connections for leases are in use.
                 If the response to a grant was lost, that grant is released in the background.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class _AsyncOptions(PartitionOptions[AsyncEngineSource, AsyncPartitionLease]):
-    """The arguments of `AsyncPartitions`."""
-
     _public_name = "AsyncPartitions"
     _engines = ASYNC_ENGINES
     _handle = AsyncPartitionLease
@@ -129,7 +127,7 @@ class AsyncWorker:
                 raise self._balancer.error
 
     async def __aenter__(self) -> Self:
-        """Wait until the worker has taken the partitions that are free; see `Worker`.
+        """Wait until the worker has taken its share of the free partitions, or has found that it cannot reach the server.
 
         Raises:
             ValueError: another number of partitions or another hash is stored.

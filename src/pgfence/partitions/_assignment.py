@@ -2,8 +2,8 @@
 
 Each worker, here called a member, decides alone. It needs to know only how many members are alive and how many of them joined
 earlier. The quotas of all members add up to the number of partitions, so a member that owns fewer partitions than its quota finds
-free ones. A quota never grows when a member joins and never shrinks when a member leaves, so partitions move only to the new
-member, or from the member that leaves.
+free ones as soon as the others have given up their surplus. A quota never grows when a member joins and never shrinks when a
+member leaves, so partitions move only to the new member, or from the member that leaves.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ OwnedT = TypeVar("OwnedT")
 
 
 def compute_quota(count: int, members: int, rank: int) -> int:
-    """Return how many of `count` partitions a member owns.
-
-    Args:
-        count: the number of partitions.
-        members: how many members are alive.
-        rank: how many of them joined before this one.
-    """
+    """Return how many of `count` partitions a member owns, if `rank` of the `members` live ones joined before it."""
     return (count + members - 1 - rank) // members
 
 

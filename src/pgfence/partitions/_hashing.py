@@ -30,8 +30,8 @@ def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = 
     Args:
         key: any text, which is hashed as UTF-8.
         count: the number of partitions, from 1 to 1,000.
-        hash: "sha256" takes the first 8 bytes of the SHA-256, big-endian and without the sign bit, modulo `count`. "murmur2"
-            computes the same partition as Kafka's Java client.
+        hash: "sha256" takes the first 8 bytes of the SHA-256, big-endian and without the sign bit, modulo `count`. "murmur2" is
+            the hash of Kafka's Java client.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -41,11 +41,7 @@ def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = 
 
 
 def compute_partition(key: str, count: int, hash_name: PartitionHash) -> int:
-    """Return the partition of a key. The caller has checked `count` and the hash.
-
-    Raises:
-        ValueError: the key contains a lone surrogate.
-    """
+    """Return the partition of a key. The caller has checked `count` and the hash."""
     try:
         data = key.encode()
     except UnicodeEncodeError:
@@ -70,20 +66,9 @@ def compute_murmur2(data: bytes) -> int:
 
 
 def check_count(value: object) -> int:
-    """Check a number of partitions, and return it.
-
-    Raises:
-        TypeError: the number is not an int.
-        ValueError: the number is out of range.
-    """
     return check_int(value, "count", MOST_PARTITIONS)
 
 
 def check_hash(value: PartitionHash) -> PartitionHash:
-    """Check the name of a hash, and return it.
-
-    Raises:
-        ValueError: the hash is unknown.
-    """
     check_choice("hash", value, _HASHES)
     return value

@@ -37,14 +37,7 @@ _RESIZING = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRequest(LeaseRequest):
-    """The request for one partition; `stored` is the name of its row.
-
-    Attributes:
-        group: the stored name of the set of partitions.
-        number: the number of the partition.
-        count: the number of partitions that the caller expects.
-        hash: the hash that the caller expects.
-    """
+    """The request for one partition. `stored` is the name of its row, and `group` the stored name of the set of partitions."""
 
     group: str
     number: int = 0
@@ -65,13 +58,7 @@ class PartitionRequest(LeaseRequest):
 
 
 class Membership(NamedTuple):
-    """The server's response to a member.
-
-    Attributes:
-        members: how many members are alive.
-        rank: how many of them joined earlier.
-        free: the partitions that are free.
-    """
+    """The server's response to a member. `rank` is how many of the live members joined before it."""
 
     members: int
     rank: int
@@ -112,11 +99,10 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
         return other
 
     def choose_partition(self, key: object) -> int:
-        """Return the partition of a key."""
         return compute_partition(check_text(key, "key"), self.count, self.hash)
 
     def prepare(self) -> tuple[LeaseManager, PartitionRequest]:
-        """Return the manager, and the request from which the requests for single partitions are made."""
+        """Return the manager, and the request from which the requests for single partitions are built."""
         manager, request = self._prepare()
         assert isinstance(request, PartitionRequest)
         return manager, request
@@ -137,11 +123,7 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
         return qualify_name(self._name, namespace, "the name of partitions", _LONGEST_NAME)
 
     async def join(self, member: str) -> Membership:
-        """Become a member, or stay a member for another TTL.
-
-        Raises:
-            Refused: another number of partitions or another hash is stored.
-        """
+        """Become a member, or stay a member for another TTL."""
         manager, request = self.prepare()
         args = request.group, request.count, request.hash, member, request.terms.ttl
         text = partition_sql(request.place, manager.style).join
@@ -153,13 +135,11 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
         return Membership(members, rank, list(free))
 
     async def leave(self, member: str) -> None:
-        """Remove a member from the workers of the partitions."""
         manager, request = self.prepare()
         text = partition_sql(request.place, manager.style).leave
         await manager.fetch_row(request.place, text, (request.group, member), needed=LIMITS)
 
     async def find_owner(self, partition: object) -> Holder | None:
-        """Return the owner of a partition."""
         if isinstance(partition, bool) or not isinstance(partition, int):
             raise TypeError(f"partition must be an int, not {type(partition).__name__}")
         if not 0 <= partition < self.count:
@@ -176,7 +156,6 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
         return None if holder[0] is None else replace(build_lease_holder(request.names[0], holder), address=address)
 
     async def change_count(self, count: object) -> None:
-        """Store another number of partitions."""
         size = check_count(count)
         manager, request = self.prepare()
         await manager.verify(request.place, needed=LIMITS)
@@ -225,5 +204,4 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
         )
 
     def describe(self) -> str:
-        """Return the arguments, for a repr."""
         return f"{self._name!r}, {self.count}, hash={self.hash!r}, ttl={self._terms.ttl:g}"

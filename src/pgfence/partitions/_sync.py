@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class _Options(PartitionOptions[EngineSource, PartitionLease]):
-    """The arguments of `Partitions`."""
-
     _public_name = "Partitions"
     _engines = SYNC_ENGINES
     _handle = PartitionLease
@@ -50,7 +48,7 @@ class Partitions:
 
     Keys are hashed to a fixed number of partitions. Partition `i` of `NAME` is the lease `NAME/i`, with a separate token series.
     Workers may join, leave and crash at any time. The partitions are divided evenly among the workers that are alive, and no more
-    partitions move than necessary. A worker releases a partition when its function has returned, and another worker then takes
+    partitions move than necessary. A worker releases a partition when its function has returned, and another worker can then take
     it.
 
     Guarantees: at most one owner of a partition has its newest token. A transaction of `lease.begin()` that begins after another
@@ -69,7 +67,7 @@ class Partitions:
         count: how many partitions there are, from 1 to 1,000. Choose several times the number of workers. The first worker
             stores the number; see `resize`.
         hash: how a key is assigned to a partition; see `partition_for`. The first worker stores it.
-        ttl: seconds after which a dead owner loses a partition, from 0.3 s to a day. The ttl is also the time that a function may
+        ttl: seconds after which a dead owner loses a partition, from 0.3 s to a day. The TTL is also the time that a function may
             take to stop.
         namespace: replaces the configured namespace.
 
@@ -116,7 +114,7 @@ class Partitions:
     def resize(self, count: int) -> None:
         """Change the number of partitions, for all processes. Stop all workers first.
 
-        Workers that still use the old number get a ValueError. Most keys move to another partition, so the tokens of all
+        Workers that still use the old number raise ValueError. Most keys move to another partition, so the tokens of all
         partitions are increased, and no former owner can commit after the resize.
 
         Args:
@@ -211,7 +209,7 @@ class Worker:
                 raise self._balancer.error
 
     def __enter__(self) -> Self:
-        """Wait until the worker has taken the partitions that are free, or has found that it cannot reach the server.
+        """Wait until the worker has taken its share of the free partitions, or has found that it cannot reach the server.
 
         Raises:
             ValueError: another number of partitions or another hash is stored.

@@ -49,10 +49,7 @@ LONGEST_REST = 60.0
 class _Run(Generic[OwnershipT]):
     """A call of the application's function for one partition.
 
-    Attributes:
-        number: the partition.
-        lease: its lease.
-        lost_at: when the worker noticed that the lease is lost, on this process's clock.
+    `lost_at` is when the worker noticed that the lease is lost, on this process's clock.
     """
 
     number: int
@@ -68,13 +65,8 @@ class Balancer(Generic[OwnershipT]):
     """The work of one worker from `join()` to `leave()`.
 
     Only the worker's thread or task calls `run_worker`, and each partition is served on a separate thread or task. `end` and
-    `list_owned` may be called from anywhere.
-
-    Args:
-        options: the arguments of `Partitions`.
-        carrier: how the worker waits.
-        serve: calls the application's function for a partition, and returns when it has ended.
-        spawn: runs a coroutine function on a new thread or task, and calls the second function when the first has ended.
+    `list_owned` may be called from anywhere. `serve` calls the application's function for a partition, and returns when it has
+    ended. `spawn` runs its first argument on a new thread or task, and calls its second argument when the first has ended.
     """
 
     def __init__(
@@ -92,7 +84,7 @@ class Balancer(Generic[OwnershipT]):
         self.error: Exception | None = None
         """The reason why the worker has ended, unless `leave()` ended it."""
         self.started = carrier.make_event()
-        """The event that is set when the worker has taken the partitions that were free, or has failed."""
+        """The event that is set when the worker has taken its share of the free partitions, or has failed."""
         # This lock guards what the worker's thread, the threads that serve and the caller of `leave` share. An event must be set
         # only once.
         self._lock = threading.Lock()

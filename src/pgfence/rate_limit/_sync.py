@@ -33,8 +33,8 @@ class RateLimit(RateLimitOptions[EngineSource]):
     afterwards may reach their destination later, and therefore closer together. If a response is lost, the units of that call may
     count nevertheless. A limit that was lowered and raised again within one window forgets units; see `change`.
 
-    Each call updates one small row for each unit, so taking `n` units is O(n), whatever the limit. Calls for one name are
-    serialized by the row of the name in the database.
+    Taking `n` units updates `n` small rows, whatever the limit. Calls for one name are serialized by the row of the name in the
+    database.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must exist in version 5 or later; run `pgfence install`.
@@ -85,7 +85,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
     def change(self, *, limit: int | None = None, per: Seconds | None = None) -> None:
         """Change the limit or the period, for all processes.
 
-        Processes that still use the old values get a ValueError. The newest of the units that were taken before count towards the
+        Processes that still use the old values raise ValueError. The newest of the units that were taken before count towards the
         new limit, up to the smaller of the old and the new limit.
 
         Args:

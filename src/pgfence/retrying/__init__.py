@@ -9,7 +9,7 @@ committed anything, and only after one of these errors:
   and an `IdempotencyInProgressError` with SQLSTATE 40001.
 
 Attempts and total time are bounded, and the last error is raised. Attempts are separated by a random backoff whose upper limit is
-5 ms at first and doubles each time, up to 500 ms, so that conflicting transactions do not collide again.
+5 ms at first and doubles each time, up to 500 ms, so that conflicting transactions rarely collide again.
 
 Limitations: nothing is guaranteed about effects outside the transaction. An email that the function sends is sent again in each
 attempt. Return what must be done, and do it after the commit. A running attempt is never interrupted.

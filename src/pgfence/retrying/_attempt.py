@@ -69,9 +69,7 @@ class AttemptRun:
     def finish(self, session: Session) -> None:
         """Flush before the COMMIT, so that a later failure is a failure of the COMMIT itself.
 
-        Raises:
-            TransactionStateError: the function has ended the transaction.
-            Exception: an error of the flush, or an error that the function swallowed and that has aborted the transaction.
+        An error that the function swallowed is raised if it has aborted the transaction.
         """
         session.flush()
         # PostgreSQL responds to the COMMIT of an aborted transaction with a ROLLBACK, for which no driver raises an error.
@@ -111,12 +109,7 @@ class AttemptRun:
         return None if bind is None else find_connect_error(bind.engine, error, NOT_COMMITTED)
 
     def use(self, connection: Connection) -> None:
-        """Track a connection on which the session begins a transaction.
-
-        Raises:
-            UnsupportedServerError: the server is not PostgreSQL, or the driver is not supported.
-            TransactionStateError: the connection is in autocommit.
-        """
+        """Track a connection on which the session begins a transaction."""
         style_of(connection.dialect)
         if read_driver_state(connection).autocommit:
             raise TransactionStateError(
@@ -198,11 +191,7 @@ def bind_of(session: Session) -> Engine | Connection | None:
 
 
 def _sets_savepoint(session: Session) -> bool:
-    """Return whether the Session will set a savepoint in a transaction that is already open.
-
-    Raises:
-        TransactionStateError: the rollback or commit of the Session would end the open transaction.
-    """
+    """Return whether the Session will set a savepoint in a transaction that is already open."""
     bind = bind_of(session)
     if not (isinstance(bind, Connection) and bind.in_transaction()):
         return False

@@ -94,12 +94,13 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
     Guarantees: the returned result is that of an attempt that was committed, and only one attempt is committed. Each attempt has
     a fresh session and reads everything again. The call retries version conflicts of a flush (`VersionConflictError`,
     StaleDataError), serialization failures (SQLSTATE 40001, also an `IdempotencyInProgressError` with this state) and deadlocks
-    (40P01, `DeadlockError`), also at COMMIT, after a random backoff whose upper limit is 5 ms at first and doubles each time, up to 500 ms.
+    (40P01, `DeadlockError`), also at COMMIT, after a random backoff whose upper limit is 5 ms at first and doubles each time, up
+    to 500 ms.
 
-    Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called `attempts` times. The number of
-    the attempt is in `session.info["pgfence_attempt"]`. Use `attempts=1` for work that must not be done twice. A running attempt
-    is not interrupted. A lost connection is never retried, nor is a conflict with the version that a client sent. After a
-    cancellation during COMMIT, the outcome is unknown.
+    Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called up to `attempts` times. The
+    number of the attempt is in `session.info["pgfence_attempt"]`. Use `attempts=1` for work that must not be done twice. A
+    running attempt is not interrupted. A lost connection is never retried, nor is a conflict with the version that a client sent.
+    After a cancellation during COMMIT, the outcome is unknown.
 
     Instances that `fn` returns belong to a closed session, so return plain values instead.
 
@@ -169,9 +170,10 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
         timeout: see `run_transaction`.
 
     Raises:
-        TypeError: at decoration, if `sessionmaker` is not a session factory, or the function takes no positional argument, is a
-            method with `self` or `cls`, is a generator function, or is async although the factory is sync. At a call, if a session
-            is passed, or if the function does not return an awaitable although the factory is async.
+        TypeError: at decoration, if `sessionmaker` is not a session factory, or the decorated object is not a function, takes no
+            positional argument, is a method with `self` or `cls`, is a generator function, or is async although the factory is
+            sync. At a call, if a session is passed, or if the function does not return an awaitable although the factory is
+            async.
         ValueError: `attempts` is below 1, or `timeout` is negative.
         TransactionStateError: at decoration, if a session with an open transaction is passed instead of a factory; at a call, as
             for `run_transaction`.
@@ -208,12 +210,7 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
 
 
 def _is_async(sessionmaker: object) -> bool:
-    """Return whether a session factory is an async_sessionmaker.
-
-    Raises:
-        TypeError: the argument is not a session factory.
-        TransactionStateError: the argument is a session whose transaction is open.
-    """
+    """Return whether a session factory is an async_sessionmaker."""
     if is_async_sessionmaker(sessionmaker):
         return True
     if is_sessionmaker(sessionmaker):
@@ -224,11 +221,7 @@ def _is_async(sessionmaker: object) -> bool:
 
 
 def _check_function(fn: object, *, asynchronous: bool) -> None:
-    """Raise an error unless a function can run in a transaction.
-
-    Raises:
-        TypeError: the argument is not a function; or it is a generator function, or a coroutine function for a sync session.
-    """
+    """Raise an error unless a function can run in a transaction."""
     if not callable(fn):
         raise TypeError(f"fn must be a function, not {type(fn).__name__}")
     reject_generator(fn, "the transaction would end before its body runs. Return a list")
@@ -237,12 +230,7 @@ def _check_function(fn: object, *, asynchronous: bool) -> None:
 
 
 def _reject_session(given: object, way: str) -> None:
-    """Reject a session or a connection, because nothing can be retried inside its transaction.
-
-    Raises:
-        TransactionStateError: the transaction of the argument is open.
-        TypeError: the transaction of the argument is not open.
-    """
+    """Reject a session or a connection, because nothing can be retried inside its transaction."""
     scoped = find_loaded_classes(_ORM, "scoped_session") + find_loaded_classes(_ASYNCIO, "async_scoped_session")
     plain: tuple[type, ...] = (
         Connection,
@@ -265,11 +253,7 @@ def _reject_session(given: object, way: str) -> None:
 
 
 def _check_session_argument(fn: Callable[..., object]) -> inspect.Signature | None:
-    """Return the signature of a function whose first argument can be the session, or None if the signature is unknown.
-
-    Raises:
-        TypeError: the function takes no positional argument, or is a method.
-    """
+    """Return the signature of a function whose first argument can be the session, or None if the signature is unknown."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # for example a function that is implemented in C
@@ -286,11 +270,7 @@ def _check_session_argument(fn: Callable[..., object]) -> inspect.Signature | No
 
 
 def _check_session_alone(fn: Callable[..., object]) -> None:
-    """Reject a function that requires more than the session, such as the number of the attempt.
-
-    Raises:
-        TypeError: the function has further parameters without defaults.
-    """
+    """Reject a function that requires more than the session, such as the number of the attempt."""
     signature = _check_session_argument(fn)
     further = [] if signature is None else list(signature.parameters.values())[1:]
     asked = [p.name for p in further if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

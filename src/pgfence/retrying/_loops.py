@@ -36,13 +36,7 @@ _RUNNING: ContextVar[tuple[tuple[object, object], ...]] = ContextVar("pgfence_tr
 
 
 class Plan(NamedTuple):
-    """The options of one call.
-
-    Attributes:
-        name: the name of the function.
-        attempts: the maximum number of attempts.
-        timeout: seconds after which no attempt begins; None means the configured default.
-    """
+    """The options of one call. The timeout is in seconds; None means the configured default."""
 
     name: str
     attempts: int
@@ -67,13 +61,7 @@ class Retries:
         self._emit_event(attempt, "committed", None, 0.0)
 
     def handle_failure(self, attempt: AttemptRun, error: Exception) -> float:
-        """Return the seconds until the next attempt, or raise if there is none.
-
-        Raises:
-            CommitOutcomeUnknownError: the transaction may be committed.
-            UnreachableError: no connection could be opened.
-            Exception: the error itself.
-        """
+        """Return the seconds until the next attempt, or raise if there is none."""
         if attempt.committed:
             error.add_note("the transaction was committed before this error was raised, and is not retried")
             self._emit_event(attempt, "failed", error, 0.0)

@@ -26,7 +26,7 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
     _handle = AsyncPermit
 
     async def try_acquire(self) -> AsyncPermit | None:
-        """Try once to acquire a permit, without waiting. This takes one round trip on an open connection.
+        """Try once to acquire as many permits as the weight, without waiting. This takes one round trip on an open connection.
 
         Returns None if too few permits are free.
 

@@ -34,7 +34,7 @@ class _PermitHandle(_HasToken):
     def _check_single(self) -> None:
         if self.weight > 1:
             raise ValueError(
-                f"a permit of weight {self.weight} cannot be handed over: a reference names one row. Acquire permits of weight 1"
+                f"a permit of weight {self.weight} cannot be handed over: acquire several permits of weight 1, and hand each of them over"
             )
 
 

@@ -54,12 +54,9 @@ class PermitRequest(AcquireRequest):
     """A request for one or more permits of a semaphore.
 
     Attributes:
-        permits: the number of permits that the caller expects the semaphore to have.
-        asked: the number of permits requested.
-        follows: whether the stored number applies if it differs from `permits`.
-        since: when the wait of a contender began, on the clock of this process.
-        turn: contenders of this process with the same turn wait for each other; None means that the turn is the number of
-            requested permits.
+        follows: whether the stored number of permits applies if it differs from `permits`.
+        since: when a fair waiter began to wait, on the clock of this process.
+        turn: contenders of this process with the same turn wait for each other; None means that the turn is `asked`.
     """
 
     permits: int

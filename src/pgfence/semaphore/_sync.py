@@ -44,7 +44,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         name: text, at most 250 characters with its namespace; it must not end in `#` or `/` followed by digits.
         permits: the number of permits, from 1 to 1,000. The first process that requests a permit stores the number; see `resize`.
         ttl: seconds after which a dead holder loses a permit, from 0.3 s to a day (a timedelta may be longer).
-        weight: how many permits each call of `acquire` takes, from 1 to `permits`.
+        weight: how many permits are acquired at a time, from 1 to `permits`.
         on_mismatch: what to do if another number of permits is stored. "raise" raises ValueError, and "stored" follows the stored
             number.
         fair: whether waiters are served in the order of their arrival. All processes should use the same value. Waiters with
@@ -64,7 +64,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     _handle = Permit
 
     def try_acquire(self) -> Permit | None:
-        """Try once to acquire a permit, without waiting. This takes one round trip on an open connection.
+        """Try once to acquire as many permits as the weight, without waiting. This takes one round trip on an open connection.
 
         Returns None if too few permits are free.
 
@@ -105,7 +105,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
     def resize(self, permits: int) -> None:
         """Change the number of permits, for all processes.
 
-        Processes that still use the old number get a ValueError, unless they use `on_mismatch="stored"`. After a reduction,
+        Processes that still use the old number raise ValueError, unless they use `on_mismatch="stored"`. After a reduction,
         holders keep their permits, and no permit is granted until fewer than the new number are in use.
 
         Args:

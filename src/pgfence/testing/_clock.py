@@ -18,11 +18,7 @@ _HOW = "install libfaketime (Debian, Ubuntu: apt install libfaketime)"
 
 
 def find_library() -> str:
-    """Return the path of libfaketime.
-
-    Raises:
-        FaultUnavailableError: libfaketime is not installed, or this platform is not Linux.
-    """
+    """Return the path of libfaketime."""
     if sys.platform != "linux":
         raise FaultUnavailableError("the server's clock can be moved on Linux only, with libfaketime")
     found = [path for place in _PLACES for path in glob(place + "libfaketime.so.1")]  # noqa: PTH207

@@ -44,7 +44,6 @@ class OtherThread:
         return self._thread.submit(self._call, function, *args, **kwargs).result()
 
     def close(self) -> None:
-        """End the thread and its event loop."""
         if self._runner is not None:
             self._thread.submit(self._runner.close).result()
         self._thread.shutdown()
@@ -91,7 +90,6 @@ class Engines:
         return self._engines[key]
 
     def close(self) -> None:
-        """Close all connections."""
         for engine in self._engines.values():
             engine.dispose()
 
@@ -138,7 +136,6 @@ class Holds:
         self._namespace = namespace
 
     def __call__(self, *names: Any, shared: bool = False) -> AbstractContextManager[Any, None]:
-        """Hold names or a lock; see `PgfenceHolds`."""
         return SafeContext(hold_elsewhere(self._build_lock(names, shared=shared)))
 
     def _build_lock(self, names: tuple[Any, ...], *, shared: bool) -> LockBase[Any] | AsyncLockBase[Any]:

@@ -64,9 +64,9 @@ Row: TypeAlias = "tuple[str, int | None]"
 class PgfenceFaults:
     """The type of the fixture `pgfence_faults`, which injects faults in tests.
 
-    The methods block for a few milliseconds and can be called in async tests, too. A str is a name in the namespace of the test,
-    as for `pgfence_holds`. The helpers connect with the URL of the handle's engine, or with that of `pgfence_server` if there is
-    no handle.
+    The methods block, usually for a few milliseconds, and can be called in async tests, too. A str is a name in the namespace of
+    the test, as for `pgfence_holds`. The helpers connect with the URL of the handle's engine, or with that of `pgfence_server` if
+    there is no handle.
     """
 
     def __init__(self, url: Callable[[], str], namespace: str, engines: Engines) -> None:
@@ -183,8 +183,8 @@ class PgfenceFaults:
 
         Args:
             silent: False resets the connections and rejects new ones. True drops everything that is sent, without an error, as a
-                firewall does, so a client detects the failure only by its own time limits; the operating system still answers
-                TCP keepalives for the proxy.
+                firewall does, so a client detects the failure only by its own time limits. The operating system still answers TCP
+                keepalives for the proxy.
 
         Raises:
             FaultUnavailableError: as for `url`.
@@ -198,11 +198,12 @@ class PgfenceFaults:
     def expire(self, target: AnyHeldLease | str) -> None:
         """Let a lease expire, as if its holder had been paused for longer than its TTL.
 
-        For a handle, the call returns when the handle is lost, with the reason "expired". The holder of a name in another
-        process is notified at its next renewal.
+        For a handle, the call returns when the handle is lost, with the reason "expired". If a name is passed, the holder is
+        notified at its next renewal.
 
         Args:
-            target: a handle; or the name of a lease, slot, permit or term, in the tables with the default schema and prefix.
+            target: a handle; or the name of a lease, slot, permit, partition or term, in the tables with the default schema and
+                prefix.
 
         Raises:
             LockNotHeldError: the lease is not held.

@@ -97,8 +97,8 @@ class PgfenceHistory:
         returned set was one of these.
 
         Raises:
-            AssertionError: a holder left after another one had entered, a token was smaller than an earlier one, or two holders
-                had the same token. The message lists all of these violations.
+            AssertionError: a holder left while another one, or none, was inside; a token was smaller than an earlier one; or two
+                holders had the same token. The message lists all of these violations.
         """
         wrong, unfinished = judge_history(self._read())
         if wrong:

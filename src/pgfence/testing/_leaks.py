@@ -40,7 +40,6 @@ class LockRow(NamedTuple):
 
     @property
     def identity(self) -> Hashable:
-        """The fields that identify the lock."""
         return self[:5]
 
     def describe(self, names: Mapping[tuple[int, str], str]) -> str:
@@ -81,7 +80,6 @@ class LeaseRow(NamedTuple):
 
     @property
     def identity(self) -> Hashable:
-        """The fields that identify the grant."""
         return self.name, self.token
 
     def describe(self, _names: object) -> str:
@@ -97,7 +95,7 @@ def find_locks(connection: Connection) -> list[LockRow]:
 
 
 def find_leases(connection: Connection) -> list[LeaseRow]:
-    """Return the leases, slots, permits and terms that are held, in the tables with the default schema and prefix."""
+    """Return the leases of all kinds that are held, in the tables with the default schema and prefix."""
     if not connection.execute(statements.HAS_TABLE, {"table": _PLACE.name("lease")}).scalar_one():
         return []
     return [LeaseRow(*row) for row in connection.execute(statements.build_lease_query(_PLACE))]

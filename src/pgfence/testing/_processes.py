@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def pause(*pids: int) -> Iterator[None]:
-    """Stop processes with SIGSTOP until the end of the block. They stay alive and connected, but do not respond.
-
-    Raises:
-        FaultUnavailableError: this platform has no SIGSTOP, or a process belongs to another user.
-        ProcessLookupError: there is no such process.
-    """
+    """Stop processes with SIGSTOP until the end of the block. They stay alive and connected, but do not respond."""
     if not hasattr(signal, "SIGSTOP"):
         raise FaultUnavailableError("a process cannot be paused on this platform: it has no SIGSTOP")
     stopped: list[int] = []

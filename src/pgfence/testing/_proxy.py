@@ -22,8 +22,8 @@ _HOST = "127.0.0.1"
 class Proxy:
     """A TCP proxy that forwards every connection to one server. It runs on a separate thread.
 
-    Limitations: when it swallows packets, its kernel still acknowledges them, as a middlebox does, so TCP keepalives are
-    answered. Therefore, the proxy does not simulate a cut cable.
+    Limitations: after `black_hole`, the kernel still acknowledges packets, as a middlebox does, so TCP keepalives are answered.
+    Therefore, the proxy does not simulate a cut cable.
     """
 
     def __init__(self, dsn: str) -> None:
@@ -66,7 +66,6 @@ class Proxy:
         self._run(self._listen(self.port))
 
     def connections(self) -> int:
-        """Return how many connections are open."""
         return len(self._pairs)
 
     def close(self) -> None:
@@ -166,7 +165,6 @@ class Proxy:
             sink.write_eof()
 
     async def forward(self, sink: asyncio.StreamWriter, data: bytes) -> None:
-        """Forward one piece of data."""
         await self._flowing.wait()
         if self._pause:
             await asyncio.sleep(self._pause)

@@ -45,9 +45,7 @@ def open_engine(url: str | URL, label: str = "pgfence_testing") -> Engine:
 def open_database(worker: str, *, movable_clock: bool = False) -> Iterator[str]:
     """Yield the URL of a database that exists until the end of the block.
 
-    Args:
-        worker: the name of the pytest-xdist worker, for the name of the database.
-        movable_clock: whether to start a temporary server with libfaketime.
+    With `movable_clock`, the temporary server is started with libfaketime.
     """
     if dsn := os.environ.get(VARIABLE):
         with create_database(dsn, worker) as url:

@@ -140,9 +140,8 @@ class AsyncTransactionLock(TransactionLockBase):
     def hold(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[None, None]:
         """Acquire the lock on entering the block. Leaving the block does NOT release it.
 
-        The lock is held until the transaction ends.
-
-        The block shows which statements the lock protects. For a block that ends together with its transaction, use `begin`.
+        The lock is held until the transaction ends. The block only shows which statements the lock protects. For a block that
+        ends together with its transaction, use `begin`.
 
         Args:
             timeout: the same as for `acquire`.

@@ -103,7 +103,7 @@ class TransactionLockBase(Guided):
     # ------------------------------------------------------------ where
 
     def _connect(self, work: Session | Connection) -> Connection:
-        """Return the connection to the primary; a Session begins its transaction there if necessary."""
+        """Return the connection of the transaction, which a Session begins on the primary if necessary."""
         if isinstance(work, Connection):
             connection = work
         else:
@@ -214,9 +214,6 @@ class TransactionLockBase(Guided):
         """Raise an error unless the transaction still holds the lock.
 
         A round trip is needed only if a savepoint may have released it.
-
-        Raises:
-            TransactionStateError: the transaction no longer holds the lock.
         """
         if stay.has_ended() or not self._holds(stay.connection):
             raise self._ended_error()
@@ -384,6 +381,6 @@ class TransactionLockBase(Guided):
 def _default_timeout(config: Config, owner: Contender) -> float:
     """Return the default timeout.
 
-    It is limited while a session lock is held, because PostgreSQL cannot detect deadlocks with session locks.
+    It is limited while the caller holds a session lock or a lease, because PostgreSQL cannot detect a deadlock that involves one.
     """
     return min(config.default_timeout, NESTED_LIMIT) if owner.holds else config.default_timeout

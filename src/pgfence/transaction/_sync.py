@@ -56,10 +56,10 @@ class TransactionLock(TransactionLockBase):
 
     Limitations: nothing is protected after COMMIT or ROLLBACK, and what was read before the lock may be stale. REPEATABLE READ
     and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock. Waiters
-    stand in the server's own queue, and their order is not guaranteed. The lock exists in one database on one server, and a
-    failover ends it with its transaction. A deadlock or a cancelled statement aborts the transaction, as with every statement in
-    PostgreSQL. A lost connection and other database errors are raised as SQLAlchemy's own errors. There is neither a `release()`
-    nor a `wrap()`, because the lock belongs to one transaction.
+    queue in the server, and their order is not guaranteed. The lock exists in one database on one server, and a failover ends it
+    with its transaction. A deadlock or a cancelled statement aborts the transaction, as with every statement in PostgreSQL. A
+    lost connection and other database errors are raised as SQLAlchemy's own errors. There is neither a `release()` nor a
+    `wrap()`, because the lock belongs to one transaction.
 
     Args:
         session: the Session, scoped_session or Connection whose transaction the lock belongs to. The lock uses the connection
@@ -142,9 +142,8 @@ class TransactionLock(TransactionLockBase):
     def hold(self, *, timeout: Seconds | None = None) -> AbstractContextManager[None, None]:
         """Acquire the lock on entering the block. Leaving the block does NOT release it.
 
-        The lock is held until the transaction ends.
-
-        The block shows which statements the lock protects. For a block that ends together with its transaction, use `begin`.
+        The lock is held until the transaction ends. The block only shows which statements the lock protects. For a block that
+        ends together with its transaction, use `begin`.
 
         Args:
             timeout: the same as for `acquire`.

@@ -73,7 +73,7 @@ _NONE = object()
 
 
 def _version_of(given: object) -> object:
-    """Return the version in a client's data. An instance of a versioned class has a version that no client has sent."""
+    """Return the version in a client's data. That of a versioned instance is ignored, because no client has sent it."""
     if isinstance(given, Mapping):
         return given.get(ATTRIBUTE, _NONE)
     return _NONE if isinstance(given, VersionedBase) else getattr(given, ATTRIBUTE, _NONE)

@@ -44,8 +44,6 @@ class Flush:
     """One flush of a VersionedSession.
 
     Attributes:
-        session: the session that flushes.
-        context: SQLAlchemy's record of the flush.
         started: whether all listeners of before_flush, and `ahead`, have been called.
         ahead: a function that is called after these listeners, before any row is compared or written.
         emitting: whether rows are being written together, so that mappers hide their version column.
@@ -191,11 +189,7 @@ def find_way(mapper: Mapper[object]) -> Way | None:
 
 
 def batch_of(state: State) -> Flush | None:
-    """Return the flush that is writing a row in a batch, or None if the row is written by its own statement.
-
-    Raises:
-        TransactionStateError: rows of the table are written together, and this one belongs to another session.
-    """
+    """Return the flush that is writing a row in a batch, or None if the row is written by its own statement."""
     flush = NOW.get()
     if flush is None or not flush.emitting or flush.way_of(state.mapper) is None:
         return None

@@ -209,11 +209,7 @@ def _load_version(state: State, _context: QueryContext, names: Iterable[str] | N
 
 
 def check_read(mapper: Mapper[object], state: State) -> None:
-    """Raise an error if columns of a row to be written were read without its version.
-
-    Raises:
-        VersionRequiredError: columns were read without the version.
-    """
+    """Raise an error if columns of a row to be written were read without its version."""
     keys = {prop.key for prop in mapper._identity_key_props}
     for name in set(mapper.column_attrs.keys()) - keys:
         if name in state.dict and state.committed_state.get(name) is not NO_VALUE:

@@ -33,7 +33,6 @@ class Join:
     owners, but changing the row does not.
 
     Attributes:
-        prop: the relationship.
         shared: whether it is many-to-many.
         names: the attributes of the rows that occur in the condition.
         key: the positions among `names` of the owner's primary key, if the condition compares nothing else.
@@ -70,11 +69,7 @@ class Join:
         return None if unknown else values
 
     def get_after(self, state: State, coming: Mapping[str, object]) -> Values:
-        """Return the values of a row as the flush will write them.
-
-        Raises:
-            TypeError: the database computes a value that refers to the owner.
-        """
+        """Return the values of a row as the flush will write them."""
         values = tuple(coming[name] if name in coming else _read_assigned(state, name) for name in self.names)
         for name, value in zip(self.names, values, strict=True):
             if value is _UNKNOWN and name in self._pairs:
@@ -112,22 +107,20 @@ class Join:
 
 
 def register_join(prop: RelationshipProperty[object]) -> None:
-    """Record, in the class that a relationship leads to, that changes of the relationship count as changes of its owner.
-
-    Raises:
-        ValueError: the owner of a row cannot be found by the columns of the row.
-    """
+    """Record in the class of the related rows that changes of a relationship count as changes of its owner."""
     joins: dict[object, Join] = prop.mapper.class_manager.info.setdefault(_INFO, {})
     if prop not in joins:
+        way = "map the columns that the join uses"
         try:
             if prop.entity.is_aliased_class:
-                raise UnmappedColumnError("the relationship leads to an alias")
+                way = f"use {prop.mapper.class_.__name__} itself as the target"
+                raise UnmappedColumnError("the target of the relationship is an aliased class")
             joins[prop] = Join(prop)
         except UnmappedColumnError as error:
             raise ValueError(
                 f"{prop} cannot count as a change of its {prop.parent.class_.__name__}, because the owner of a changed"
-                f" {prop.mapper.class_.__name__} cannot be found by its columns ({error}): map the columns that the join uses,"
-                " or remove the relationship from __version_relationships__"
+                f" {prop.mapper.class_.__name__} cannot be found by its columns ({error}): {way}, or remove the relationship"
+                " from __version_relationships__"
             ) from error
 
 
@@ -154,7 +147,7 @@ def collect_incoming(state: State) -> dict[str, object]:
 def collect_copied(
     prop: RelationshipProperty[object], source: State | None, target: Mapper[object]
 ) -> dict[str, object]:
-    """Return the foreign keys that a flush copies from one row into another, or None if the source row has no key yet."""
+    """Return the foreign keys that a flush copies from one row into another; each is None if there is no source row."""
     return {
         _name(target, theirs): None if source is None else getattr(source.obj(), _name(source.mapper, ours))
         for ours, theirs in prop.synchronize_pairs

@@ -53,7 +53,7 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
     Limitations: the flush is not guaranteed to succeed unless `lock=True`. If it fails, a plain Session raises SQLAlchemy's
     StaleDataError, and a `VersionedSession` raises VersionConflictError. In REPEATABLE READ and SERIALIZABLE, the row is as old
     as the transaction's snapshot, and the UPDATE of a row that has changed since then fails with SQLSTATE 40001. A row that was
-    deleted and created again starts at version 1 again. `VersionedUUID` distinguishes the two rows.
+    deleted and created again starts at version 1 again. `VersionedUUID` distinguishes it from the deleted row.
 
     Args:
         session: a Session or scoped_session, or the async counterpart of either, in which case the result must be awaited.
@@ -154,7 +154,7 @@ def _conflict_error(
     emit_conflicts(session, [item])
     return VersionConflictError(
         f"{mapper.class_.__name__} {named} is not at the expected version ({str(wanted)[:_SHOWN]}): {now}. Show the current"
-        " row to the client, who then decides again",
+        " row to the client",
         items=[item],
         precondition=True,
     )

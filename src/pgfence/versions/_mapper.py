@@ -48,10 +48,7 @@ if TYPE_CHECKING:
 class SentUpdate(Update):
     """An UPDATE that writes rows only if they still have the versions at which they were read.
 
-    Attributes:
-        mapper: the base mapper of the rows.
-        way: how rows are written together, or None if they are written one by one.
-        version: their version column.
+    `way` is how the rows are written together, or None if they are written one by one.
     """
 
     inherit_cache = True
@@ -192,7 +189,7 @@ class SentDelete(Delete):
             _add_versions(flush, self.rows_of(distilled_params), distilled_params, self.version.key)
         result = super()._execute_on_connection(connection, distilled_params, execution_options)
         several = len(distilled_params) > 1
-        # Some drivers cannot count several rows at once. `_confirm` reads the rows that were locked after the flush.
+        # Some drivers cannot count several rows at once. After the flush, `_confirm` reads the rows that were locked.
         uncounted = several and self.way == "locked"
         written = uncounted or result.rowcount == len(distilled_params)
         if flush is not None and (written or several):
@@ -268,7 +265,7 @@ class VersionedMapper(Mapper[object]):
 
     @memoized_property
     def batches(self) -> bool:
-        """Whether rows can be written together, which needs a version column of their own and the statements of this module."""
+        """Whether rows can be written together, which requires a version column other than xmin and this mapper in the base class."""
         found = self.__dict__["version_id_col"]
         return found is not None and not found.system and isinstance(self.base_mapper, VersionedMapper)
 

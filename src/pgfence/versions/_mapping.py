@@ -30,7 +30,6 @@ class VersionedBase:
 
 
 def is_versioned(mapper: Mapper[object]) -> bool:
-    """Return whether rows of a class have a version."""
     return issubclass(mapper.class_, VersionedBase)
 
 
@@ -54,7 +53,6 @@ def get_version_column(mapper: Mapper[object]) -> Column[object]:
 
 
 def get_version_table(mapper: Mapper[object]) -> Table:
-    """Return the table that has the version."""
     table = get_version_column(mapper).table
     assert isinstance(table, Table)
     return table

@@ -80,9 +80,9 @@ class Versioned(_Guarded):
             `schema.add_version_trigger`; and with "xmin", PostgreSQL itself.
         __version_column__: the name of the column in the table. The attribute is always `version`.
         __version_relationships__: names of one-to-many and many-to-many relationships. A flush that adds, removes or deletes rows
-            of such a relationship or, for one-to-many, changes or moves them, counts as one change of this row. It does not matter
-            what the relationship joins on. The version of a row that owns this one does not change with it. A subclass that
-            sets the attribute replaces the list of its base; `(*Document.__version_relationships__, "lines")` extends it.
+            of such a relationship or, for one-to-many, changes or moves them, counts as one change of this row. The relationship
+            may join on any mapped columns. The version of a row that owns this one does not change with it. A subclass that sets
+            the attribute replaces the list of its base; `(*Document.__version_relationships__, "lines")` extends it.
 
     Raises:
         VersionConflictError: on writing in a `VersionedSession`, if the row is at another version or was deleted.
@@ -95,8 +95,9 @@ class Versioned(_Guarded):
             the statement that fixes it.
         TypeError, ValueError: on mapping the class, if an attribute is unusable, there are two version columns, or a relationship
             writes rows by statements that compare no version: `post_update` with a foreign key in the table of a joined subclass,
-            or a table of versioned rows as `secondary`. A name in `__version_relationships__` that is not a relationship, leads
-            to one row that others share, is `viewonly`, or joins on columns that are not mapped also raises ValueError.
+            or a table of versioned rows as `secondary`. ValueError is also raised for a name in `__version_relationships__` that
+            is not a relationship, or whose relationship is many-to-one or `viewonly`, has an aliased class as its target, or
+            joins on columns that are not mapped.
     """
 
     if TYPE_CHECKING:

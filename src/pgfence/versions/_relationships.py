@@ -53,8 +53,8 @@ def _register_joins(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
             )
         if prop.direction is RelationshipDirection.MANYTOONE or prop.viewonly:
             raise ValueError(
-                f"{cls.__name__}.__version_relationships__ contains {name!r}, which leads to one row that others share, or cannot"
-                " be written: only one-to-many and many-to-many relationships can count"
+                f"{cls.__name__}.__version_relationships__ contains {name!r}, which is many-to-one or viewonly: only one-to-many"
+                " and many-to-many relationships that a flush writes can count"
             )
         _joins.register_join(prop)
         _USED.add(name)

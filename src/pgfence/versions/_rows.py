@@ -51,11 +51,7 @@ def versions_of(
 ) -> list[object]:
     """Return the version of each row, or None for a row that does not exist.
 
-    Args:
-        connection: the connection that reads.
-        mapper: the class of the rows.
-        keys: their primary keys.
-        lock: the options of a row lock, which is taken in the order of the keys, or None if the rows are not locked.
+    `lock` contains the options of a row lock, which is taken in the order of the keys. None means that the rows are not locked.
     """
     query, names = _build_query(mapper, None if lock is None else tuple(lock.items()))
     values = {name: [key[place] for key in keys] for place, name in enumerate(names)}
@@ -90,17 +86,10 @@ def _build_key_table(
 def lock_rows(
     connection: Connection, mapper: Mapper[object], keys: Sequence[Key], *, deleting: bool = False
 ) -> tuple[list[object], list[Key]]:
-    """Lock rows in the order of their keys.
+    """Lock rows in the order of their keys, and return their versions, and the keys of the rows that could not be locked.
 
-    Args:
-        connection: the connection whose transaction locks the rows.
-        mapper: the class of the rows.
-        keys: their primary keys.
-        deleting: whether some of the rows will be deleted, so that no other transaction may add rows that refer to them.
-
-    Returns:
-        The version of each row, or None if the row does not exist; and the keys of rows that exist and were not locked, because a
-        row-level security policy allows this role only to read them.
+    The version of a row that does not exist is None. A row cannot be locked if a row-level security policy allows this role only
+    to read it. With `deleting`, some of the rows will be deleted, so no other transaction may add rows that refer to them.
     """
     found = versions_of(connection, mapper, keys, lock={"key_share": not deleting})
     missing = [place for place, version in enumerate(found) if version is None]
@@ -112,11 +101,7 @@ def lock_rows(
 
 
 def check_transaction(connection: Connection, way: str) -> None:
-    """Raise an error unless a row lock lasts until the row is written.
-
-    Raises:
-        TransactionStateError: the connection is in autocommit.
-    """
+    """Raise an error unless a row lock lasts until the row is written."""
     if read_driver_state(connection).autocommit:
         raise TransactionStateError(
             "a versioned row was not locked, because the connection is in autocommit, in which the lock would end before the row is"

@@ -146,12 +146,7 @@ class VersionedSession(Session):
 
 
 def _check_merge(session: Session, instance: object) -> None:
-    """Raise an error unless an instance, and those that merge() cascades to, may overwrite what is in the database.
-
-    Raises:
-        VersionRequiredError: an instance has no valid version, and a row with its key exists.
-        VersionConflictError: an instance was read at another version, or its row was deleted.
-    """
+    """Raise an error unless an instance, and those that merge() cascades to, may overwrite what is in the database."""
     state = inspect(instance, raiseerr=False)
     if not isinstance(state, InstanceState):
         return  # merge() raises an error for objects that are not mapped.

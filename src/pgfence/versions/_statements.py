@@ -50,12 +50,7 @@ _TABLES: WeakKeyDictionary[Table, ref[Mapper[object]]] = WeakKeyDictionary()
 
 
 def guard(state: ORMExecuteState) -> AnyResult | None:
-    """Make a statement give every row that it changes a new version. Return its result if it was executed here.
-
-    Raises:
-        VersionRequiredError: the statement would leave versions unchanged.
-        ValueError: the statement assigns the version, or has two sets of parameters for one row.
-    """
+    """Make a statement give every row that it changes a new version. Return its result if it was executed here."""
     statement = state.statement
     if isinstance(statement, StatementLambdaElement):
         resolved: Any = statement._resolved
@@ -272,11 +267,9 @@ def _execute(
 ) -> AnyResult | None:
     """Execute a statement and update the session's instances of the written classes, or return None if it has none.
 
-    Args:
-        state: the execution.
-        mappers: classes whose instances SQLAlchemy does not synchronize.
-        synchronized: the class for which SQLAlchemy applies `synchronize_session`. Instances with another version are read again,
-            because columns that another session has changed since could be overwritten if they had the new version.
+    SQLAlchemy does not synchronize the instances of `mappers`, and applies `synchronize_session` to those of `synchronized`. Of
+    the latter, instances with another version are read again, because columns that another session has changed since could be
+    overwritten if they had the new version.
     """
     found = [(mapper, loaded) for mapper in mappers if (loaded := collect_instances(state, mapper))]
     kept = collect_instances(state, synchronized) if synchronized is not None else {}

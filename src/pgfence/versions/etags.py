@@ -60,8 +60,8 @@ def etag(instance: object, /) -> str:
         return jsonify(title=page.title), {"ETag": etag(page)}
 
     Guarantees: all processes return the same tag for the same version of a row, and a subclass returns the same tag as its base
-    class. Another version of the row has another tag, unless the row was deleted and created again. `VersionedUUID` distinguishes
-    the two rows.
+    class. Another version of the row has another tag; if the row was deleted and created again, this is guaranteed only with
+    `VersionedUUID`.
 
     Limitations: the tag covers only this row. A response may also depend on other rows, or on the reader's permissions.
 
