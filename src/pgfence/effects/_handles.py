@@ -56,7 +56,7 @@ class _Attempt:
         self._completed = NOTHING
         """The result that `complete` has stored."""
         self.in_progress: dict[str, object] = {}
-        """The steps that are running, each with a mark of its thread or task."""
+        """The steps that are running, each with a mark of its call."""
         self.unsaved: dict[str, str] = {}
         """The names of steps that were done but perhaps not saved, with their values as JSON. The step "" is the whole effect."""
 
@@ -77,7 +77,7 @@ class _Attempt:
 
         Raises:
             AttemptLostError: the claim could not be renewed in time, or another attempt has taken over.
-            IdempotencyMisuseError: the attempt has ended.
+            IdempotencyMisuseError: the attempt has ended, or this is a forked child.
         """
         self._running.check()
 

@@ -199,7 +199,7 @@ class RunningAttempt:
         return bool(newest == self.number)
 
     async def free(self) -> bool | None:
-        """Free the key, so that any caller can run immediately, because this attempt is known to have done nothing.
+        """Free the key, so that any caller can run immediately.
 
         Returns False if another attempt has the key, and None if the server did not respond; freeing is then retried later.
         """

@@ -163,7 +163,7 @@ class Election:
 
         Raises:
             PgfenceError, TypeError: on entering, the same errors as `campaign`.
-            LockLostError: on leaving after a loss, unless the block itself raised an exception.
+            LockLostError: with "cancel", on leaving after a loss, unless the block itself raised an exception.
         """
         return self._candidate.with_owner(owner).hold(timeout=timeout, on_loss=on_loss)
 

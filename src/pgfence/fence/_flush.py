@@ -1,4 +1,4 @@
-"""Check the tokens for each row that a flush writes, for its resource before and after the change.
+"""Check that the transaction has the token for each row that a flush writes, before and after the change.
 
 Mapper events cover most rows. An UPDATE that a flush sends without an event is checked in `_updates`.
 """

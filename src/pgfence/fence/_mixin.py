@@ -41,12 +41,12 @@ class Fenced(Guarded):
     with the highest token under which the row was written. Values that the program assigns to the attribute are ignored.
 
     Guarantees:
-        A Session writes such a row only in a transaction that has a token for the row's resource before the change and for its
-        resource after the change. The rule applies to a flush, whatever hook it calls for the row (including `post_update`, and a
-        DELETE and an INSERT of the same key that become one UPDATE), and to insert(), update() and delete() of the class. A write
-        without the token raises an error. No row is skipped silently. Rows of other classes need no token. With `__fence__ =
-        "gate"`, the transaction has entered the gate, so its token was the newest at that time and stays the newest until the
-        transaction ends.
+        A Session writes such a row only in a transaction that has a token for the row's resources before and after the change.
+        The rule applies to a flush, whatever hook it calls for the row (including `post_update`, and a DELETE and an INSERT of
+        the same key that become one UPDATE), and to insert(), update() and delete() of the class. A write without the token
+        raises an error. No row is skipped silently. Rows of other classes need no token. With `__fence__ = "gate"`, the
+        transaction has entered the gate, so its token was the newest at that time and stays the newest until the transaction
+        ends.
 
         `__fence__ = "row"` needs none of pgfence's tables. The transaction's token is that of the gate, if it has entered one.
         Otherwise, it is that of the lease or lock that this task or thread holds under the resource's name. The token is compared

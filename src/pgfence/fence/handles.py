@@ -135,8 +135,8 @@ class FencedHeld(_HasToken, Held):
 
         Args:
             session: a Session or Connection.
-            resources: the resources whose gates are entered, in the namespace of the lock or lease; by default the resource with
-                its name.
+            resources: the resources whose gates are entered, in the namespace of the lock or lease; by default, the resource
+                that has the name of the lock or lease.
 
         Raises:
             StaleFencingTokenError: another token is valid now. No change of the transaction can be committed. In REPEATABLE READ
@@ -169,8 +169,8 @@ class FencedHeld(_HasToken, Held):
 
         Args:
             factory: a sessionmaker, which yields a Session; or an Engine, which yields a Connection.
-            resources: the resources whose gates are entered, in the namespace of the lock or lease; by default the resource with
-                its name.
+            resources: the resources whose gates are entered, in the namespace of the lock or lease; by default, the resource
+                that has the name of the lock or lease.
 
         Raises:
             PgfenceError, ValueError: on entering, the same errors as `fence`; inside the block, the errors of fences that reject

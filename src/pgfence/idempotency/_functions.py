@@ -112,9 +112,9 @@ def idempotent(
     IntegrityError. A transaction in which the work was begun and not finished cannot commit. If the work raises an error that is
     not listed in `record`, roll back the whole transaction, or to a savepoint around the call.
 
-    With psycopg, the result is sent together with the COMMIT, unless an event listener for statements is registered. The result
-    is sent before the COMMIT if a savepoint, a setting or another key follows. Commit through SQLAlchemy, because the driver's
-    own `commit()` does not send the result, and PostgreSQL rejects that COMMIT.
+    With psycopg, the result is sent together with the COMMIT, unless `echo` is on or a listener for statements or for `begin` is
+    registered. The result is sent before the COMMIT if a savepoint, a setting or another key follows. Commit through SQLAlchemy,
+    because the driver's own `commit()` does not send the result, and PostgreSQL rejects that COMMIT.
 
     If you neither call `run` on the returned object nor enter it as a block, it causes a RuntimeWarning when it is
     garbage-collected.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CatchUp: TypeAlias = Literal["none", "last", "all"]
 
 PUNCTUAL = timedelta(seconds=60)
-"""The time after its beginning within which a slot may be begun with `catch_up="none"`. It is the resolution of a crontab."""
+"""The time after the beginning of a slot within which it may be begun with `catch_up="none"`: the resolution of a crontab."""
 
 SHORTEST = timedelta(milliseconds=1)
 _DAY = timedelta(days=1)

@@ -1,4 +1,4 @@
-"""Keys are assigned to N partitions by their hash. Each partition has one owner at a time, with a fencing token."""
+"""Keys are assigned to N partitions by their hash. Each partition has at most one owner at a time, with a fencing token."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def partition_for(key: str, count: int, *, hash: Literal["sha256", "murmur2"] = 
     Limitations: another count moves most keys to another partition.
 
     Args:
-        key: any text, which is hashed as UTF-8.
+        key: text, which is hashed as UTF-8.
         count: the number of partitions, from 1 to 1,000.
         hash: "sha256" takes the first 8 bytes of the SHA-256, big-endian and without the sign bit, modulo `count`. "murmur2" is
             the hash of Kafka's Java client.

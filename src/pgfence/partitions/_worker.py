@@ -1,6 +1,6 @@
 """A worker is a member that takes partitions up to its quota, serves them, and gives them up.
 
-The same code serves threads and tasks.
+Threads and tasks run the same code.
 
 join ── below the quota: acquire free partitions, serve each ── lost, asked to stop, or returned ── release ─┐
   └─ above it: ask the newest to stop  ── sleep until a member joins or leaves, or a third of the TTL ──────┘
@@ -285,7 +285,7 @@ class Balancer(Generic[OwnershipT]):
             await event.wait(seconds)
 
     def _note_failure(self, error: Exception) -> float:
-        """Log that the server could not be queried, as a warning only once, and return the seconds to pause."""
+        """Log that the server could not be queried, as a warning only for the first failure in a row, and return the pause."""
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
         names = format_names((self._options._name,))

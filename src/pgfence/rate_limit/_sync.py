@@ -31,7 +31,7 @@ class RateLimit(RateLimitOptions[EngineSource]):
 
     Limitations: the order of waiters is not guaranteed. Only the time at which a unit is taken counts. Calls that you make
     afterwards may reach their destination later, and therefore closer together. If a response is lost, the units of that call may
-    count nevertheless. A limit that was lowered and raised again within one window forgets units; see `change`.
+    count nevertheless. If a limit is lowered and raised again within one window, units are forgotten; see `change`.
 
     Taking `n` units updates `n` small rows, whatever the limit. Calls for one name are serialized by the row of the name in the
     database.
@@ -60,7 +60,8 @@ class RateLimit(RateLimitOptions[EngineSource]):
         Raises:
             ValueError: `n` is out of range, or another limit or period is stored.
             TypeError: `n` is not an int.
-            UnreachableError: the server did not respond, and the units may have been taken.
+            UnreachableError: the server did not respond, and the units may have been taken; or all connections for leases were in
+                use.
             SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: this server accepts no writes.
         """

@@ -164,7 +164,8 @@ class SemaphoreOptions(LeaseOptions[EngineSourceT, HandleT]):
 
     async def _take(self, timeout: Seconds | None, *, lasts: bool = False) -> HandleT | None:
         manager, request = self._prepare()
-        # A try does not wait. A fair waiter has a place in the server's queue, even among the waiters of this process.
+        # With a unique turn, a request waits for no other contender of this process. A try does not wait at all, and a fair
+        # waiter has its own place in the server's queue.
         if not timeout_of(manager.config, timeout, manager.carrier.get_contender()):
             request = replace(request, turn=str(uuid.uuid4()))  # type: ignore[call-arg]
         elif self._fair:

@@ -86,7 +86,8 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
             WaitCancelledError: the event of `cancel_waits()` was set.
             SelfDeadlockError: this thread holds and requests more permits in total than the semaphore has. Not raised with
                 `timeout=0`.
-            UnreachableError: the server cannot be reached. A grant whose response was lost is released in the background.
+            UnreachableError: the server cannot be reached, or the call does not wait and all connections for leases are in use. A
+                grant whose response was lost is released in the background.
             SchemaError: the tables are missing or too old, or this role may not use them.
             StandbyError, UnsupportedServerError: this server accepts no writes.
         """

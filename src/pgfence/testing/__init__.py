@@ -2,9 +2,9 @@
 
 Installing pgfence adds its plugin to pytest. The plugin does nothing until a test uses one of its fixtures:
 
-- `pgfence_server`: the URL of a database for this run, on a temporary PostgreSQL server.
+- `pgfence_server`: the URL of a database for this run, on a temporary PostgreSQL server or on that of `PGFENCE_TEST_DSN`.
 - `pgfence_namespace`: a namespace that no other test uses.
-- `pgfence_holds`: holds a lock in another session.
+- `pgfence_holds`: holds a lock as another contender.
 - `pgfence_no_leaks`: fails a test that leaves a lock behind.
 - `pgfence_faults`: makes locks busy, lost or stale, ends connections and processes, and moves the server's clock.
 - `pgfence_history`: records which holders were inside a critical section, and checks the record.

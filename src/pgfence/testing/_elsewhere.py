@@ -1,4 +1,4 @@
-"""Hold locks in another session, on a separate thread and through an engine with separate connections."""
+"""Hold locks as another contender, on a separate thread."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Engines:
 
 
 class PgfenceHolds(Protocol):
-    """The type of the fixture `pgfence_holds`, which is a function that holds a lock in another session of the server.
+    """The type of the fixture `pgfence_holds`, which is a function that holds a lock as another contender.
 
     ::
 

@@ -85,7 +85,7 @@ class PgfenceFaults:
     @overload
     def busy(self, *names: Name, shared: bool = False) -> AbstractContextManager[Held, None]: ...
     def busy(self, *names: Any, shared: bool = False) -> AbstractContextManager[Any, None]:
-        """Hold names or a lock from another session inside a `with` block, as `pgfence_holds` does; see `PgfenceHolds`.
+        """Hold names or a lock as another contender inside a `with` block; see `PgfenceHolds`.
 
         Args:
             lock: the lock to hold, as for `pgfence_holds`.

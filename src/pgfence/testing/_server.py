@@ -30,7 +30,7 @@ def build_sync_url(url: str | URL) -> URL:
 
 
 def open_engine(url: str | URL, label: str = "pgfence_testing") -> Engine:
-    """Return an engine for the helpers of a test run, whose sessions have their own application_name."""
+    """Return an engine for the helpers of a test run, with `label` as the application_name."""
     try:
         return create_engine(
             build_sync_url(url), pool_pre_ping=True, pool_size=2, connect_args={"application_name": label}

@@ -127,8 +127,8 @@ class TransactionLock(TransactionLockBase):
                 `timeout=0`.
             DeadlockError: PostgreSQL detected a deadlock and has aborted the transaction.
             TransactionStateError: the connection is in autocommit or a pipeline, the snapshot is older than the lock, there are
-                unflushed changes, or the lock is held in shared mode and requested in exclusive mode. Nothing was requested,
-                and the transaction is as it was before.
+                unflushed changes, or the lock is held in shared mode and requested in exclusive mode. No lock was acquired, and
+                the transaction is as it was before.
             StandbyError: the server is a standby.
             UnsupportedServerError: the server is not PostgreSQL or is too old, or the driver is not supported.
             UnreachableError: the session had no connection yet, and the server cannot be reached.

@@ -218,7 +218,7 @@ def collect_written(context: UOWTransaction, chosen: Callable[[State], bool]) ->
 def _choose_ways(flush: Flush, context: UOWTransaction) -> dict[Mapper[object], Way]:
     """Choose how to write the rows of each table.
 
-    A table with a single row is omitted, because one statement is cheapest there.
+    Tables with too few rows are omitted, because separate statements cost less there.
     """
     # The flush itself does this first, so that relationships add the rows that they change. A second run finds nothing left to
     # do.

@@ -131,10 +131,7 @@ def _agrees(row: object, version: object, expected: object) -> bool:
 
 
 def _reject_unflushed(session: Session, mapper: Mapper[object]) -> None:
-    """Raise an error if there are unflushed changes, including changes of rows that the same SELECT loads.
-
-    Reading would lose them.
-    """
+    """Raise an error if there are unflushed changes, which reading could lose, also in other rows that the SELECT loads."""
     changed = [one for one in session.dirty if session.is_modified(one)] + list(session.deleted)
     if changed:
         kinds_of = ", ".join(sorted({type(one).__name__ for one in changed}))

@@ -1,4 +1,4 @@
-"""Count a change of rows that belong to a versioned row as a change of that row, if `__version_relationships__` lists them."""
+"""Count changes of related rows as changes of a versioned row, for the relationships in `__version_relationships__`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KEYS, _CONDITIONS = 1000, 100
 """The maximum number of keys, and of conditions, in one SELECT of owners."""
 
 _USED: set[str] = set()
-"""The names that count in any class. If there are none, flushes are not touched."""
+"""The names that count in any class. If there are none, flushes are left unchanged."""
 
 
 def _check_names(_mapper: Mapper[object], cls: type[VersionedBase]) -> None:
