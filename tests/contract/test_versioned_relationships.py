@@ -359,9 +359,17 @@ async def test_a_row_can_be_counted_manually(world: World) -> None:
     assert await on_session(world, engine, work) == [2, 1]
 
 
-@pytest.mark.parametrize("name", ["nothing", "owner", "alias", "unmapped"])
-def test_names_that_cannot_count_are_rejected(name: str) -> None:
-    """No relationship of that name, one that leads to a row that others share, or one whose rows do not tell their owner."""
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "'nothing', which is not a relationship"),
+        ("owner", "'owner', which is many-to-one or viewonly"),
+        ("alias", "an aliased class.: use Line itself as the target, or remove"),
+        ("unmapped", "map the columns that the join uses, or remove"),
+    ],
+)
+def test_names_that_cannot_count_are_rejected(name: str, message: str) -> None:
+    """A name that is no relationship, a many-to-one relationship, or one whose rows do not determine their owner."""
 
     class Base(DeclarativeBase):
         pass
@@ -391,7 +399,7 @@ def test_names_that_cannot_count_are_rejected(name: str) -> None:
         alias: Mapped[list[Line]] = relationship(other, primaryjoin=lambda: Order.owner_id == foreign(other().other_id))
 
     try:
-        with pytest.raises(ValueError, match=f"contains {name!r}|{name} cannot count"):
+        with pytest.raises(ValueError, match=message):
             configure_mappers()
     finally:
         Base.registry.dispose()
