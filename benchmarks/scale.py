@@ -224,7 +224,7 @@ def render(hosts: Sequence[int], load: Load, primary: Primary, costs: Costs) -> 
             [[f"{count:,}", *(f"{need.processor[part]:.3f}" for part in parts)] for count, need in needs.items()],
         ),
         _table(
-            ["Limit", "Hosts that reach it"],
+            ["Limit", "Hosts that stay within it"],
             [[what, f"{find_hosts(what, load, primary, costs):,}"] for what in limits],
         ),
         _table(
