@@ -1,4 +1,4 @@
-"""One failover of each kind while clients use every primitive."""
+"""One failover of each kind while clients use most primitives."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.cluster.campaign",
-        description="Strike at a cluster while clients use every primitive, and judge what they recorded.",
+        description="Strike at a cluster while clients use most primitives, and judge what they recorded.",
         epilog="The exit code is 1 if a guarantee was broken.",
     )
     parser.add_argument(

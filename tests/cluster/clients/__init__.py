@@ -1,3 +1,3 @@
-"""Clients of the cluster that use every primitive, and write down what they believed and what was acknowledged."""
+"""Clients of the cluster that use most primitives, and write down what they believed and what was acknowledged."""
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
         "pgfence needs PostgreSQL 14 or later, because it uses functions and views that older servers do not have.",
     ),
     "standby": CodeEntry(
-        "error", "A lock on a standby excludes no process on the primary, so every call raises StandbyError."
+        "error",
+        "A lock on a standby excludes no process on the primary, so every call that acquires a lock raises StandbyError.",
     ),
     "pooler-transaction": CodeEntry(
         "error",
@@ -93,7 +94,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "target-session-attrs": CodeEntry(
         "warning",
-        "The driver may connect to a standby in the list, where every call raises StandbyError.",
+        "The driver may connect to a standby in the list, where every call that acquires a lock raises StandbyError.",
     ),
     "tcp-user-timeout": CodeEntry(
         "warning",
@@ -130,7 +131,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     "synchronous-commit": CodeEntry(
         "warning",
         "pgfence switches the setting on when it commits a token, but your own transactions commit without waiting for the"
-        " disk: after a crash of the server, fenced writes and idempotent results that were acknowledged may be missing.",
+        " disk (off) or for a standby (local): after a crash or a failover, fenced writes and idempotent results that were"
+        " acknowledged may be missing.",
     ),
     "tables-missing": CodeEntry(
         "info",
@@ -185,8 +187,8 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "hidden-sessions": CodeEntry(
         "info",
-        "The role sees neither the state nor the statements of other roles' sessions, so leaked locks and standbys may be"
-        " overlooked, and holders are listed without address and time.",
+        "The role sees neither the state nor the statements of other roles' sessions, so findings about leaked locks and"
+        " standbys may be missing, and `pgfence ps` lists holders without address and time.",
     ),
     "alembic-lock": CodeEntry(
         "warning", "If two processes run `alembic upgrade` at the same time, both may run the same migration."
