@@ -67,7 +67,7 @@ KEY_REPEATED = Problem(
 KEY_INVALID = Problem(
     "idempotency_key_invalid",
     400,
-    "The Idempotency-Key is malformed. Send one string of 1 to 255 printable characters, in double quotes.",
+    "The Idempotency-Key is malformed. Send one string of 1 to 255 printable ASCII characters, in double quotes.",
 )
 PRINCIPAL_MISSING = Problem(
     "principal_missing",
