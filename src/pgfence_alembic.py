@@ -25,7 +25,7 @@ __all__ = ["Directives", "setup"]
 _log = logging.getLogger("pgfence.migrations")
 
 _UNASKED = "alembic.autogenerate.pgfence"
-"""Matches the pattern that Alembic uses if env.py lists no plugins."""
+"""A name that matches the pattern that Alembic uses if env.py lists no plugins."""
 
 
 class Directives:
@@ -45,7 +45,7 @@ class Directives:
         Args:
             operations: `op` itself.
             schema: the schema, which is created if it does not exist. None means the schema in which the search path finds an
-                installation, which is then not changed, or otherwise the first schema on the search path.
+                installation, or otherwise the first schema of the search path.
             prefix: prefix of the names of tables and functions.
             version: the version of the tables and functions, so that the migration does the same with a later release. None
                 means the newest version.
@@ -65,7 +65,7 @@ class Directives:
 
         Args:
             operations: `op` itself.
-            schema: their schema; None means the first schema on the search path.
+            schema: their schema; None means the first schema of the search path.
             prefix: prefix of their names.
 
         Raises:
@@ -220,7 +220,8 @@ class Directives:
     ) -> None:
         """Drop the version trigger of a table.
 
-        A missing trigger is not an error. Its function is kept, because other tables may use it.
+        A missing trigger is not an error. A partition keeps the trigger of its parent. The trigger's function is kept, because
+        other tables may use it.
 
         The table and its partitions are locked in ACCESS EXCLUSIVE mode: the lock waits for the transactions that have read or
         written them, and new readers and writers wait behind it, for at most the session's `lock_timeout` (`DDL_WAIT` in
@@ -279,8 +280,8 @@ class Directives:
             **kw: further arguments of `op.create_index`, such as postgresql_where.
 
         Raises:
-            ValueError: another object, or an index that differs or cannot be compared, has that name; there is no column; or
-                the table is partitioned, where PostgreSQL does not support CONCURRENTLY.
+            ValueError: another object, or an index that differs or cannot be compared, has that name; `columns` is empty; or the
+                table is partitioned, where PostgreSQL does not support CONCURRENTLY.
             TransactionStateError: Alembic did not start the transaction, for example because the Connection was already in one.
         """
         made = _operations().CreateIndexSafely(index_name, table_name, columns, schema=schema, unique=unique, **kw)

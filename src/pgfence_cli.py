@@ -7,7 +7,7 @@ import gc
 
 def main() -> int:
     """Run the command that the arguments of this process name, and return its exit code."""
-    # The garbage collector would need an eighth of the time until a command starts, to find nothing: what an import creates
+    # The garbage collector would take an eighth of the time until a command starts and free nothing, because what an import creates
     # stays. `pgfence.cli.main` switches it on again.
     gc.disable()
     from pgfence.cli import main

@@ -1,4 +1,4 @@
-"""pytest's plugin: the fixtures of `pgfence.testing`.
+"""The pytest plugin with the fixtures of `pgfence.testing`.
 
 pytest loads this module in every project of an environment in which pgfence is installed. It is therefore outside the package,
 and imports neither pgfence nor SQLAlchemy until a test uses a fixture.
@@ -57,7 +57,7 @@ def pgfence_holds(request: pytest.FixtureRequest, _pgfence_engines: Engines) -> 
     """A function that holds a lock in another session of the server; see `pgfence.testing.PgfenceHolds`."""
     from pgfence.testing._elsewhere import Holds
 
-    # The server starts with the first name. A lock that is passed has its own engine.
+    # The server is started when the first name is held. A lock that is passed has its own engine.
     return Holds(lambda: _pgfence_engines.get(request.getfixturevalue("pgfence_server")), _find_namespace(request))
 
 
@@ -65,7 +65,7 @@ def pgfence_holds(request: pytest.FixtureRequest, _pgfence_engines: Engines) -> 
 def pgfence_no_leaks(pgfence_server: str, _pgfence_engines: Engines) -> Iterator[None]:
     """Fail the test if it leaves an advisory lock or a lease behind that did not exist before it.
 
-    The failure names the lock and its holder. Add it to all tests with `usefixtures = ["pgfence_no_leaks"]` in pytest's
+    The failure names the lock and its holder. Add the fixture to all tests with `usefixtures = ["pgfence_no_leaks"]` in pytest's
     configuration, or to some with `@pytest.mark.usefixtures("pgfence_no_leaks")`: it then encloses the fixtures that the
     test requests, and looks for locks after they have ended.
     """

@@ -19,5 +19,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop the tables and functions. Fails while a lease is held."""
+    """Drop the tables and functions. This fails while a lease is held."""
     op.drop_pgfence()

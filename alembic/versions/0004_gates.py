@@ -19,5 +19,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Restore the older functions. Waits until no transaction is inside a gate."""
+    """Restore the older functions. This waits until no transaction is inside a gate."""
     op.upgrade_pgfence(4, 3)

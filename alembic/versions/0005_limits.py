@@ -19,5 +19,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them, with the numbers of permits and of partitions and the takes that are stored."""
+    """Drop what the upgrade added, including the numbers of permits and partitions, and the takes of rate limits."""
     op.upgrade_pgfence(5, 4)

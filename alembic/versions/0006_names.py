@@ -19,5 +19,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop them, with the names, which are stored again when they are used."""
+    """Drop the table and the function. The names are stored again when they are used."""
     op.upgrade_pgfence(6, 5)

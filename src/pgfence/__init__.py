@@ -267,7 +267,7 @@ _LATE = {
     "partition_for": "pgfence.partitions",
     "run_transaction": "pgfence.retrying",
 }
-"""The module of each exported name that is not imported with pgfence, but only when the name is first accessed."""
+"""The module of each exported name that is imported only when it is first accessed."""
 
 _LATE_MODULES = {"compat", "schema"}
 

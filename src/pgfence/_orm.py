@@ -31,11 +31,12 @@ _MISSING = object()
 
 
 def sends_update(state: State) -> bool:
-    """Return whether the flush sends an UPDATE for a persistent row, with its columns as they are now."""
+    """Return whether the current values of a persistent row would make a flush send an UPDATE."""
     # Session.is_modified() is not used: it is also True for relationships whose foreign key is in another row, or is written by
-    # a later UPDATE (`post_update`), and for an assigned expression. SQLAlchemy sends no UPDATE of the row for those.
+    # a later UPDATE (`post_update`), and for attributes that are mapped to an expression. SQLAlchemy sends no UPDATE of the row
+    # for those.
     values, attributes = state.dict, state.manager
-    writable = _WRITABLE.get(state.mapper) or _is_writable(state.mapper)
+    writable = _WRITABLE.get(state.mapper) or _find_writable(state.mapper)
     for key, old in state.committed_state.items():
         if key in writable:
             value = values.get(key, _MISSING)
@@ -47,7 +48,7 @@ def sends_update(state: State) -> bool:
 
 
 def will_send_update(state: State) -> bool:
-    """Return whether the flush will send an UPDATE, before it copies the keys of related rows into foreign keys.
+    """Return whether a flush that has not yet copied the keys of related rows into foreign keys will send an UPDATE.
 
     A row that is written only because another row changes, such as a child that is removed from a collection without a back
     reference, is not detected.
@@ -58,8 +59,8 @@ def will_send_update(state: State) -> bool:
     return any(key in relationships and _moves(state, relationships[key]) for key in state.committed_state)
 
 
-def _is_writable(mapper: Mapper[object]) -> frozenset[str]:
-    """Return the attributes of a class whose columns are in tables that a flush writes."""
+def _find_writable(mapper: Mapper[object]) -> frozenset[str]:
+    """Return the attributes that are mapped to columns of tables that a flush writes."""
     named = mapper._propkey_to_col
     found = frozenset(key for table in mapper._pks_by_table for key in named.get(table, ()))
     _WRITABLE[mapper] = found
@@ -95,7 +96,7 @@ def identity_of(state: State) -> Key:
 
 
 def find_key_in_update(context: UOWTransaction, state: State) -> Key:
-    """Return the key by which a flush finds the row of an instance, according to SQLAlchemy's rule for changed primary keys."""
+    """Return the key by which a flush finds the row of an instance whose primary key may have changed."""
     mapper = state.mapper
     if state.key is not None and state.committed_state.keys().isdisjoint(mapper._primary_key_propkeys):
         return identity_of(state)
@@ -111,7 +112,7 @@ def find_key_in_update(context: UOWTransaction, state: State) -> Key:
 
 
 def get_key_columns(mapper: Mapper[object], table: FromClause) -> list[Column[object]]:
-    """Return the primary key of a mapper as columns of one of its tables."""
+    """Return the columns of `table`, one of the mapper's tables, that contain the primary key."""
     props = [mapper.get_property_by_column(each) for each in mapper.primary_key]
     return [next(each for each in prop.columns if each.table is table) for prop in props]
 
@@ -128,7 +129,7 @@ def upsert_of(statement: object) -> OnConflictDoUpdate | None:
 def set_on_conflict(
     statement: Insert, upsert: OnConflictDoUpdate, names: Collection[str], column: str, value: ColumnElement[object]
 ) -> Insert:
-    """Return an upsert that sets a column of the conflicting row to a value, in place of its own assignments to `names`."""
+    """Return a copy of an upsert that sets `column` of the conflicting row, instead of what it assigns to `names`."""
     changed, clause = statement._generate(), copy(upsert)
     given = upsert.update_values_to_set
     kept = {key: each for key, each in dict(given).items() if find_value_name(key) not in names} | {column: value}

@@ -63,8 +63,8 @@ class IdempotencyMiddleware:
     Limitations: a handler that fails or dies may have done part of its work, and the next request runs it again. Do its database
     work in one transaction, and other work in an `IdempotentEffect`, whose steps are stored.
 
-    A response larger than `max_body`, or of type `text/event-stream`, is sent as it is produced and not stored. The key then
-    records that the request was processed, even if the client disconnects partway, and later requests get a 409 without
+    A response larger than `max_body`, or of type `text/event-stream`, is sent as it is produced and not stored. Instead, a note
+    that the request was processed is stored, even if the client disconnects partway, and later requests get a 409 without
     `Retry-After`. Scopes other than `http`, and requests that need no key, pass through unchanged.
 
     Inside another IdempotencyMiddleware that has already claimed the key, this middleware claims and stores nothing. It returns
@@ -74,8 +74,8 @@ class IdempotencyMiddleware:
     Args:
         app: the application.
         engine: an AsyncEngine, or a function that returns one. The tables must exist: run `pgfence install`.
-        principal: a function of the ASGI scope that returns who sent the request, after authentication. It must never return a
-            constant, or a value that the client can choose. The principal must be unique among all applications and tenants
+        principal: a function that takes the ASGI scope and returns the authenticated sender of the request. It must never return
+            a constant, or a value that the client can choose. The principal must be unique among all applications and tenants
             that share the tables. If the function returns None, the request gets a 400. Without `principal`, a digest of the
             headers `Authorization` and `Cookie` identifies the client, and a request without both gets a 400. Omit `principal`
             only if these headers authenticate the client. A retry with other values of these headers runs again.
@@ -155,7 +155,7 @@ class IdempotencyMiddleware:
     async def _begin(
         self, request: HttpRequest, scope: Scope, receive: Receive, send: Send
     ) -> _AsgiExchange | Reply | None:
-        """Claim the key of a request, or return what was recorded under it. Return None if an outer middleware has claimed it."""
+        """Claim the key of a request, or return the response to send. Return None if an outer middleware has claimed the key."""
         rules = self._rules
         key, owner = rules.read_key(request), rules.find_principal(request, scope)
         if RequestMarker.is_marked(scope, request):
@@ -245,7 +245,7 @@ class _AsgiExchange(Exchange):
             raise
 
     async def _complete(self, start: Message) -> None:
-        """Store the response, then send it."""
+        """Store the response, then send it or, if it was sent as it was produced, its last part."""
         flows = self._open.is_set()
         reply = self._rules.build_record(
             start["status"], _decode_headers(start), None if flows else b"".join(self._chunks)

@@ -72,8 +72,8 @@ def with_advisory_lock_key(name: str) -> LockKey:
     """Return the key of `Model.with_advisory_lock(name)` in Rails, which is the pair (31 bits of CRC-32, 0).
 
     This key applies if `WITH_ADVISORY_LOCK_PREFIX` is not set. Otherwise, the leading digits of that setting are the second half
-    of the pair, so use `LockKey.pair(with_advisory_lock_key(name).value >> 32, digits)`. With about 50,000 names or more,
-    unrelated names are likely to share a key, because it has only 31 bits.
+    of the pair, so use `LockKey.pair(with_advisory_lock_key(name).value >> 32, digits)`. Of about 55,000 names or more, two are
+    likely to share a key, because it has only 31 bits.
 
     Raises:
         TypeError: `name` is not a str. `with_advisory_lock` uses a number unchanged, so the key of a number is

@@ -148,16 +148,14 @@ class HasDialect(Protocol):
 
     @property
     def dialect(self) -> Dialect:
-        """The SQLAlchemy dialect, which is specific to the server and its driver."""
+        """The SQLAlchemy dialect."""
         ...
 
 
 def config_of(thing: HasDialect, *, pin: bool = False) -> Config:
     """Return the settings for an Engine, AsyncEngine, Connection or AsyncConnection.
 
-    Args:
-        thing: the engine or connection.
-        pin: whether to fix the settings, because something depends on them from now on and later changes would be ignored.
+    With `pin`, the settings can no longer be changed, because something depends on them from now on.
     """
     # The settings are stored on the dialect, which an engine shares with its execution_options() copies, Connections and
     # Sessions. The settings are garbage-collected with the engine.

@@ -1,4 +1,4 @@
-"""All exceptions of pgfence; `PgfenceError` is their base class.
+"""The exceptions of pgfence and their base class, `PgfenceError`.
 
 Each exception can be pickled and has its data as attributes, and its message says what to do. Handle exceptions by class or
 attribute, never by their text. All exceptions have these attributes:
@@ -37,8 +37,9 @@ def _restore(cls: type[PgfenceError], args: tuple[object, ...], state: dict[str,
 class PgfenceError(DontWrapMixin, Exception):
     """Base class of the exceptions that pgfence defines. SQLAlchemy does not wrap them in a StatementError.
 
-    It is raised directly if native threads are missing (gevent, eventlet, uWSGI), if a flush of a `VersionedSession` could not
-    write a row that no other process has written, and if the server rejects a statement of `pgfence.monitoring`.
+    It is raised directly if native threads are missing (gevent, eventlet, uWSGI), if the engine's `creator` does not open a new
+    connection, if a flush of a `VersionedSession` could not write a row that no other process has written, and if the server
+    rejects a statement of `pgfence.monitoring`.
     """
 
     http_status: int = 500
@@ -60,8 +61,8 @@ class LockTimeoutError(PgfenceError, TimeoutError):
     transaction that tried to enter.
 
     `holders` lists the holders that were last seen, and may be empty. `held_here` lists the session locks and leases that the
-    same task or thread held while it waited. `retry_after` is 1 second or, for a `RateLimit` or a slot that is over, the time to
-    wait.
+    same task or thread held while it waited. `retry_after` is 1 second. For a `RateLimit` or a slot that is over, it is the time
+    to wait, or None if no slot follows.
     """
 
     http_status = 423
@@ -170,9 +171,8 @@ class UnsupportedServerError(PgfenceError):
 class UnreachableError(PgfenceError):
     """The server cannot be reached. It is not known whether the lock is free or held.
 
-    The error is not `retryable`, and `http_status` is 500 instead of 503, if the server rejected the login, the encryption or the
-    database, or if the host does not exist. A wait then ends immediately, and `unreachable=` does not apply. Correct the
-    configuration.
+    If the server rejected the login, the encryption or the database, or if the host does not exist, the configuration is wrong. The
+    error is then not `retryable`, its `http_status` is 500, a wait ends immediately, and `unreachable=` does not apply.
     """
 
     http_status = 503
@@ -187,7 +187,7 @@ class UnreachableError(PgfenceError):
 
 
 class TransactionStateError(PgfenceError):
-    """The caller's connection or transaction is in a state, such as autocommit, in which pgfence cannot do what it guarantees."""
+    """The caller's connection or transaction is in a state, such as autocommit, in which pgfence cannot keep its guarantees."""
 
 
 class CapacityError(PgfenceError):
@@ -313,7 +313,10 @@ class CommitOutcomeUnknownError(PgfenceError):
 
 
 class IdempotencyKeyReusedError(PgfenceError):
-    """The key belongs to a request with another payload, finished or in progress. The caller's transaction is usable."""
+    """The key belongs to another request, finished or in progress, that has a different payload.
+
+    The caller's transaction is usable.
+    """
 
     http_status = 422
 

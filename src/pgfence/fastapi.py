@@ -154,8 +154,7 @@ class Locked:
 
     Args:
         names: names in which a field in braces is a path parameter, converted as declared. If `account_id` is declared as `int`,
-            the path value 007 locks `account:7`. A `Decimal` keeps its trailing zeros, so 1.5
-            and 1.50 are different locks.
+            the path value 007 locks `account:7`. A `Decimal` keeps its trailing zeros, so 1.5 and 1.50 are different locks.
         session: the dependency that provides the endpoint's Session or AsyncSession.
         timeout: seconds to wait; None means the configured default.
 
@@ -164,7 +163,8 @@ class Locked:
         TypeError: for a request, if a field is not declared as a parameter, if the endpoint is a generator, or if a dependency
             requests the session without `scope="function"`, with `use_cache=False`, or under other scopes of `Security`, so
             that there would be two sessions.
-        HTTPException: for a request, 422 if a path parameter cannot be used in a lock name.
+        HTTPException, RequestValidationError: for a request, if a path parameter cannot be used in a lock name, or is not of its
+            declared type; both result in a 422.
         PgfenceError: for a request, the same errors as `TransactionLock.acquire`.
     """
 
@@ -285,7 +285,7 @@ class Idempotent(Generic[T]):
     async def __call__(
         self, *, request: Request, response: Response, session: Any, principal: str, key: str
     ) -> IdempotentCall[T]:
-        """Return the key of the request. FastAPI calls this method, which does not access the database; only `run` does."""
+        """Return the `IdempotentCall` of the request. FastAPI calls this method. Only `run` accesses the database."""
         check_root(request.scope, self._session)
         payload = await read_payload(request, Request)
         try:

@@ -1,8 +1,8 @@
 """Lock names and their 64-bit keys, which are the same in every process, on every platform and in every release.
 
-The key is the first 8 bytes, big-endian and signed, of SHA-256 over UTF-8(namespace + U+001F + name). There is no salt, and the
-byte order of the host does not matter, so every release, language and machine computes the same key. The text is used
-unchanged. It is not normalized, stripped or case-folded, so a composed and a decomposed "é" are two different names.
+The key is the first 8 bytes, big-endian and signed, of SHA-256 over UTF-8(namespace + U+001F + name), without a salt, whatever
+the byte order of the host. The text is used unchanged. It is not normalized, stripped or case-folded, so a composed and a
+decomposed "é" are two different names.
 
 PostgreSQL has two separate spaces of advisory lock keys: single bigint numbers, and pairs of int4 numbers. Names use the first
 space. `LockKey.raw` and `LockKey.pair` return the keys of other programs.
@@ -154,7 +154,7 @@ class LockKey:
 
     @property
     def value(self) -> int:
-        """The signed 64-bit number. For a pair, it is `classid << 32 | objid`."""
+        """The signed 64-bit number. For a pair, `classid` is its upper half and `objid` its lower half."""
         return self._value
 
     @property
@@ -169,7 +169,7 @@ class LockKey:
 
     @property
     def sql(self) -> ColumnElement[int]:
-        """The key as a SQL expression, which the server computes from the name. For a pair, it is the 64-bit value."""
+        """The key as a SQL expression. The server computes it from the name; for a key without a name, it is the 64-bit value."""
         if self._hashed is None:
             return cast(literal(self._value, BigInteger), BigInteger)
         # Imported here because it loads every driver's dialect, which would take more than half of the time of `import pgfence`.

@@ -1,7 +1,7 @@
 """Functions for operators: examine the server, end holds, free and purge keys, and read the audit table.
 
-All of them raise `UnsupportedServerError` if the engine is not for PostgreSQL or its driver is not supported, and `PgfenceError` if
-the server rejects a statement for another reason than those that are listed, such as a `statement_timeout`.
+All of them raise `UnsupportedServerError` if the engine is not for PostgreSQL or its driver is not supported. All except `purge`
+raise `PgfenceError` if the server rejects a statement for a reason that is not listed, such as a `statement_timeout`.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def evict(
 
     The token in the name's row and in its gate is incremented, the lease ends, and a row with reason and actor is written to the
     audit table. The call waits at most 2 s for writers with the old token that are inside the gate. After that, no write with the
-    old token can commit. The handle of a lease is lost with the reason "evicted". Handles of the same engine in this process are
-    lost by the time the function returns. The server notifies other processes immediately. If no notification arrives (behind a
-    pooler), their handles are lost at the next renewal. A holder that has held its lease for less than a second may be notified
-    only when that second has passed. Sessions that hold an advisory lock with that name are terminated, and their holders are notified
-    immediately, with the reason "killed". A name whose lease was already released still gets a higher token, so that a late
-    writer is rejected.
+    old token can commit. A name whose lease was already released gets a higher token too, so that a late writer is rejected.
+
+    The holder of a lease loses it with the reason "evicted": if it uses the same engine in this process, before the function
+    returns; otherwise, when the server's notification arrives or, behind a pooler, at the next renewal. A process that has held
+    leases for less than a second may be notified only after that second. Sessions that hold an advisory lock with that name are
+    terminated, and their holders lose it with the reason "killed".
 
     Limitations: the holder may still be running. Only transactions that enter the gate of this name are fenced.
 
@@ -82,18 +82,18 @@ def evict(
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         name: the name, in the configured namespace. For a permit of the semaphore `NAME`, it is `NAME#i`, as `holders()` shows;
             for a partition, it is `NAME/i`.
-        reason: the reason, for the audit table. It must not be empty.
-        actor: the person or program that acts, for the audit table; None means this process's user and host.
+        reason: why; stored in the audit table. It must not be empty.
+        actor: who evicts, a person or a program; stored in the audit table. None means this process's user and host.
         dry_run: whether to evict nothing and only return the holders that would be evicted.
 
     Returns:
-        The holders that were evicted, or that would be evicted without `dry_run`.
+        The holders that were evicted or, with `dry_run`, would be evicted.
 
     Raises:
         ValueError: the name, the reason or the actor cannot be used; or the name is that of a semaphore or of partitions.
         TypeError: the name, the reason or the actor is not a str, or `engine` is not an engine.
-        LockTimeoutError: a transaction that writes with the old token was still open after 2 s, and `holders` lists the
-            transactions that may be this one. Nothing was done.
+        LockTimeoutError: a transaction that writes with the old token was still open after 2 s, and `holders` lists those that may
+            be this transaction; or new holders acquired the lease faster than it could be evicted. Nothing was done.
         SchemaError: the tables are missing, or this role lacks privileges. Nothing was done.
         StandbyError: the server accepts no writes. Nothing was done.
         UnreachableError: the server did not respond. If the connection was lost partway, check what was done before you retry.
@@ -115,8 +115,8 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
     """Ask the leader of an election to resign, and record the request, in one transaction.
 
     The leader is notified immediately, or, if no notification arrives (behind a pooler), at its next renewal, at most a
-    third of a TTL later. It calls `on_lost`, ends its work, releases the term, and waits a second before it is a
-    candidate again, so that another candidate is elected.
+    third of a TTL later. It calls `on_lost`, waits until its work has ended, releases the term, and waits a second before it
+    is a candidate again, so that another candidate can be elected.
 
     Limitations: a leader that hangs, or was elected through `campaign()` and does not check its term, does not resign. Use
     `evict`, which fences it.
@@ -124,8 +124,8 @@ def ask_to_resign(engine: Engine | AsyncEngine, name: str, *, reason: str, actor
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         name: the name of the election, in the configured namespace.
-        reason: the reason, for the audit table. It must not be empty.
-        actor: the person or program that asks, for the audit table; None means this process's user and host.
+        reason: why; stored in the audit table. It must not be empty.
+        actor: who asks, a person or a program; stored in the audit table. None means this process's user and host.
 
     Returns:
         The leader that was asked, or None if there was no leader, in which case nothing was done.
@@ -154,7 +154,6 @@ def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix:
     freed after a known failure is not listed. A key in a caller's transaction is not listed either, because other sessions cannot
     read it before it has a result.
 
-    `prefix` applies to scopes. On the command line, the same filter is `--scope`, while `--prefix` is the prefix of the tables.
 
     Guarantees: no lock is taken. The names of a key's steps leave the server, but its result and payload do not.
 
@@ -163,7 +162,7 @@ def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix:
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited. A standby is sufficient.
         older_than: the minimum number of seconds since the key was first claimed.
-        prefix: the beginning of the scope, without the configured namespace.
+        prefix: the beginning of the scope, without the configured namespace. On the command line, this filter is `--scope`.
 
     Raises:
         ValueError: `older_than` is negative, or the prefix cannot be used.
@@ -185,10 +184,10 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
     """Free an idempotency key whose attempt was lost or is running, and record who freed it. The next caller begins immediately.
 
     In one transaction, the claim of the attempt ends and a row with reason and actor is written to the audit table. The next
-    caller runs the next attempt, which does not repeat the steps that were saved. An attempt that is still running gets
-    AttemptLostError at its next renewal or step, and PostgreSQL rejects any result that it tries to store after that.
+    caller runs the next attempt, which does not repeat the steps that were saved. An attempt that is still running can no longer
+    store its result, and gets AttemptLostError at its next renewal or step.
 
-    The scope comes first, as in `pgfence keys free`. If scope and key are swapped, no key matches, and the result is None.
+    The scope comes first, as in `pgfence keys free`. If scope and key are swapped, the result is None.
 
     Limitations: the attempt may still be running, and may have had effects outside the database. Check these effects first,
     because the next caller repeats the step that was not finished, under the same derived key.
@@ -197,8 +196,8 @@ def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str,
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
         scope: the scope of the key, without the configured namespace.
         key: the key.
-        reason: the reason, for the audit table. It must not be empty.
-        actor: the person or program that acts, for the audit table; None means this process's user and host.
+        reason: why; stored in the audit table. It must not be empty.
+        actor: who frees the key, a person or a program; stored in the audit table. None means this process's user and host.
 
     Returns:
         The key as it was found, or None if it is unknown, finished or free, in which case nothing was done.
@@ -230,7 +229,8 @@ def purge(engine: Engine | AsyncEngine, *, batch: int = 1000) -> object:
     An expired key counts as new for the next caller, whether or not it was purged. Purging keeps the table small. The keys of all
     namespaces in the table are purged.
 
-    The names of locks that no process has started to use for 30 days are deleted too, if the role may do so. They are not counted.
+    The names of locks that no process has started to use in the last 30 days are deleted too, if the role may delete them. They
+    are not counted.
 
     Guarantees: a key that has not expired is kept, as is a key whose attempt is running. No other transaction waits for the purge
     longer than one batch takes. Any number of processes may purge at the same time.
@@ -282,7 +282,6 @@ def doctor(engine: Engine | AsyncEngine, *, alembic_ini: str | PathLike[str] | N
 
     Raises:
         UnreachableError: the server did not respond.
-        UnsupportedServerError: the engine is not for PostgreSQL, or its driver is not supported.
         ValueError: the ini file or its env.py cannot be read.
         TypeError: an argument has the wrong type.
     """
@@ -318,13 +317,13 @@ def release_leaked(
 
     Args:
         engine: an Engine, or an AsyncEngine, in which case the result must be awaited.
-        reason: the reason, for the audit table. It must not be empty.
-        actor: the person or program that acts, for the audit table; None means this process's user and host.
+        reason: why; stored in the audit table. It must not be empty.
+        actor: who ends the sessions, a person or a program; stored in the audit table. None means this process's user and host.
         idle_for: the minimum number of seconds since the session became idle.
         dry_run: whether to end no session and only return which locks would be released.
 
     Returns:
-        The holders, one for each lock. A session that was used after the list was read is not ended.
+        The holders, one for each lock. A session that was used after it was found is not ended.
 
     Raises:
         ValueError: the reason or the actor is blank, or `idle_for` is negative.
@@ -354,7 +353,7 @@ def audit(
 def audit(
     engine: Engine | AsyncEngine, *, since: datetime | timedelta | None = None, action: str | None = None
 ) -> object:
-    """Return the rows of the audit table, the oldest first. Each row says who intervened, when and why.
+    """Return the rows of the audit table, the oldest first: who intervened, when and why.
 
     The rows of all namespaces are returned. pgfence never deletes any of them.
 

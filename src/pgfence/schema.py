@@ -1,4 +1,4 @@
-"""Create and drop pgfence's tables and server functions, or return the script that creates them.
+"""Create and drop pgfence's tables and server functions, fences and version triggers.
 
 Schema and prefix come from `configure()`, and the engine's `schema_translate_map` is applied to the schema. Without a schema,
 pgfence uses the schema in which the search path finds an installation, or otherwise the first schema of the search path.
@@ -44,12 +44,12 @@ __all__ = [
 def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfence_") -> Sequence[Table]:
     """Add pgfence's tables to a MetaData and return them, for migrations that compare it with the database.
 
-    A second call adds nothing. `metadata.create_all()` alone is not sufficient, because it creates these tables without the
-    functions and without the version number that is stored in the tables. Use `create_all` of this module.
+    A second call adds nothing. `metadata.create_all()` alone is not sufficient, because it creates neither the functions nor the
+    row that contains the version of the tables. Use `create_all` of this module.
 
     Args:
         metadata: the MetaData to which the tables are added.
-        schema: the schema of the tables; None uses that of the MetaData.
+        schema: the schema of the tables; None means the schema of the MetaData.
         prefix: the prefix of the tables' names, at most 40 bytes.
 
     Raises:
@@ -81,10 +81,10 @@ def create_all(engine: AsyncEngine | AsyncConnection) -> Coroutine[Any, Any, Non
 @overload
 def create_all(engine: Engine | Connection) -> None: ...
 def create_all(engine: AnyEngine) -> object:
-    """Create the tables and functions that do not exist yet.
+    """Create the tables and functions that do not exist yet, or upgrade those of an older version.
 
     A second call changes nothing and needs no CREATE privilege. Several processes may call it at the same time. On a Connection,
-    the call is part of the caller's transaction. Existing tables that differ are not altered.
+    the call is part of the caller's transaction. Existing columns are not altered.
 
     Args:
         engine: an Engine or Connection, or the async counterpart of either, in which case the result must be awaited.
@@ -92,7 +92,6 @@ def create_all(engine: AnyEngine) -> object:
     Raises:
         SchemaError: this role may not create the tables or functions, or an existing table differs from what pgfence creates.
         TransactionStateError: the Connection is in autocommit.
-        StandbyError, UnreachableError, UnsupportedServerError: see the module.
     """
     return perform(engine, texts.create)
 
@@ -134,9 +133,9 @@ def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
     until `add_fence` is called again.
 
     The table and its partitions (in a repeated call, only those whose fence is incomplete) are locked in SHARE ROW EXCLUSIVE
-    mode. The call waits for transactions that have written to them, and new writers wait for the call, up to the session's
-    `lock_timeout`. By default, there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, only if a resource for
-    the whole table replaces one for each row.
+    mode. The call waits for transactions that have written to them, at most for the session's `lock_timeout` (by default, without
+    limit), and new writers wait for the call. The mode is ACCESS EXCLUSIVE, which also blocks readers, only if a resource for the
+    whole table replaces one for each row.
 
     Args:
         engine: an Engine or Connection, or the async counterpart of either, in which case the result must be awaited. The role
@@ -164,10 +163,10 @@ def drop_fence(
 @overload
 def drop_fence(engine: Engine | Connection, table: str | Table | type[object]) -> None: ...
 def drop_fence(engine: AnyEngine, table: object) -> object:
-    """Remove the fence from a table. After this transaction, every writer may write. It is not an error if there is no fence.
+    """Remove the fence from a table. It is not an error if there is no fence. A partition keeps the fence of its parent.
 
     The table and its partitions are locked in ACCESS EXCLUSIVE mode. The call waits for transactions that have read or written
-    them, and new readers and writers wait for the call, up to the session's `lock_timeout`. By default, there is no limit.
+    them, at most for the session's `lock_timeout` (by default, without limit), and new readers and writers wait for the call.
 
     Args:
         engine: an Engine or Connection, or the async counterpart of either, in which case the result must be awaited.
@@ -200,9 +199,9 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
     replication. Tables that inherit from this one with INHERITS need separate triggers. Partitions are covered.
 
     Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode. The call waits for
-    transactions that have written to them, and new writers wait for the call, up to the session's `lock_timeout`. By default,
-    there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, if the call replaces a trigger for another column
-    or a disabled one.
+    transactions that have written to them, at most for the session's `lock_timeout` (by default, without limit), and new writers
+    wait for the call. The mode is ACCESS EXCLUSIVE, which also blocks readers, if the call replaces a trigger for another column or
+    a disabled one.
 
     Args:
         engine: an Engine or Connection, or the async counterpart of either, in which case the result must be awaited. The role
@@ -231,11 +230,11 @@ def drop_version_trigger(
 @overload
 def drop_version_trigger(engine: Engine | Connection, table: str | Table | type[object]) -> None: ...
 def drop_version_trigger(engine: AnyEngine, table: object) -> object:
-    """Drop the trigger of a table. After this transaction, versions are not incremented. A missing trigger is not an error.
+    """Drop the version trigger of a table. A missing trigger is not an error. A partition keeps the trigger of its parent.
 
     The function remains, because other tables may use it. The table and its partitions are locked in ACCESS EXCLUSIVE mode. The
-    call waits for transactions that have read or written them, and new readers and writers wait for the call, up to the session's
-    `lock_timeout`. By default, there is no limit.
+    call waits for transactions that have read or written them, at most for the session's `lock_timeout` (by default, without
+    limit), and new readers and writers wait for the call.
 
     Args:
         engine: an Engine or Connection, or the async counterpart of either, in which case the result must be awaited.

@@ -44,9 +44,9 @@ def instrument(
     Call this function once for each engine, at any time, before or after `configure()`; a listener that was set with
     `configure(on_event=...)` is still called. A second call with the same providers does nothing.
 
-    The metrics are collected by the reader of the meter provider. An acquire or release only appends its event to a list;
-    durations are recorded when the metrics are collected. If more than 1,000 durations with the same attributes occur between two
-    collections, a random sample of 1,000 is recorded. Counters include every event.
+    The reader of the meter provider collects the metrics. An acquire or release appends its event to a list; durations are
+    recorded when the metrics are collected. If more than 1,000 durations with the same attributes occur between two collections, a
+    random sample of 1,000 is recorded. Counters include every event.
 
     Spans are added only to a trace that is already being recorded: `pgfence.acquire` for a call that found another holder,
     `pgfence.hold` for the time from the grant to the release, and `pgfence.transaction.attempt` for each attempt of

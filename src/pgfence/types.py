@@ -1,4 +1,4 @@
-"""Values that describe locks and their holders."""
+"""Values that describe locks, their holders and their events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Holder:
 
     Attributes:
         name: the readable name, if known.
-        key: the key of the lock.
+        key: the key of an advisory or transaction lock. Leases and other kinds that are rows in a table have none.
         kind: for example "advisory", "session lock" (an advisory lock with a token), "transaction", "lease" or "slot".
         mode: "exclusive" or "shared".
         owner: the `owner=` that the holder passed, or by default its host name and process id, if its kind has an owner.
@@ -75,7 +75,8 @@ class Event:
 
     Attributes:
         event: what happened.
-        name: the name of the lock or key, without the namespace; several names are separated by commas.
+        name: the name of the lock, key or fenced resource, without the namespace (several names are separated by commas); for
+            "conflict", the name of the class.
         owner: the `owner=` that the holder passed, for leases, permits, partitions and terms.
         lease_id: identifies one grant of a lease.
         token: the fencing token of the grant; for "fence_rejected", the token that was rejected.

@@ -54,9 +54,9 @@ class IdempotencyMiddleware:
     this middleware claims and stores nothing.
 
     An iterable, a generator, the function `write` and the server's file wrapper are supported. The whole output is collected
-    before the response is stored and sent, unless the response is larger than `max_body` or of type `text/event-stream`.
-    `close()` is called when the server has sent the response. The status code is stored, but the reason phrase is not. A server
-    that joins repeated headers turns two keys into one malformed key, which gets a 400. A request body needs a length, or a
+    before the response is stored and sent, unless the response is larger than `max_body` or of type `text/event-stream`. The
+    iterable's `close()` is called when the server closes the response. The status code is stored, but the reason phrase is not. A
+    server that joins repeated headers turns two keys into one malformed key, which gets a 400. A request body needs a length, or a
     server that terminates it (`wsgi.input_terminated`). Otherwise, the request gets a 411.
 
     Raises:
@@ -92,7 +92,7 @@ class IdempotencyMiddleware:
         )
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """Serve a request; the server calls this."""
+        """Serve a request. The server calls this method."""
         request = _parse_request(environ) if self._rules.is_handled_method(environ["REQUEST_METHOD"]) else None
         if request is None or not self._rules.applies_to(request):
             return self._app(environ, start_response)
@@ -110,7 +110,7 @@ class IdempotencyMiddleware:
     def _begin(
         self, request: HttpRequest, environ: WSGIEnvironment, start_response: StartResponse
     ) -> _WsgiExchange | Reply | None:
-        """Claim the key of a request, or return what was recorded under it. Return None if an outer middleware has claimed it."""
+        """Claim the key of a request, or return the response to send. Return None if an outer middleware has claimed the key."""
         rules = self._rules
         key, owner = rules.read_key(request), rules.find_principal(request, environ)
         if RequestMarker.is_marked(environ, request):
@@ -204,8 +204,8 @@ class _WsgiExchange(Exchange):
         return self._server(*self._begun)
 
     def _start_streaming(self, rest: Iterator[bytes]) -> Iterator[bytes]:
-        """Send the collected parts, then each further part. The part that completes the announced length is sent last."""
-        held: list[bytes] = []  # not sent before the response is recorded
+        """Send the collected parts, then each further part. The part that completes the announced length waits for the record."""
+        held: list[bytes] = []  # sent only after the response is recorded
         try:
             if self._write is None:
                 self._write = self._begin()
@@ -225,7 +225,7 @@ class _WsgiExchange(Exchange):
         yield from held
 
     def _complete(self) -> Iterable[bytes]:
-        """Store the response, then send it."""
+        """Store the response, then return what is left to send of it."""
         if self._write is not None:
             self._record(None)
             return ()
@@ -236,7 +236,7 @@ class _WsgiExchange(Exchange):
         return self._chunks
 
     def _record(self, body: bytes | None) -> Reply | None:
-        """Store a response, and return the response to send instead if this attempt was superseded."""
+        """Store a response, unless it is a failure. Return the response to send instead if this attempt was superseded."""
         status, headers = self._begun
         reply = self._rules.build_record(int(status.split(" ", 1)[0]), headers, body)
         if reply is None:
@@ -251,9 +251,9 @@ class _WsgiExchange(Exchange):
 
     def _end_stopped(self, error: BaseException | None) -> None:
         """End the attempt after the application has stopped, unless the attempt has already ended."""
-        # The application has responded, but the client disconnected before it had received the whole response.
         answered = self._started is not None and isinstance(error, Exception | None)
         if self._gone and answered and not self._marker.ended:
+            # The application has responded, but the client disconnected before it had received the whole response.
             self._record(None)
         self._end_failed(error)
 
@@ -312,7 +312,7 @@ def _parse_request(environ: WSGIEnvironment) -> HttpRequest:
 
 
 def _decode_text(raw: str) -> str:
-    """Return the text of bytes that an environment contains as Latin-1."""
+    """Return the UTF-8 text of a value that the environment contains decoded as Latin-1."""
     return raw.encode("latin-1").decode("utf-8", "surrogateescape")
 
 

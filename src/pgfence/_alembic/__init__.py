@@ -1,10 +1,10 @@
-"""Alembic operations for tables, fences and version triggers: their implementation, rendering and autogenerate.
+"""Alembic operations for tables, fences, version triggers and indexes: their implementation, rendering and autogenerate.
 
-Loaded on first use of a directive or a comparison by `pgfence_alembic`, the plugin that Alembic finds.
+`pgfence_alembic`, the plugin that Alembic finds, imports this package when a directive or the comparison is first used.
 """
 
 from __future__ import annotations
 
-# Without these, Alembic would render and execute operations that other code derives from ours as their base classes.
+# Without these imports, Alembic would render and execute CreateIndexSafely and DropIndexSafely like their base classes.
 from pgfence._alembic import implementations as implementations
 from pgfence._alembic import renderers as renderers

@@ -37,7 +37,7 @@ class _Found(NamedTuple):
 
 
 def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
-    """Add operations that create what is missing and drop what no model declares.
+    """Add operations that create what is missing and drop guards that no model declares.
 
     pgfence's own tables are not created or dropped one by one.
     """
@@ -77,7 +77,7 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
 
 
 def _find_home(configured: TableNames, own: set[TableNames]) -> TableNames:
-    """Return the installation that guards belong to: the configured one, or else the only one among the models."""
+    """Return the installation that guards belong to: the configured one or, by default, the only one among the models."""
     return next(iter(own)) if configured == TableNames() and len(own) == 1 else configured
 
 

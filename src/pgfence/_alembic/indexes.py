@@ -1,4 +1,4 @@
-"""Build indexes while other sessions write: outside a transaction, also after an interrupted build, never replacing another."""
+"""Build indexes concurrently, also after an interrupted build, and never in place of a different index of that name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def create(operations: Operations, operation: CreateIndexSafely) -> None:
     """Build an index concurrently on PostgreSQL, unless it exists.
 
     Raises:
-        ValueError: the name of the index is used by another object, or the table is partitioned.
+        ValueError: the index has no name, another object or a different index has that name, or the table is partitioned.
         TransactionStateError: the transaction was not begun by Alembic.
     """
     table, name = Target(operation.table_name, operation.schema), _name(operations, operation)

@@ -1,4 +1,4 @@
-"""Find the fence of each table, and pgfence's own tables, in the models of a MetaData."""
+"""Find the fence and the version trigger that models declare for a table, and recognize pgfence's own tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def place_of_own(table: Table) -> TableNames | None:
 
 
 def fence_of(table: Table) -> str | None:
-    """Return the resource of a table's fence, as `add_fence` takes it, or None if it has no fence.
+    """Return the resource of a table's fence, as `add_fence` takes it, or None if no fence is declared.
 
     Raises:
         CommandError: the class of the table computes the resource in a way that a trigger cannot.
@@ -46,7 +46,7 @@ def fence_of(table: Table) -> str | None:
 
 
 def version_of(table: Table) -> str | None:
-    """Return the column in which a trigger counts versions, or None if the table has no such trigger."""
+    """Return the name of the column in which a trigger counts versions, or None if no such trigger is declared."""
     if COUNTED in table.info:
         declared: str | None = table.info[COUNTED]
         return declared

@@ -1,4 +1,4 @@
-"""The operations of a migration. `implementations` executes them, and `renderers` writes them into a script."""
+"""The operations of a migration. `implementations` executes them, and `renderers` writes them into a migration script."""
 
 from __future__ import annotations
 

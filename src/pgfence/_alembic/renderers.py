@@ -1,4 +1,4 @@
-"""Write the operations into a script, without accessing a database."""
+"""Render the operations as the Python code of a migration script."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ _KINDS = "'text', 'character varying', 'smallint', 'integer', 'bigint', 'uuid', 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The table to fence, as the caller named it."""
+    """A table of the application, as the caller named it."""
 
     name: str
     schema: str | None = None
 
     @property
     def quoted(self) -> str:
-        """The quoted, schema-qualified name."""
+        """The quoted name, with the schema if the caller named one."""
         return quote(self.name) if self.schema is None else f"{quote(self.schema)}.{quote(self.name)}"
 
     def __str__(self) -> str:
@@ -84,11 +84,11 @@ class _Trigger:
         return f"COMMENT ON TRIGGER {quote(self.name)} ON {self.table} IS {quote_literal(COMMENT)}"
 
     def select_lacking(self, target: Target) -> str:
-        """Return the query for the quoted names of those tables, of the table and its partitions, that lack this trigger."""
+        """Return the query for the quoted names of the table and its partitions that lack this trigger."""
         return _select_tables(target, f"NOT {self.is_there('c.oid')}")
 
     def build_completion(self, target: Target) -> str:
-        """Return the statement that creates the trigger on each table without it."""
+        """Return the statement that creates the trigger on the table and the partitions that lack it."""
         before, after = self._split_creation()
         comment = f"COMMENT ON TRIGGER {quote(self.name)} ON "
         return block(
@@ -99,7 +99,7 @@ class _Trigger:
         )
 
     def is_there(self, table: str) -> str:
-        """Return the condition that the trigger exists on the table with this oid."""
+        """Return the condition that the trigger exists on the table with this oid, and is enabled."""
         return (
             f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = {table} AND t.tgtype = {self.bits}"
             f" AND t.tgname = {quote_literal(self.name)}"
@@ -130,8 +130,8 @@ def add(connection: Connection, place: TableNames, target: Target, parts: tuple[
     """Add the triggers of a fence to a table, unless the table has them.
 
     Raises:
-        ValueError: the table does not exist; a column does not exist or cannot identify a resource; or the table and one of
-            its partitions have different fences.
+        ValueError: the table does not exist or is not a table; a column does not exist or cannot identify a resource; an
+            unrelated trigger has the name of a fence; or the table and one of its partitions have different fences.
     """
     # A statement-level trigger fires only for the table that a statement names. Rows that can be written through a parent or a
     # partition, or whose resource depends on their columns, need row-level triggers.
@@ -183,7 +183,7 @@ def drop(connection: Connection, place: TableNames, target: Target) -> None:
     """Drop the triggers of a fence from a table. Missing triggers are ignored, and a partition keeps those of its parent.
 
     Raises:
-        ValueError: the table does not exist, or it has an unrelated trigger with the name of a fence.
+        ValueError: the table does not exist or is not a table, or it has an unrelated trigger with the name of a fence.
     """
     _is_among_others(connection, target)
     _expect_own(connection, place, target)
@@ -219,7 +219,7 @@ def _is_copied(connection: Connection, place: TableNames, target: Target) -> boo
 
 
 def list_fenced(connection: Connection, place: TableNames) -> list[str]:
-    """Return the names of the tables with fence triggers."""
+    """Return the names of the tables with fence triggers, without partitions that inherited theirs."""
     names = ", ".join(
         quote_literal(place.name(name)) for name in ("fence_table_v1", "fence_row_v1", "fence_truncate_v1")
     )
@@ -295,7 +295,7 @@ def _oid_sql(target: Target) -> str:
 
 
 def _select_tables(target: Target, condition: str) -> str:
-    """Return the query for the quoted names of the table and those of its partitions that satisfy a condition on `c`."""
+    """Return the query for the quoted names of the table and its partitions, if they satisfy a condition on `c`."""
     return (
         "SELECT pg_catalog.quote_ident(n.nspname) || '.' || pg_catalog.quote_ident(c.relname)"
         " FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"

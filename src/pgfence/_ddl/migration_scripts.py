@@ -59,7 +59,7 @@ _PARTS = (
 def list_fences(connection: Connection, prefix: str) -> list[Standing]:
     """Return the fences of all installations with a prefix, ordered by table.
 
-    `holds` is False for a statement-level fence on a table whose rows can be written through a parent table.
+    `holds` is False for a disabled fence, and for a statement-level fence on a table whose rows can be written through a parent.
     """
     names = ", ".join(quote_literal(prefix + name) for name in ("fence_table_v1", "fence_row_v1"))
     found = execute_plain(
@@ -132,7 +132,7 @@ def find_installations(connection: Connection) -> set[TableNames]:
 
 
 def is_first(connection: Connection, place: TableNames) -> bool:
-    """Return whether the schema of an installation is the one in which the search path creates objects."""
+    """Return whether the schema of an installation is the first schema of the search path."""
     query = f"SELECT pg_catalog.current_schema() IS NOT DISTINCT FROM {quote_literal(place.schema or '')}"
     return bool(execute_plain(connection, query).scalar_one())
 
@@ -335,7 +335,7 @@ DIFFERS = "42P07"
 
 
 def build_index_comparison(table: Target, called: str, creation: str, definition: str) -> str:
-    """Return a statement that fails unless an index is the one that `creation` creates on an empty table of the same name.
+    """Return a statement that fails unless an index equals the one that `creation` creates on an empty table of the same name.
 
     Access method, columns, expressions, order, operator classes, collations, predicate and options are compared; the name and
     the tablespace are not. The empty table is not needed if the server's description of the index equals `definition`, because
@@ -387,7 +387,7 @@ def drop_index(connection: Connection, called: str) -> None:
 
 
 def build_index_cleanup(table: Target, name: str) -> str:
-    """Return a statement for scripts that drops the index left behind by an interrupted build. It blocks writers."""
+    """Return a statement for scripts that drops the index left behind by an interrupted build. It blocks readers and writers."""
     return block(
         "DECLARE\n    found text;\nBEGIN\n"
         f"    SELECT x.oid::pg_catalog.regclass::text INTO found{_indexes_sql(table, name)} AND NOT i.indisvalid;\n"

@@ -42,10 +42,7 @@ def name_function(place: TableNames, column: str) -> str:
 def build_creation(place: TableNames, table: str, column: str) -> tuple[str, ...]:
     """Return the statements that create the function and the trigger. Running them again changes nothing.
 
-    Args:
-        place: the table names, which include the schema and prefix of the function.
-        table: the quoted name of the table.
-        column: the unquoted name of the column.
+    `table` is a quoted name, and `column` an unquoted name.
     """
     name, counted, function = quote(trigger_name(place)), quote(column), name_function(place, column)
     body = _build_body(counted)

@@ -1,1 +1,1 @@
-"""The rules of HTTP, independent of any framework or server."""
+"""The handling of HTTP requests, for `asgi`, `wsgi` and `fastapi`."""

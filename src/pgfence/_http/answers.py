@@ -31,14 +31,7 @@ UNRECORDABLE = NOT_RECORDED.reply()
 
 
 def build_refusal(error: PgfenceError, request: str) -> Reply:
-    """Return the response for a pgfence error.
-
-    The message of the error may contain data that the client must not see, so it is only logged.
-
-    Args:
-        error: the error that was raised by the claim, or at the end of the claim.
-        request: the request as shown in the log.
-    """
+    """Return the response for a pgfence error, and log its message, which may contain data that the client must not see."""
     status = error.http_status
     level, trace = (logging.ERROR, error) if status >= 500 else (logging.INFO, None)
     log.log(level, "%s: %s", request, error, exc_info=trace)
@@ -46,12 +39,7 @@ def build_refusal(error: PgfenceError, request: str) -> Reply:
 
 
 def find_claim_problem(error: Exception, request: str) -> ProblemResponse | None:
-    """Return the response for an error of the database server during a claim, such as a full disk, or None for other errors.
-
-    Args:
-        error: the error that was raised by the claim.
-        request: the request as shown in the log.
-    """
+    """Return the response for an error of the database server during a claim, such as a full disk, or None for other errors."""
     if isinstance(error, PgfenceError) or sqlstate_of(error) is None:
         return None
     log.error("%s: the idempotency key could not be claimed", request, exc_info=error)

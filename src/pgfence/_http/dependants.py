@@ -1,4 +1,4 @@
-"""Read what FastAPI knows about the dependencies of an endpoint, which FastAPI resolves for each request."""
+"""Read what FastAPI knows about the dependencies of an endpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
     """Return the dependant of a request, and check that all of its parts get the same session.
 
     FastAPI creates a session for each scope in which a dependency requests a session, and a further session for each use without
-    its cache. It also creates one for each set of scopes of `Security`, usually if the session depends on the user.
+    its cache. If the session depends on a security scheme, FastAPI also creates one for each set of scopes of `Security`.
 
     Raises:
         TypeError: a part would get another session, or the endpoint is a generator, which FastAPI runs after the session has ended.

@@ -1,4 +1,4 @@
-"""Determine what a dependency needs of a request: the scope of its key, its payload, and a way to wait for the key."""
+"""Determine the scope of a request's key and its payload, and wait for a lock without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ async def wait_in_thread(wait: Callable[[], object]) -> None:
 async def read_payload(request: Request, reader: type[Request]) -> list[object]:
     """Return the query and the body of a request: JSON and forms by content, other bodies as bytes.
 
-    Args:
-        request: the Starlette Request that the endpoint may get. It can be read again afterwards.
-        reader: the function that creates a Request from a scope and a receive function.
+    The request can be read again afterwards. `reader` is the class Request, which this module does not import.
 
     Raises:
         RuntimeError: the body was read as a stream and not kept.

@@ -54,7 +54,7 @@ async def claim_key(engine: EngineFinder, wanted: EffectKey, request: HttpReques
     """Claim the key of a request, or return what was recorded under it.
 
     Raises:
-        PgfenceError: the key is not available.
+        PgfenceError: the key could not be claimed.
         ProblemResponse: the server has rejected the claim.
     """
     try:

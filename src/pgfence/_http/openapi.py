@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 HEADER = "Idempotency-Key"
 DESCRIPTION = (
-    "A string of 1 to 255 characters, with or without double quotes, that is unique for each request. If you send the same "
+    "A string of 1 to 255 printable ASCII characters, in double quotes, that is unique for each request. If you send the same "
     "request again, send the same key, and the request is handled only once."
 )
 
@@ -101,10 +101,8 @@ def describe(
 ) -> None:
     """Add the problems of pgfence to an application's OpenAPI document.
 
-    Args:
-        app: the application.
-        all_of: the function that returns the routes, including those of included routers with what the inclusion adds.
-        problems_of: the function that returns the problems with which a dependency may respond.
+    `all_of` returns the routes, including those of included routers with what the inclusion adds, and `problems_of` the problems
+    with which a dependency may respond.
     """
     original = app.openapi
     done: list[object] = [None]

@@ -21,7 +21,7 @@ _LATER = "Send this request again after the number of seconds in Retry-After."
 _INTERNAL = "The service could not handle this request because of an internal error. The cause is in the service's log."
 
 
-# None of them contains the message of an error, which may name keys, holders and tables.
+# No problem contains the message of a PgfenceError, which may name keys, holders and tables.
 class Problem(NamedTuple):
     """A response that the client gets instead of one from the application."""
 
@@ -165,9 +165,8 @@ OF_ERRORS = {
     "StaleFencingTokenError": Problem(
         "stale_fencing_token",
         409,
-        "A newer holder has taken over the data that this request changes, so the request was rejected. Read the current state "
-        "before you send"
-        " another request.",
+        "A newer holder has taken over the data that this request changes, so the request was rejected. Read the current state"
+        " before you send another request.",
     ),
     "VersionConflictError": Problem(
         "version_conflict", 409, f"Another request or process has changed the same data. {_LATER}"
@@ -207,7 +206,6 @@ OF_ERRORS = {
     "PgfenceError": Problem("internal_error", 500, _INTERNAL),
 }
 PROBLEMS = (*OF_REQUESTS, *OF_ERRORS.values(), KEY_FAILED, OUTCOME_UNKNOWN, PRECONDITION_FAILED, UNREACHABLE_REJECTED)
-"""All problems."""
 
 
 def problem_of(error: PgfenceError) -> Problem:

@@ -34,7 +34,7 @@ SHOWN = 60
 """The number of characters of a path that an operator sees in a scope."""
 
 _SAFE = ("GET", "HEAD", "OPTIONS", "TRACE", "CONNECT")
-# After these statuses (unauthorized, timed out, too early, too many), nothing was done, and the same request may succeed later.
+# Requests with these statuses (unauthorized, timed out, too early, too many) were not processed, and may succeed later.
 _AGAIN = (401, 408, 425, 429)
 # A row can contain a line feed, but no server sends one: a stored response with a line feed could never be replayed.
 _STORABLE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
@@ -78,10 +78,9 @@ class UnusableKeyError(ValueError):
 
 
 def parse_key(values: Sequence[str]) -> str:
-    """Return the key from the headers of a request: `"k1"` with quotes and `k1` without them are the same key.
+    """Return the key from the values of a request's `Idempotency-Key` headers.
 
-    Args:
-        values: the value of each header of that name.
+    `"k1"` with quotes and `k1` without them are the same key.
 
     Raises:
         UnusableKeyError: the key is missing, repeated or malformed.
@@ -185,7 +184,7 @@ class Rules:
         )
 
     def is_handled_method(self, method: str) -> bool:
-        """Return whether the middleware handles requests with this method, so that they have keys."""
+        """Return whether the middleware handles requests with this method."""
         # Methods are case-sensitive by the standard, but not in all frameworks.
         return method.upper() in self.methods
 
@@ -196,11 +195,7 @@ class Rules:
         return bool(request.keys) if self.routes is None else matches(self.routes, request.path)
 
     def find_principal(self, request: HttpRequest, raw: Environ) -> str:
-        """Return the principal of a request.
-
-        Args:
-            request: the request.
-            raw: the argument of `principal`.
+        """Return the principal of a request. The function `principal` gets `raw`.
 
         Raises:
             ProblemResponse: the request has no principal.
@@ -257,10 +252,7 @@ class Rules:
     def build_record(self, status: int, headers: Sequence[tuple[str, str]], body: bytes | None) -> Reply | None:
         """Return the response in the form in which it is stored, or None if the request failed or should be sent again.
 
-        Args:
-            status: the status of the response.
-            headers: the headers of the response.
-            body: the body of the response, or None if it was sent as it was produced.
+        `body` is None if the response was sent as it was produced.
         """
         again = status in _AGAIN or (status >= 400 and any(name.lower() == "retry-after" for name, _ in headers))
         if again or status >= self.record_below:

@@ -1,1 +1,1 @@
-"""The measurements of `pgfence.telemetry`."""
+"""The metrics and spans of `pgfence.telemetry`."""

@@ -1,4 +1,4 @@
-"""The names, units and attributes of the metrics. The table in docs/reference/telemetry.md is compared with this module."""
+"""The names, units and attributes of the metrics. A test compares the table in docs/reference/telemetry.md with this module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 """The boundaries of the histograms, in seconds."""
 
 
-# Metrics are compared by identity, because comparison by value would hash all fields for each event.
+# Metrics are hashed by identity, because a hash of all fields would be computed for each event.
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
     """One metric. Every metric also has the attribute `db.namespace`, the name of the database."""
@@ -84,7 +84,7 @@ LOCK_TABLE_USAGE = Metric(
 LOCK_TABLE_LIMIT = Metric("pgfence.lock_table.limit", "gauge", "{lock}", "Minimum capacity of the server's lock table")
 RENEWAL = Metric("pgfence.lease.renewal.duration", "histogram", "s", "Duration of one statement that renews leases")
 RENEWAL_FAILURES = Metric(
-    "pgfence.lease.renewal.failures", "counter", "{renewal}", "Lease renewals that got no response", (KIND, ERROR)
+    "pgfence.lease.renewal.failures", "counter", "{renewal}", "Lease renewals that failed with an error", (KIND, ERROR)
 )
 RECLAIMS = Metric(
     "pgfence.lease.reclaims",

@@ -1,8 +1,7 @@
 """Turn the events of engines into OpenTelemetry metrics.
 
-The thread or task where an event happens only appends it to a list, because recording one value costs a quarter of what an
-acquire and a release cost. The exporter's thread counts the appended events in bulk, and records them when the metrics are
-collected.
+The thread or task where an event happens appends it to a list, because recording one value costs a quarter of what an acquire and a
+release cost. The exporter's thread counts the appended events in bulk when the metrics are collected.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Recorder:
         from opentelemetry.metrics import Observation
 
         self._observation: type[Observation] = Observation
-        # The maximum length matters only in a forked child whose parent held the lock at the fork.
+        # Bounded, because events are appended even if the thread that counts them makes no progress.
         self.pending: deque[Pending] = deque(maxlen=10 * MOST_PENDING)
         self._lock = threading.Lock()
         self._pid = PROCESS.known_pid

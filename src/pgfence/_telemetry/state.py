@@ -42,10 +42,7 @@ class GaugeValue(NamedTuple):
 def read_state(dialect: Dialect, prefixes: Prefixes, seen: set[object]) -> Iterator[GaugeValue]:
     """Yield the state of an engine and its `lock_engine` in this process, without sending a statement.
 
-    Args:
-        dialect: the dialect of the engine.
-        prefixes: the prefixes of names.
-        seen: the managers that were read before, which are skipped. The managers that are read now are added to it.
+    Managers in `seen` are skipped, and those that are read are added to it.
     """
     managers = list(_list_managers(dialect))
     other = config_of(DialectOnly(dialect)).lock_engine

@@ -1,4 +1,4 @@
-"""Find the classes that a result may contain, which are the classes to which its annotation refers."""
+"""Find the classes to which the annotation of a result refers, and check that a result has its declared type."""
 
 from __future__ import annotations
 
@@ -253,10 +253,7 @@ _ACCEPTED: dict[object, tuple[type[object], ...]] = {
 def check_result(value: object, annotation: object, what: str) -> None:
     """Raise an error unless a result has its declared type. Elements of collections are checked, but fields of classes are not.
 
-    Args:
-        value: the result.
-        annotation: the annotation from `result=` or from the function; None declares no type.
-        what: the key, for the message.
+    An annotation of None declares no type. `what` is the key, for the message.
 
     Raises:
         IdempotencyMisuseError: the result has another type.

@@ -1,8 +1,8 @@
 """Encode results as tagged JSON, which decodes to an equal value of the same type.
 
-Values of JSON's own types are encoded unchanged. Values of other types become an object with a tag: `{"$t": "Decimal", "v":
-"1.10"}` for types of the standard library, `{"$c": "Receipt", "v": {...}}` for a class, which must be one that the annotation of
-the result refers to. No name from the database is ever imported.
+Values of JSON's own types that jsonb does not change are encoded unchanged. All others become an object with a tag: `{"$t":
+"Decimal", "v": "1.10"}` for types of the standard library, `{"$c": "Receipt", "v": {...}}` for a class, which must be one that the
+annotation of the result refers to. No name from the database is ever imported.
 
 The order of a dict's keys is not preserved, because jsonb has its own order. The name of a time zone that is not a `ZoneInfo` is
 not preserved either.
@@ -61,7 +61,7 @@ class Codec(Generic[T]):
         """
         try:
             codec: Codec[T] = _choose_codec(cast("Hashable", annotation))
-        except TypeError:  # unhashable, or with classes that cannot be stored: the next line raises the error again
+        except TypeError:  # unhashable, or refers to classes that cannot be stored, which the next line rejects again
             return Codec(annotation)
         # Names that were undefined when the codec was cached may be defined now.
         return codec if codec._complete else Codec(annotation)
@@ -117,7 +117,7 @@ class Codec(Generic[T]):
             return (
                 value
                 if _is_plain(value)
-                else {"$t": "str", "v": _decode_base64(value.encode("utf-8", "surrogatepass"))}
+                else {"$t": "str", "v": _encode_base64(value.encode("utf-8", "surrogatepass"))}
             )
         if kind in _ALIKE:
             return value
@@ -262,7 +262,7 @@ def _is_plain(text: str) -> bool:
     return "\0" not in text if text.isascii() else _LOST_BY_JSONB.search(text) is None
 
 
-def _decode_base64(value: bytes | bytearray) -> str:
+def _encode_base64(value: bytes | bytearray) -> str:
     return b64encode(value).decode("ascii")
 
 
@@ -276,8 +276,8 @@ def _write_time(value: datetime | time) -> dict[str, object]:
 _WRITERS: dict[type[object], Callable[[Any], object]] = {
     Decimal: str,
     UUID: str,
-    bytes: _decode_base64,
-    bytearray: _decode_base64,
+    bytes: _encode_base64,
+    bytearray: _encode_base64,
     date: date.isoformat,
     timedelta: lambda value: [value.days, value.seconds, value.microseconds],
 }

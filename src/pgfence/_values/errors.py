@@ -1,4 +1,4 @@
-"""Encode errors that are stored instead of a result. The name of the class, the arguments and the attributes are stored."""
+"""Encode and decode errors that are stored instead of a result, as the name of the class, the arguments and the attributes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_among(error: BaseException, kinds: tuple[type[Exception], ...]) -> bool:
-    """Return whether an error is an instance of one of the classes. `Exception` does not include pgfence errors."""
+    """Return whether an error is an instance of one of the classes. Only pgfence's own classes include pgfence errors."""
     if isinstance(error, PgfenceError):
         kinds = tuple(kind for kind in kinds if issubclass(kind, PgfenceError))
     return isinstance(error, kinds)

@@ -23,8 +23,8 @@ TABLE = "alembic_version"
 NEEDED = (1, 18, 0)
 """The first version of Alembic that loads plugins, and with them the operations."""
 
-# The names of the functions that commands pass to run_migrations() and that only read. All other functions may write, and take
-# the lock.
+# The names of the functions that commands pass to run_migrations() and that only read. All other functions may write, so their
+# commands take the lock.
 _LOOKS = {
     "_display_current_history",
     "display_version",

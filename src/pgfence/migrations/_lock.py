@@ -48,9 +48,9 @@ def migration_lock(
     Guarantees: the session that migrates holds the lock from before the version is read until the block ends, whatever commits in
     between, so the lock is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY. During the
     wait, the connection is in autocommit and holds no snapshot. The block gets the connection without an open transaction. No
-    revision is recorded after the lock is lost. If the process dies, even in the middle of a statement, the server releases the
-    lock after at most a second (on Linux). `alembic current`, `check` and other commands that only read take no lock. An upgrade
-    for which Alembic finds nothing to apply takes no lock either.
+    revision is recorded after the lock is lost. If the process dies, even in the middle of a statement, a server on Linux releases
+    the lock after at most a second. `alembic current`, `check` and other commands that only read take no lock. An upgrade for
+    which Alembic finds nothing to apply takes no lock either.
 
     Limitations: waiters are not ordered. Processes that migrate without this lock, or migrate another version table with
     another key, are not excluded.
@@ -62,11 +62,11 @@ def migration_lock(
         key: replaces the key that is computed from the version table's schema and name, which are read from the ini file
             (`version_table`, `version_table_schema`). Pass the key that older releases of the project use, or one key for several
             version tables. With a key, an upgrade takes the lock even if the default version table shows nothing to apply.
-        unsupported: what to do on a database other than PostgreSQL. "skip" logs a line and does nothing, and "raise" raises an
+        unsupported: what to do on a database other than PostgreSQL. "skip" logs a line and takes no lock, and "raise" raises an
             error.
 
     Raises:
-        LockTimeoutError: another process is migrating. The message names that process and its current statement.
+        LockTimeoutError: another session held the lock until the timeout. The message says what that session is doing.
         LockLostError: before a revision is recorded, or at the end of the block, if the session that held the lock has ended or
             released it. If the session has ended, it is also raised in place of a driver error that ends the block.
         TransactionStateError: the connection is in a transaction on entering; the block ends in a transaction that has written
@@ -95,7 +95,7 @@ def migration_lock(
 
 
 class _Once(SafeContext[None]):
-    """A block that can be entered once."""
+    """A block that can be entered only once."""
 
     _entered = False
 

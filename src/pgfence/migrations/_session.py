@@ -1,8 +1,7 @@
 """The migration lock, a session lock of the lock manager on the connection that migrates, with its own way to wait.
 
-Among the ways to wait that were tested together with CREATE INDEX CONCURRENTLY, only polling in autocommit neither hung nor
-deadlocked. A session that waits in the server, or is idle in a transaction, keeps a snapshot, and the index build waits for that
-snapshot.
+Among the ways to wait that were tested together with CREATE INDEX CONCURRENTLY, only polling and short waits in autocommit
+neither hung nor deadlocked: a session that waits in the server keeps a snapshot, and the index build waits for that snapshot.
 """
 
 from __future__ import annotations
@@ -56,13 +55,7 @@ class MigrationLock:
     """One lock on the caller's connection, whose original state is restored on release."""
 
     def __init__(self, connection: Connection, key: LockKey, limit: float) -> None:
-        """Create a lock that is not held.
-
-        Args:
-            connection: the connection that migrates.
-            key: the key of the lock.
-            limit: seconds to wait for the lock, from now.
-        """
+        """Create a lock that is not held. `acquire` will wait until `limit` seconds from now."""
         self._connection = connection
         self._key = key
         self._name = f"{key.label!r} ({key.value})"
@@ -86,7 +79,7 @@ class MigrationLock:
     # ------------------------------------------------------------ statements
 
     def ask(self, question: Callable[[Connection], T]) -> T:
-        """Query the server in autocommit, before the deadline, while the lock is not held.
+        """Call `question` with a Connection in autocommit, while the lock is not held, and return its result.
 
         Raises:
             UnreachableError: the connection was lost, or the server does not respond.
