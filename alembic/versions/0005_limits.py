@@ -14,7 +14,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the tables, the functions and a column of leases, which may be held meanwhile."""
+    """Add the tables, the functions and a column of leases. Leases may be held."""
     op.upgrade_pgfence(4, 5)
 
 

@@ -14,7 +14,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add a table and a function. Locks and leases may be held meanwhile."""
+    """Add a table and a function. Locks and leases may be held."""
     op.upgrade_pgfence(5, 6)
 
 

@@ -1,4 +1,4 @@
-"""Coordination of processes through the PostgreSQL you already run, for sync and async SQLAlchemy.
+"""Coordinate processes through the PostgreSQL you already run, with sync or async SQLAlchemy.
 
 This module exports the names that most programs use. Import `pgfence.embedded`, `pgfence.testing` and the other modules
 separately.

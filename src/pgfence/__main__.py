@@ -1,4 +1,4 @@
-"""`python -m pgfence` is the command `pgfence`."""
+"""Run the command `pgfence` as `python -m pgfence`."""
 
 from __future__ import annotations
 

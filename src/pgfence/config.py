@@ -26,7 +26,7 @@ _UNPINNED = "_pgfence_default_config"
 _EVENTS = "_pgfence_events"
 
 LONGEST_PREFIX = 40
-"""The longest prefix in bytes. PostgreSQL names have at most 63 bytes, of which pgfence's longest name needs the other 23."""
+"""The maximum length of a prefix in bytes. PostgreSQL names have at most 63 bytes, and pgfence's longest name needs 23 of them."""
 
 
 @dataclass(frozen=True, slots=True)

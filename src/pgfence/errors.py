@@ -1,7 +1,7 @@
 """The exceptions of pgfence and their base class, `PgfenceError`.
 
-Each exception can be pickled and has its data as attributes, and its message says what to do. Handle exceptions by class or
-attribute, never by their text. All exceptions have these attributes:
+Each exception can be pickled and has its data as attributes, and its message says what happened and what to do. Handle exceptions
+by class or attribute, never by their text. All exceptions have these attributes:
 
 - `retryable`: whether the same call may succeed later without a change by the caller;
 - `retry_after`: seconds to wait before a retry, or None if pgfence knows no better value than the caller's own backoff;
@@ -128,7 +128,7 @@ class LockNotHeldError(PgfenceError):
 
 
 class SelfDeadlockError(PgfenceError):
-    """The wait would never end, because this task or thread holds the lock, or because of a deadlock within this process."""
+    """The wait could not succeed, because this task or thread holds the lock, or because of a deadlock within this process."""
 
     def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -193,7 +193,7 @@ class TransactionStateError(PgfenceError):
 class CapacityError(PgfenceError):
     """The server's lock table is full or nearly full. While it is full, no client can log in.
 
-    `used` is the number of entries that were in use at the last count, and `limit` the capacity. Both are 0 if they are unknown.
+    `used` is the number of entries in use at the last count, and `limit` the minimum capacity. Both are 0 if they are unknown.
     """
 
     http_status = 503
@@ -267,7 +267,7 @@ class VersionConflict(NamedTuple):
         model: the mapped class.
         pk: the primary key, as a tuple even if it has only one column.
         expected: the version that the caller read.
-        found: the current version, or None if the row was deleted.
+        found: the current version, or None if the row was deleted or is hidden from this role.
     """
 
     model: type[Any]
@@ -313,10 +313,7 @@ class CommitOutcomeUnknownError(PgfenceError):
 
 
 class IdempotencyKeyReusedError(PgfenceError):
-    """The key belongs to another request, finished or in progress, that has a different payload.
-
-    The caller's transaction is usable.
-    """
+    """The key belongs to another request, finished or in progress, that has a different payload. The transaction is usable."""
 
     http_status = 422
 

@@ -145,7 +145,7 @@ idempotency_key.__signature__ = inspect.signature(_as_documented)  # type: ignor
 class Locked:
     """A dependency that acquires a transaction lock before the endpoint begins.
 
-    The endpoint's transaction holds the lock until it ends.
+    The lock is held until the endpoint's transaction ends.
 
     Write `Depends(Locked("account:{account_id}", session=get_session), scope="function")` in the decorator or as a parameter.
     Dependencies in the decorator run first, in the order of the list, so put authentication before this one. With

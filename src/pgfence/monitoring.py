@@ -181,11 +181,11 @@ def free_key(
 @overload
 def free_key(engine: Engine, scope: str, key: str, *, reason: str, actor: str | None = None) -> StuckKey | None: ...
 def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None = None) -> object:
-    """Free an idempotency key whose attempt was lost or is running, and record who freed it. The next caller begins immediately.
+    """Free an idempotency key whose attempt was lost or is running, and record who freed it.
 
     In one transaction, the claim of the attempt ends and a row with reason and actor is written to the audit table. The next
-    caller runs the next attempt, which does not repeat the steps that were saved. An attempt that is still running can no longer
-    store its result, and gets AttemptLostError at its next renewal or step.
+    caller need not wait, and runs the next attempt, which does not repeat the steps that were saved. An attempt that is still
+    running can no longer store its result, and gets AttemptLostError at its next renewal or step.
 
     The scope comes first, as in `pgfence keys free`. If scope and key are swapped, the result is None.
 

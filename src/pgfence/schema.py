@@ -146,7 +146,8 @@ def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
             uuid, date or enum; a row with NULL in one of them is rejected.
 
     Raises:
-        ValueError: the table or a column does not exist, or the resource cannot be used.
+        ValueError: the table or a column does not exist, the table is a view, the resource cannot be used, a partitioned table and
+            one of its partitions would have different resources, or the table has an unrelated trigger with the fence's name.
         TypeError: the table or the resource has the wrong type.
         SchemaError: pgfence's functions are missing, or this role does not own the table.
         TransactionStateError: the Connection is in autocommit.
@@ -173,7 +174,7 @@ def drop_fence(engine: AnyEngine, table: object) -> object:
         table: the same as for `add_fence`.
 
     Raises:
-        ValueError: the table does not exist.
+        ValueError: the table does not exist or is a view, or it has an unrelated trigger with the fence's name.
         TypeError: `table` is not a name, a Table or a mapped class.
         SchemaError: this role does not own the table.
         TransactionStateError: the Connection is in autocommit.
@@ -212,8 +213,8 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
             does not belong to a class with the mixin, it must have a column `version`.
 
     Raises:
-        ValueError: the table or the column does not exist, the column is not an integer, or the table has an unrelated trigger of
-            the same name.
+        ValueError: the table or the column does not exist, the column is not an integer, the table is a partition whose parent
+            counts in another column, or the table has an unrelated trigger of the same name.
         TypeError: `table` is not a name, a Table or a mapped class.
         SchemaError: the column is nullable, and `command` contains the statements that fix it; or this role does not own the
             table, or may not create the function.

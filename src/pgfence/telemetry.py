@@ -50,7 +50,7 @@ def instrument(
 
     Spans are added only to a trace that is already being recorded: `pgfence.acquire` for a call that found another holder,
     `pgfence.hold` for the time from the grant to the release, and `pgfence.transaction.attempt` for each attempt of
-    `run_transaction`. A span is created when it ends, so spans of the work inside a hold are its siblings.
+    `run_transaction`. The span of a hold is created when the hold has ended, so spans of the work inside it are its siblings.
 
     Limitations: locks on your own Connection are not part of the gauges. A process that ends without a final collection loses the
     events since the previous collection.

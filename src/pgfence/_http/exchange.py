@@ -1,4 +1,4 @@
-"""One request whose key is claimed, from the claim to its end, for both middlewares."""
+"""Claim the key of a request, and end the claim with the request, for both middlewares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pgfence.lease._engines import EngineFinder
 
 _HANDLED = "pgfence.idempotency"
-"""The key of an environment under which the middleware that handles its request stores its marker."""
+"""The key in an environment under which a middleware stores the marker of the request that it handles."""
 
 
 class RequestMarker:

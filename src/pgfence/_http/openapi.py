@@ -75,11 +75,11 @@ _KEY = (
     *_list_errors("IdempotencyInProgressError", "IdempotencyKeyReusedError"),
 )
 KEY = (*_KEY, KEY_FAILED, *_list_errors("AttemptLostError"), OUTCOME_UNKNOWN, *_DATABASE)
-"""For operations that get their key as a str."""
+"""The problems of operations that get their key as a str."""
 ONCE = (*_KEY, PRINCIPAL_MISSING, PAYLOAD_INVALID, *_list_errors("DeadlockError", "CapacityError"), *_DATABASE)
-"""For operations whose effect and key are in one transaction."""
+"""The problems of operations whose effect and key are in one transaction."""
 LOCK = (NAME_INVALID, *_list_errors("LockTimeoutError", "DeadlockError", "CapacityError"), *_DATABASE)
-"""For operations that begin with a lock."""
+"""The problems of operations that begin with a lock."""
 _VERSION = (*_list_errors("VersionConflictError", "VersionRequiredError"), PRECONDITION_FAILED)
 _MIDDLEWARE = (
     *_KEY,

@@ -30,7 +30,7 @@ class Problem(NamedTuple):
     detail: str
 
     def document(self, detail: str | None = None) -> dict[str, str | int]:
-        """Return the members of the problem as JSON values. If `detail` is given, it replaces the general sentence."""
+        """Return the members of the problem as JSON values. If `detail` is given, it replaces the general text."""
         return {
             "title": choose_phrase(self.status),
             "status": self.status,

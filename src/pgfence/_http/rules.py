@@ -101,27 +101,21 @@ def parse_key(values: Sequence[str]) -> str:
 
 
 class HttpRequest(NamedTuple):
-    """What is known about a request before its body is read.
-
-    Attributes:
-        method: the method, as sent.
-        root: the application's root path.
-        path: the path below the root, as the application sees it.
-        query: the query, as sent.
-        content_type: the content type, as sent, or an empty string.
-        keys: the values of the `Idempotency-Key` headers.
-        credentials: the non-empty headers `Authorization` and then `Cookie`, with their names; the Cookie headers as one.
-        length: the length of the body, if it was announced.
-    """
+    """What is known about a request before its body is read."""
 
     method: str
     root: str
     path: str
+    """The path below the root, as the application sees it."""
     query: bytes
     content_type: bytes
+    """The content type, or an empty string."""
     keys: tuple[str, ...]
+    """The values of the `Idempotency-Key` headers."""
     credentials: tuple[bytes, ...]
+    """The non-empty headers `Authorization` and then `Cookie`, with their names; the Cookie headers as one."""
     length: int | None
+    """The announced length of the body, or None."""
 
     def __str__(self) -> str:
         return f"{self.method} {quote(self.root + self.path, errors='replace')}"

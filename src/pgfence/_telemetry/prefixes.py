@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 LIMIT = 100
-"""The number of different prefixes. All further prefixes share one value."""
+"""The maximum number of different prefixes. All further prefixes share one value."""
 OTHER = "_other"
 
 _END = re.compile("[:/#,]")

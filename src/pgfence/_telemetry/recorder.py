@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MOST_PENDING = 2000
 """The number of events that may be appended before the thread of the next event counts them."""
 MOST_SAMPLES = 1000
-"""The number of durations with the same attributes that are recorded between two collections.
+"""The maximum number of durations with the same attributes that are recorded between two collections.
 
 If there are more, a random sample is recorded.
 """

@@ -1,4 +1,4 @@
-"""Turn the events of engines into OpenTelemetry spans. Each span is created when it has ended."""
+"""Turn the events of engines into OpenTelemetry spans. A span is created when its wait, hold or attempt has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read what this process holds and waits for. This happens when metrics are collected."""
+"""Read what this process holds and waits for, when metrics are collected."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Codec(Generic[T]):
         """Return the codec for an annotation; an annotation of None allows only types of the standard library.
 
         Raises:
-            TypeError: the annotation refers to a class whose instances cannot be stored.
+            TypeError: the annotation refers to a class whose instances cannot be stored, or to two classes with the same name.
         """
         try:
             codec: Codec[T] = _choose_codec(cast("Hashable", annotation))
@@ -145,7 +145,7 @@ class Codec(Generic[T]):
     def _write_instance(self, value: Any, kind: type[object]) -> dict[str, object]:
         name = self._names.get(kind)
         if name is None:
-            if isinstance(value, UUID):  # asyncpg returns a subclass of its own
+            if isinstance(value, UUID):  # asyncpg returns its own subclass
                 return {"$t": "UUID", "v": str(value)}
             raise IdempotencyMisuseError(
                 f"the result contains an instance of {kind.__qualname__}, which cannot be stored. If the class is a"
