@@ -25,7 +25,7 @@ def start(user_id: int) -> None:
     ref = held.hand_over()
     try:
         export.delay(ref)
-    except Exception:  # the task is not queued, so do not block the next request
+    except Exception:  # probably not queued, so do not block the next request
         Lease.adopt(engine, ref).release()
         raise
 

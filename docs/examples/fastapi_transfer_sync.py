@@ -66,7 +66,7 @@ def transfer(t: Transfer, session: SessionDep) -> Receipt:
 
 
 def nightly(src: int, dst: int) -> int:
-    """Read a balance in a job. `begin` opens the transaction and takes both locks."""
+    """Read a balance in a job. `begin` opens the transaction and locks both accounts."""
     accounts = ACCOUNT(src), ACCOUNT(dst)
     with TransactionLock.begin(SessionLocal, *accounts, timeout=2) as session:
         return session.get_one(Account, src).balance

@@ -1,7 +1,4 @@
-"""Choose one of several databases by name.
-
-Every process chooses the same database for the same name.
-"""
+"""Choose one of several databases by name, the same one in every process."""
 
 from __future__ import annotations
 

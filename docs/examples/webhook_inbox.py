@@ -4,6 +4,7 @@ pip install "pgfence[cli,psycopg]" flask
 export PGHOST=localhost PGUSER=... PGPASSWORD=... PGDATABASE=...
 pgfence install
 flask --app webhook_inbox run
+
 Create the tables `order_paid` and `mail` first, for example with `Base.metadata.create_all`.
 """
 
