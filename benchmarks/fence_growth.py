@@ -64,8 +64,8 @@ def run(quick: bool) -> dict[str, Any]:
         "title": "Many writers with one token",
         "method": (
             "pgbench runs a transaction that updates one row, in as many sessions as there are writers, each with a"
-            " separate row. The transaction is either bare, or its first statement is `SELECT 1`, or"
-            " `pgfence_enter_gate_v1` on a table with the statement trigger. The server syncs each commit to disk. The contestants take turns of"
+            " separate row. The transaction is bare, begins with `SELECT 1`, or begins with `pgfence_enter_gate_v1` and"
+            " updates a table with the statement trigger. The server syncs each commit to disk. The contestants take turns of"
             " three seconds in random order; a ratio is the median of the quotients within the same turn. Multixacts"
             " are counted between two checkpoints."
         ),

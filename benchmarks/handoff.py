@@ -194,8 +194,8 @@ def run(quick: bool) -> dict[str, Any]:
         "title": "Hand-off to a waiter in another process",
         "method": (
             "The waiter waits in the queue, with a timeout if its library has one. Figures are ratios to the"
-            " hand-off of a blocking `pg_advisory_lock` with psycopg 3 between the same two processes, as medians"
-            " over pairs of processes."
+            " hand-off of a blocking `pg_advisory_lock` between the same two processes, as medians over pairs of"
+            " processes. That lock is taken with the same driver for the limits, and with psycopg 3 for the table."
         ),
         "bars": bars,
         "tables": [_table(sets, field)],

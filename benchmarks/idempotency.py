@@ -162,8 +162,8 @@ def run(quick: bool) -> dict[str, Any]:
             "One cycle is a transaction of an ORM Session, with fsync. One INSERT with Core is measured in three"
             " ways: bare, as the work of a key with a payload, and with a handwritten key, that is, between an INSERT"
             " into a table of keys and an UPDATE of that table. An effect needs one commit for the claim and one for the result. A replay is"
-            " compared with a SELECT by primary key. The ratio depends mostly on how long a commit takes, so the"
-            " key and the effect are measured again with a `commit_delay` of one millisecond. The encoded and"
+            " compared with a SELECT by primary key. The cost of a key or an effect depends mostly on how long a commit"
+            " takes, so both are measured again with a `commit_delay` of one millisecond. The encoded and"
             " decoded result is a list of dataclasses."
         ),
         "bars": bars,

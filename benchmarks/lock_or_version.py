@@ -91,7 +91,7 @@ def run(quick: bool) -> dict[str, Any]:
         "title": "Lock or version",
         "method": (
             f"Up to {max(crowds)} processes read a row, wait for {THOUGHT * 1000:g} ms and write it, for"
-            f" {seconds * rounds:.3g} s at each point, either with `run_transaction` and a version or in"
+            f" {seconds * rounds:.3g} s for each row of the table, either with `run_transaction` and a version or in"
             " `TransactionLock.begin()`."
         ),
         "bars": [report.bar(f"lost updates, of {counted:,}", "0", abs(total - counted), 0, digits=0)],

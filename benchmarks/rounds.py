@@ -5,7 +5,7 @@ creates every contestant again, in random order, with its own connection. Its cy
 set is the median of a contestant's cycles, and its ratio is the quotient of two medians of the same set. The median of the ratios
 over the sets is reported. The null test of a run compares the plain driver with itself and must be about 1.
 
-A large field costs its members more than a small one, because each finds the caches cold. Compare within a field, never across.
+In a large field, each contestant runs with colder caches and takes longer. Compare within a field, never across.
 """
 
 from __future__ import annotations

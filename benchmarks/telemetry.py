@@ -56,7 +56,7 @@ def run(quick: bool) -> dict[str, Any]:
     ]
     rows = [(name, f"{rounds.ratio(medians, name, OFF):.2f}x", rounds.spread(medians, name, OFF)) for name in medians]
     columns = ("Contestant", "Ratio to the first", "Middle half of the sets")
-    result["tables"] = [report.table("What telemetry adds, psycopg", columns, rows) | {"seconds": medians}]
+    result["tables"] = [report.table("Overhead of telemetry, psycopg", columns, rows) | {"seconds": medians}]
     return result
 
 

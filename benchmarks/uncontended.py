@@ -64,7 +64,7 @@ def run(quick: bool) -> dict[str, Any]:
         "title": "Acquire and release, uncontended",
         "method": (
             "One cycle acquires the lock and releases it. The limits apply to a run with three contestants (raw, raw"
-            " again, pgfence). With more contestants, each of them finds cold caches and costs more, so compare"
+            " again, pgfence). With more contestants, each one runs with colder caches and takes longer, so compare"
             " figures only within a table."
         ),
         "bars": bars,
