@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_output(code: int) -> int:
-    """Flush stdout, and return the exit code. If the flush fails after a success, return the code of an output error."""
+    """Flush stdout, and return the exit code. If the flush fails after a success, return the code for that error."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -37,7 +37,7 @@ MODULES = {
 
 
 class _Commands(Group):
-    """The group of all commands. The module of a command is imported when the command is looked up."""
+    """The group of all commands."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Parse the options of the group. With `--help`, print the help."""

@@ -37,15 +37,7 @@ _LEAST_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """The options of one call of `pgfence demo`.
-
-    Attributes:
-        dsn: the database; None starts a server for the demo.
-        seconds: length of each act.
-        processes: number of worker processes.
-        keep: whether to keep the server and the tables.
-        as_json: whether to print JSON.
-    """
+    """The options of one call of `pgfence demo`. If `dsn` is None, a server is started. `seconds` is the length of each act."""
 
     dsn: str | None
     seconds: float

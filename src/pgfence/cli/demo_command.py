@@ -52,9 +52,10 @@ from pgfence.cli.report import Console
 @click.option("--keep", cls=Option, is_flag=True, help="Keep the server and its tables, and print how to connect.")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="Print one JSON object instead of the table.")
 def demo(dsn: str | None, seconds: float, processes: int, keep: bool, as_json: bool) -> None:
-    """Watch processes transfer money without a lock, then with one, and finally while lock holders are being killed.
+    """Watch processes transfer money without a lock, with one, and while lock holders are being killed.
 
-    Use it to see what pgfence guarantees. The command starts a temporary PostgreSQL server and takes less than a minute.
+    Use it to see what pgfence guarantees. The command takes less than a minute. Without --dsn, it starts a temporary PostgreSQL
+    server.
     """
     from pgfence.cli.demo import DemoOptions
     from pgfence.cli.demo import demo as play

@@ -208,7 +208,7 @@ def _resign(member: Member, stopped: threading.Event) -> None:
 
 
 def _has_stop_signal(ended: Ended) -> bool:
-    """Return whether a signal to this process ended the command. SIGHUP may only have made it reload its configuration."""
+    """Return whether a signal asked this process to stop. SIGHUP may mean a reload, so it counts only if it ended the command."""
     return bool(ended.received - {signal.SIGHUP}) or (ended.signal == signal.SIGHUP and signal.SIGHUP in ended.received)
 
 

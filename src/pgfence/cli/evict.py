@@ -82,7 +82,7 @@ def evict(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """End the current hold on NAME. From then on, PostgreSQL rejects the token of that hold.
+    """End the current hold on NAME. From then on, PostgreSQL rejects the token of that hold, if it has one.
 
     Use it when a holder hangs and other processes need its lock or lease. The command shows the holder and asks for
     confirmation. With --ask, the leader of an election is asked to stop its work and resign; a leader that hangs does not respond.

@@ -151,7 +151,7 @@ class _Left:
 
 
 def main() -> None:
-    """Report signals, and read which process to end. At the end of the input, end that process."""
+    """Report signals, and read which process to end. At the end of the input, end that process and what it started."""
     # At a terminal, the guard is in the process group of the shell's job. A signal that reaches it was sent to the group, so the
     # command already has it. The byte of each signal is sent directly to `pgfence run`.
     os.set_blocking(1, False)

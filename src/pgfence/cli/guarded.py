@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NAME_VARIABLE = "PGFENCE_NAME"
 _POLL = 0.1
 PATIENCE = 0.5
-"""Seconds to wait until a line can be printed while a command, its lock or an election waits for that."""
+"""The longest wait, in seconds, until a line can be printed, because a command, its lock or an election waits meanwhile."""
 
 
 class OnLost(StrEnum):
@@ -38,12 +38,7 @@ class OnLost(StrEnum):
 class GuardedCommand(NamedTuple):
     """The command, the name of its lock, and what to do when the lock is lost.
 
-    Attributes:
-        name: the name of the lock.
-        command: program and arguments.
-        grace: seconds between SIGTERM and SIGKILL.
-        on_lost: what to do when the lock is lost.
-        noun: the word for the lock in messages.
+    `grace` is the time between SIGTERM and SIGKILL, in seconds, and `noun` is the word for the lock in messages.
     """
 
     name: str
@@ -75,15 +70,11 @@ class GuardedRun:
         held: Held | None,
         release: Callable[[bool], None] | None = None,
     ) -> None:
-        """Prepare a run of the command.
+        """Prepare a run of the command, which fills in the report.
 
-        Args:
-            job: the command.
-            speaker: prints lines.
-            report: the report, which the run fills in.
-            held: the lock; None to run without a lock. The caller must report its loss to the supervisor.
-            release: the function that releases the lock, if it is not `give_back`. It raises LockLostError if the lock was lost.
-                Its argument says whether the command succeeded.
+        If `held` is None, the command runs without a lock. Otherwise, the caller must report the loss of the lock to the
+        supervisor. `release` replaces `give_back`: its argument says whether the command succeeded, and it raises LockLostError if
+        the lock was lost.
         """
         self._job = job
         self._speaker = speaker
@@ -122,9 +113,9 @@ class GuardedRun:
         return self._report_end(ended.code, stopped=ended.stopped, lost=lost)
 
     def _is_recorded(self, supervisor: Supervisor) -> bool:
-        """Return whether the server has responded to the release of a slot, after waiting for that until the TTL is over.
+        """Wait until the server has responded to the release of a slot, or the TTL is over. Return whether it has responded.
 
-        Otherwise, this process would end before the slot is recorded as done, and the command would run again.
+        Without the wait, this process could end before the slot is recorded as done, and the command could run again.
         """
         repeated = find_repeated_release(self._held)
         if repeated is None:

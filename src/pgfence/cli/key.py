@@ -65,7 +65,7 @@ def key(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """Print the 64-bit key of a lock name as a number, as pg_locks shows it, and as a SQL expression.
+    """Print the 64-bit key of a lock name, how pg_locks shows the key, and a SQL expression that computes it.
 
     Use it to find a lock in pg_locks or in the server's log. With --who, print what a key is for; a server is contacted only if
     --dsn or --engine is given, to look up stored names and the keys of migration tools.

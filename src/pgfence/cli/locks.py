@@ -34,7 +34,7 @@ VARIABLES = frozenset({TOKEN_VARIABLE, SLOT_VARIABLE, RESUMED_VARIABLE})
 
 
 class Terms(NamedTuple):
-    """The kind of lock that the user wants. Options that were not given are None. Times are in seconds."""
+    """The lock options of a command line. A value that was not given is None. Times are in seconds."""
 
     lease: bool = False
     once_per: str | None = None
@@ -44,11 +44,7 @@ class Terms(NamedTuple):
     max_hold: float | None = None
 
     def check(self) -> None:
-        """Check that the options can be used together and that the TTL is in range.
-
-        Raises:
-            MisuseError: two options exclude each other, an option needs another one, or the TTL is out of range.
-        """
+        """Raise MisuseError if options exclude each other, an option needs another one, or the TTL is out of range."""
         if self.lease and self.once_per is not None:
             raise MisuseError("use --once-per or --lease, not both: --once-per already holds a lease")
         if self.tz is not None and self.once_per is None:
@@ -65,11 +61,7 @@ class Terms(NamedTuple):
 
 
 def check_ttl(ttl: float) -> None:
-    """Check that a TTL is in range.
-
-    Raises:
-        MisuseError: the TTL is too short, too long or not a number.
-    """
+    """Raise MisuseError if a TTL is too short, too long or not a number."""
     if not SHORTEST_TTL <= ttl <= DAY:
         raise MisuseError(
             f"--ttl must be from {SHORTEST_TTL:g} to {DAY:.0f} seconds, not {ttl:g}. The TTL does not limit how long the command"
@@ -83,7 +75,7 @@ def lock_on(
     """Create the lock, lease or slot to acquire.
 
     Raises:
-        MisuseError: the name or one of the terms cannot be used.
+        MisuseError: the name or one of the options cannot be used.
     """
     ttl = DEFAULT_TTL if terms.ttl is None else terms.ttl
     try:
@@ -159,9 +151,9 @@ def note(held: Held, report: Report) -> None:
 
 
 def find_repeated_release(held: Held | None) -> RepeatedRelease | None:
-    """Return the release of a slot that pgfence repeats, because the first one got no response, or None.
+    """Return the release of a slot that pgfence repeats because the first one got no response, or None if there is none.
 
-    Until it gets a response, the slot may not be recorded as done.
+    Until the release gets a response, the slot may not be recorded as done.
     """
     slot = _find_slot(held)
     return None if slot is None else slot._grant.repeated_release

@@ -32,7 +32,6 @@ class _Seconds(click.types.FloatParamType):
     """A number of seconds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number."""
         try:
             return float(value)
         except ValueError:
@@ -53,13 +52,8 @@ class Option(click.Option):
 class Command(click.Command):
     """A command whose help has headings.
 
-    Args:
-        *args: the arguments of `click.Command`.
-        usage: the usage line after the command's name; None lets Click write it.
-        arguments: name and description of each positional argument.
-        examples: command lines, each with a description.
-        codes: exit codes and their meanings.
-        **attrs: the keyword arguments of `click.Command`.
+    `usage` is the usage line after the command's name; None lets Click write it. `arguments` and `examples` map positional
+    arguments and command lines to their descriptions.
     """
 
     def __init__(
@@ -135,7 +129,7 @@ class Group(Command, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the subcommand. If there is none of that name, the message suggests a similar one."""
+        """Return the subcommand. The error for an unknown name suggests a similar name, if there is one."""
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
             close = find_close_match(args[0], self.list_commands(ctx))
             if close:

@@ -43,10 +43,7 @@ NOTHING = "Nothing is held."
 def show_listing(listing: Listing, file: TextIO, nothing: str = NOTHING) -> None:
     """Print the list, fitted to the width of a terminal and with colors; elsewhere, as aligned lines in full.
 
-    Args:
-        listing: the list.
-        file: where to print.
-        nothing: the sentence for an empty list.
+    If the list is empty, print `nothing`.
     """
     if file.isatty():
         console = open_console(file)
@@ -150,7 +147,7 @@ def describe_holder(holder: Holder) -> str:
 
 
 def format_span(span: timedelta) -> str:
-    """Return a length of time in two units: 0.3s, 12s, 1m03s, 2h05m, 3d04h."""
+    """Return a length of time in one or two units: 0.3s, 12s, 1m03s, 2h05m, 3d04h."""
     seconds = max(0.0, span.total_seconds())
     if seconds < 10:
         return f"{seconds:.1f}s"

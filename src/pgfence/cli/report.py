@@ -33,18 +33,14 @@ class Report:
     """The result of one run. Its fields are filled in during the run.
 
     Attributes:
-        name: the name of the lock.
         key: the 64-bit number of the lock; None for a lease, and until the namespace is known.
-        outcome: how the run ended, one of the values of `Outcome`.
         exit_code: the exit code of pgfence.
         locked: whether the command ran under the lock.
         waited: seconds until the lock was granted or the wait ended.
         ran: seconds that the command ran, or None if it did not.
         command_code: the exit status of the command, 128 + N for signal N, or None if it did not run.
-        token: the fencing token of a lease.
         slot: the slot that was run or is done, as an instant in ISO 8601; None without `--once-per`.
         resumed: whether an earlier attempt at this slot was not finished.
-        loss_reason: why the lock was lost.
         message: the line printed at the end.
         holders: the holders of the lock, if it was busy.
     """
@@ -83,7 +79,7 @@ def describe(holders: Sequence[Holder]) -> str:
 
 
 def as_data(holder: Holder) -> dict[str, str | int | None]:
-    """Return the known fields of a holder, for JSON."""
+    """Return a fixed set of fields of a holder for JSON. A field is None if it is not known."""
     fields = ("owner", "host", "pid", "backend_pid", "application_name", "purpose", "since")
     known = {name: getattr(holder, name) for name in fields}
     return known | {"since": holder.since.isoformat() if holder.since else None}
@@ -123,11 +119,7 @@ class Console(NamedTuple):
 class AdminReport(NamedTuple, Generic[F]):
     """The result of a command that ends holds or frees a key.
 
-    Attributes:
-        outcome: how the command ended, in one word.
-        code: the exit code.
-        lines: the text for people.
-        found: what the command found, or None if it ended before that.
+    `outcome` is one word, and `lines` is the text for people. `found` is None if the command ended before it found anything.
     """
 
     outcome: str
@@ -136,13 +128,7 @@ class AdminReport(NamedTuple, Generic[F]):
     found: F | None = None
 
     def show(self, *, as_json: bool, target: dict[str, str], found: dict[str, object]) -> NoReturn:
-        """Print the report, and end the command.
-
-        Args:
-            as_json: whether to print one JSON object.
-            target: the arguments that select the lock or key.
-            found: what the command found.
-        """
+        """Print the report, and end the command. The JSON object includes `target`, which selects the lock or key, and `found`."""
         if as_json:
             how = {"outcome": self.outcome, "exit_code": int(self.code)}
             print(json.dumps(target | how | found | {"message": " ".join(self.lines)}))
@@ -222,7 +208,7 @@ def expect_answer(*, dry_run: bool, yes: bool) -> None:
 
 
 def misuse_of(error: ValueError) -> MisuseError:
-    """Return the error for an argument that the library rejected. Its message names the option."""
+    """Return the error for an argument that the library rejected. For --reason and --actor, its message names the option."""
     message = str(error)
     return MisuseError(f"--{message}" if message.startswith(("reason ", "actor ")) else message)
 

@@ -88,7 +88,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     heading=_HELD,
     type=SECONDS,
     metavar="SECONDS",
-    help="Seconds until the lease of a dead host expires. The TTL does not limit how long the command runs. Default: 60.",
+    help="Longest time until the lease of a dead host expires. The TTL does not limit how long the command runs. Default: 60.",
 )
 @click.option(
     "--min-hold",

@@ -79,7 +79,7 @@ def settle(engine: Engine, **given: str | None) -> None:
 
 
 def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str], name: str = "") -> Engine:
-    """Return the user's engine, from the first of the four sources that is set.
+    """Return the user's engine, from `path`, `dsn`, DATABASE_URL, libpq's variables or libpq's default server, in this order.
 
     Args:
         dsn: a database URL.

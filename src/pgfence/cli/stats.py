@@ -37,7 +37,7 @@ class Waited:
     """The waits for one name, as far as the samples show them.
 
     Attributes:
-        seconds: the sum of the waiting times of all waiters.
+        seconds: the sum of the waiting times of all waiters, estimated from the samples.
         most: the largest number of waiters in one sample.
         longest: the longest wait of one waiter, in seconds.
     """
@@ -49,13 +49,7 @@ class Waited:
 
 @dataclass(slots=True)
 class HoldSeen:
-    """The longest hold of one name.
-
-    Attributes:
-        kind: the kind of lock.
-        seconds: how long this hold had lasted when it was last seen.
-        holder: the holder.
-    """
+    """The longest hold of one name. `seconds` is how long it had lasted when it was last seen."""
 
     kind: str
     seconds: float

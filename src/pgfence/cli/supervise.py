@@ -2,22 +2,22 @@
 
 Guarantees:
 
-- the command gets the descriptors that were open and inheritable when this process started, and none that this process opened.
-  The exit status of the command is returned as in shells;
-- each HUP, INT, QUIT, TERM, USR1, USR2, CONT or WINCH signal that this process receives is delivered exactly once to the
+- The command gets the descriptors that were open and inheritable when this process started, and none that this process opened.
+- The exit status of the command is returned as in shells.
+- Each HUP, INT, QUIT, TERM, USR1, USR2, CONT or WINCH signal that this process receives is delivered exactly once to the
   command and to what it started in its process group. A signal that was ignored at the start (nohup) stays ignored for this
-  process and the command;
-- without a terminal, the command leads its own process group, to which signals are passed on;
-- with a terminal, the command stays in the group of this process, as under time(1) or flock(1), so that the shell's job control,
-  pipelines and scripts work as usual;
-- when the lock is lost and the caller wants to stop the command, the command and everything that it started get SIGTERM (and
+  process and the command.
+- Without a terminal, the command leads its own process group, to which signals are passed on.
+- With a terminal, the command stays in the group of this process, as under time(1) or flock(1), so that the shell's job control,
+  pipelines and scripts work as usual.
+- When the lock is lost and the caller wants to stop the command, the command and everything that it started get SIGTERM (and
   CONT, because they may be stopped), and SIGKILL after the grace period. On Linux, this process is the reaper of the orphans, so
-  it also finds orphans that left the group or session;
-- when this process has passed on HUP, INT, QUIT or TERM, the processes that the command left behind are ended in the same
+  it also finds orphans that left the group or session.
+- When this process has received HUP, INT, QUIT or TERM, the processes that the command left behind are ended in the same
   way. After HUP and TERM, this applies to all of these processes, and after INT and QUIT, to those in the command's process
-  group;
-- if this process is killed with SIGKILL, a guard ends the command and what it started (see `guard`);
-- as PID 1 of a container, this process reaps orphans, and signals work although PID 1 has no default actions.
+  group.
+- If this process is killed with SIGKILL, a guard ends the command and what it started (see `guard`).
+- As PID 1 of a container, this process reaps orphans, and signals work although PID 1 has no default actions.
 
 Limitations: processes that the command leaves behind on a normal end are neither stopped nor waited for, unless the caller asks
 for that (`ends_rest`). A command of another user (sudo) cannot be signalled. The guard does not find an orphan that left the
@@ -202,7 +202,7 @@ class Supervisor:
         return self
 
     def handle_signals(self) -> int:
-        """Set the handlers, and return the descriptor that signals woke before.
+        """Set the handlers, and return the previous wake-up descriptor.
 
         Call this again after running code of the user, such as the module of --engine, which may have set handlers of its own.
         """
