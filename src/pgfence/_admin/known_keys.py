@@ -21,11 +21,7 @@ MIGRATION = "migration"
 
 @lru_cache(maxsize=16)
 def list_known_keys(database: str) -> tuple[tuple[LockKey, str, str | None], ...]:
-    """Return the known keys, each with a name and a kind. A kind of None stands for "session" or "transaction".
-
-    Args:
-        database: the name of the database, from which some programs compute their key.
-    """
+    """Return the known keys, each with a name and a kind. Some programs compute their key from the name of the database."""
     return (
         (LockKey.of("alembic_version", namespace="pgfence migrations"), "Alembic migration", MIGRATION),
         (LockKey.of("schema", namespace="pgfence"), "pgfence install", MIGRATION),
@@ -55,7 +51,7 @@ def recognize_key(key: LockKey, database: str) -> str | None:
 def list_keys_of_libraries(name: str) -> Iterator[tuple[LockKey, str]]:
     """Yield the keys that libraries compute from a name, each with a description of the lock.
 
-    A name `APP.NAME` is also tried as the name of a pals lock.
+    `NAMESPACE:NAME` is also tried as a name in a namespace, and `APP.NAME` as the name of a pals lock.
     """
     yield LockKey.of(name), f"pgfence lock {name!r}"
     namespace, colon, rest = name.partition(":")

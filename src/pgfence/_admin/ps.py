@@ -92,7 +92,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The name, or `key 42` or `key (4, 2)` if it is not known; for an idempotency key, its scope and key."""
+        """The name, or `key 42`, `key (4, 2)` or `(not visible)` if it is not known; for an idempotency key, its scope and key."""
         if self.holder.name is not None:
             return self.holder.name if self.scope is None else f"{self.scope}:{self.holder.name}"
         return "(not visible)" if self.holder.key is None else self.holder.key.label
@@ -105,8 +105,7 @@ class Listing(Sequence[Row]):
     Attributes:
         rows: the rows.
         limited: whether there are more rows than `limit`.
-        hidden: sentences that say what the list does not contain, because the role may not see it or the configured tables do not
-            exist.
+        hidden: sentences that say what the list does not contain, and why.
     """
 
     rows: tuple[Row, ...] = ()

@@ -71,7 +71,7 @@ def build_resign_request(engine: Engine | AsyncEngine, name: str, *, reason: str
 
 
 def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, found: Found) -> Found:
-    """Mark what this process holds under the evicted name as lost. Return the result of the eviction."""
+    """Mark what this engine holds under the evicted name as lost, emit the event, and return `found`."""
     # Other processes need the notification. This process already knows of the eviction, so it does not wait for the
     # notification.
     heartbeat = ManagerRegistry.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("heartbeat")

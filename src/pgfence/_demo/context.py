@@ -32,14 +32,7 @@ def say(**words: object) -> None:
 
 
 class WorkerContext:
-    """The context in which one process runs one act.
-
-    Attributes:
-        engine: the application's engine. An AdvisoryLock opens separate connections outside its pool.
-        sessions: the sessionmaker of the engine.
-        accounts: the accounts of the act.
-        chance: the random generator.
-    """
+    """The context in which one process runs one act."""
 
     def __init__(self, engine: Engine, accounts: Accounts) -> None:
         self.engine = engine
@@ -64,7 +57,7 @@ class WorkerContext:
 
     @contextmanager
     def note_wait(self) -> Iterator[None]:
-        """Record the duration of the block, a wait for a lock that is too short to be reported immediately."""
+        """Record the duration of the block, which waits for a lock, for the next report."""
         start = clock()
         yield
         self._waits.append(clock() - start)

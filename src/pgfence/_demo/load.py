@@ -1,4 +1,4 @@
-"""Create pgbench's tables in a separate schema, with pgbench itself or, if it is not installed, with the same SQL."""
+"""Create pgbench's tables in a separate schema, with pgbench itself or, if that is not possible, with SQL."""
 
 from __future__ import annotations
 
@@ -39,11 +39,9 @@ _TABLES = f"""
 
 @contextmanager
 def create_tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
-    """Create the schema with pgbench's tables at scale 1, yield how they were filled, and drop it at the end.
+    """Create the schema with pgbench's tables at scale 1, and yield how they were filled.
 
-    Args:
-        engine: an engine of the database.
-        keep: whether to keep the schema at the end. If the block fails, the schema is dropped in any case.
+    The schema is dropped at the end, unless `keep` is true and the block succeeds.
 
     Raises:
         DemoError: the schema already exists or cannot be created.

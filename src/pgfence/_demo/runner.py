@@ -1,8 +1,7 @@
 """Run the acts: server, tables and processes, and after each act the comparison of balances and journal.
 
-Guarantees: all objects are in a separate schema, which is dropped at the end, and nothing else in the database is changed. No
-process outlives this one. Every figure is measured. Transfers and losses are read from the ledger, and the processes measure
-their waits.
+Guarantees: all objects are in a separate schema, which is dropped at the end unless it is kept, and nothing else in the database
+is changed. No process outlives this one. Transfers and losses are read from the ledger, and the processes measure their waits.
 """
 
 from __future__ import annotations
@@ -42,12 +41,7 @@ _ACCOUNTS_APART = 1000
 class Outcome:
     """The results of all acts and scenes.
 
-    Attributes:
-        server: e.g. "PostgreSQL 18.6".
-        loaded_by: pgbench with its version, or "SQL".
-        processes: number of worker processes.
-        acts: figures and verdict of each act.
-        scenes: the result of each scene.
+    `server` is, for example, "PostgreSQL 18.6", and `loaded_by` is pgbench with its version, or "SQL".
     """
 
     server: str
@@ -87,14 +81,7 @@ def play(
 ) -> Outcome:
     """Play the acts and scenes in the database of an engine.
 
-    Args:
-        engine: an engine of a database in which a schema can be created.
-        reporter: shows the progress.
-        seconds: length of each act.
-        processes: number of worker processes, at least `LEAST_PROCESSES`.
-        keep: whether to keep the schema at the end.
-        acts: the acts.
-        scenes: the scenes, played after the acts.
+    Each act takes `seconds` or, on a slow machine, longer. The number of processes is at least `LEAST_PROCESSES`.
 
     Raises:
         DemoError: the schema cannot be created, or a process failed.

@@ -35,12 +35,7 @@ _LOOK = 0.02
 class ScenarioResult:
     """The result of a scene.
 
-    Attributes:
-        scene: the name of the scene.
-        title: the title of the scene.
-        verdict: whether the scene showed what it should.
-        lines: what happened, as text.
-        figures: the numbers in the lines.
+    `lines` say what happened, and `figures` are the numbers in them.
     """
 
     scene: str
@@ -56,13 +51,7 @@ class ScenarioResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A scene that can be played.
-
-    Attributes:
-        name: the name for programs.
-        title: the title for people.
-        play: the function that plays the scene, with an engine that finds pgfence's tables in the demo's schema.
-    """
+    """A scene that can be played, with an engine that finds pgfence's tables in the demo's schema."""
 
     name: str
     title: str
@@ -149,7 +138,7 @@ def start_processes() -> Iterator[Callable[..., ScenarioProcess]]:
 
 
 def fork_process(work: Callable[[], object]) -> int:
-    """Fork a process that calls `work`, and lives until this process ends. Return its process id."""
+    """Fork a process that calls `work` and then waits until this process ends. Return its process id."""
     parent = os.getpid()
     pid = os.fork()
     if pid:

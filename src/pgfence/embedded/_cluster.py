@@ -68,14 +68,14 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def give(path: Path) -> None:
-    """Change the owner of a path to the OS user that runs the server, if that is another user."""
+    """Recursively change the owner of a path to the OS user that runs the server, if that is not the current user."""
     if user := _process.find_other_user():
         for each in (path, *path.rglob("*")):
             os.chown(each, user.pw_uid, user.pw_gid, follow_symlinks=False)
 
 
 def create(data: Path, bindir: Path, version: str, run_folder: Path) -> None:
-    """Create a new cluster in `data` as a copy of the template, which the first start of a version creates."""
+    """Create a new cluster in `data`, as a copy of the template if there is one, or else with initdb."""
     template = _find_template(bindir, version)
     data.mkdir(mode=0o700, exist_ok=True)
     if template is not None and _is_complete(template):
@@ -107,7 +107,7 @@ def _find_cache() -> Path | None:
 
 
 def _is_private(place: Path) -> bool:
-    """Create a folder if needed, and return whether only this user can write to it. Servers run the contents of the folder."""
+    """Create a folder if needed, and return whether only this user can access it. New servers start with copies of its contents."""
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = place.lstat()

@@ -64,22 +64,11 @@ def build_command(words: Sequence[str | Path]) -> tuple[list[str | Path], Proces
 
 
 class ServerProcess:
-    """A server process, started by the constructor."""
+    """A server process, started by the constructor. It inherits the descriptor `keep_open`, and its output is appended to `log`."""
 
     def __init__(
         self, words: Sequence[str | Path], log: Path, keep_open: int, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start the process.
-
-        Args:
-            words: the server's program and arguments.
-            log: the file to which its output is appended.
-            keep_open: a descriptor that the server inherits.
-            environment: variables of its environment, in addition to those of this process.
-
-        Raises:
-            OSError: the program cannot be started.
-        """
         self.ended = threading.Event()
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._environment = environment or {}
@@ -128,11 +117,7 @@ class ServerProcess:
         return popen
 
     def stop(self, mode: Mode = "fast") -> None:
-        """Stop the server and wait until it has ended, with stronger signals if it takes too long.
-
-        Args:
-            mode: "fast" disconnects all clients and shuts down cleanly, and "immediate" is like a crash.
-        """
+        """Stop the server and wait until it has ended, with stronger signals if it takes too long. The mode "immediate" is like a crash."""
         for number, patience in _ESCALATION[mode]:
             if not self.ended.is_set():
                 self._popen.send_signal(number)

@@ -31,13 +31,9 @@ class Server:
     """A PostgreSQL server that can be stopped, crashed and restarted with the same data and port.
 
     Attributes:
-        host: the address on which it listens.
         folder: the folder of this run. It contains the log, the Unix socket (which needs no password) and, unless the data is kept,
             the data.
-        bindir: the folder of its programs.
         version: the version of the programs, e.g. "18.6".
-        data: its data folder.
-        log: the file that it logs to.
         port: the port of both the socket and 127.0.0.1; 0 before the first start.
         password: the password of its superuser `postgres` over TCP.
         environment: variables for the server's process, in addition to those of this process.

@@ -62,10 +62,7 @@ def examine(engine: Engine, alembic_ini: Path | None, select: Callable[[Diagnosi
 def examine(engine: Engine | AsyncEngine, alembic_ini: Path | None, select: Callable[[Diagnosis], R]) -> object:
     """Examine the server, and the Alembic environment if its ini file is given. For an AsyncEngine, return a coroutine.
 
-    Args:
-        engine: the engine.
-        alembic_ini: the ini file of the Alembic environment.
-        select: a function that returns the wanted part of the diagnosis.
+    `select` returns the wanted part of the diagnosis.
     """
     config, place = config_of(engine), table_names_of(engine)
     style_of(engine.dialect)

@@ -45,10 +45,7 @@ class Examined:
     """The state that the checks examine.
 
     Attributes:
-        snapshot: the state of the server.
-        config: the settings of the engine.
         declared: the pooler setting for session locks. It is read from the `lock_engine`, if there is one.
-        place: the table names.
         pooler: the pooler between pgfence's session locks and the server.
         hosts: the hosts of the engine, and of its `lock_engine` if it has one.
     """

@@ -1,7 +1,6 @@
 """Make the same transfers under a lock and with a version, on many accounts and on few, to show when each guard is faster.
 
-Under `TransactionLock` the later transaction waits. With a version no transaction waits, and the transaction that commits later
-is retried.
+Under `TransactionLock`, the later transaction waits before it reads. With a version, the transaction that writes later is retried.
 """
 
 from __future__ import annotations
@@ -66,13 +65,7 @@ class VersionedEntry(ContentionBase):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The totals of all processes with one guard on some accounts.
-
-    Attributes:
-        transfers: number of transfers.
-        attempts: number of attempts.
-        most: the highest number of attempts for one transfer.
-    """
+    """The totals of all processes with one guard on some accounts. `most` is the highest number of attempts for one transfer."""
 
     transfers: int
     attempts: int

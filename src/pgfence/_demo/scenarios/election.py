@@ -1,7 +1,7 @@
 """Elect a leader among three processes, kill the leader, and ask the next leader to resign.
 
-Each leader writes into a fenced table during its term. The table shows which process led when, and that no two leaders wrote at
-the same time.
+Each leader writes into a fenced table during its term. The table shows which process led when, and whether a former leader wrote
+during a later term.
 """
 
 from __future__ import annotations
@@ -64,13 +64,7 @@ _COUNT = text(f"""
 
 
 class Leader(NamedTuple):
-    """The leader of a term.
-
-    Attributes:
-        term: the fencing token.
-        name: the name of its process.
-        at: the time of its first write, by the server's clock.
-    """
+    """The leader of a term, which is a fencing token. `at` is the time of its first write, by the server's clock."""
 
     term: int
     name: str

@@ -95,7 +95,7 @@ class Storm:
         made: payments that were made.
         paid: distinct numbers among them.
         twice: numbers that were paid more than once.
-        sent: requests.
+        sent: requests, including those that were sent again.
         ended: connections that were killed inside a transaction.
         differ: numbers whose clients received different receipts.
     """
@@ -211,7 +211,7 @@ def _ask_with_a_key(number: int) -> ClientAnswer:
 
 
 def _ask_server(number: int, pay: Callable[[Session], Receipt]) -> ClientAnswer:
-    """Repeat a request, at most `_PATIENCE` times, until the client gets a response, because the server may have stopped."""
+    """Send a request until the client gets a response. Give up after `_PATIENCE` attempts, because the server may have stopped."""
     for sent in count(1):
         try:
             with _Client.sessions.begin() as session:

@@ -1,4 +1,4 @@
-"""The longer jobs again, while one holder is killed and an administrator terminates the session of another holder."""
+"""The longer jobs again, while one holder is killed and the session of another holder is terminated."""
 
 from __future__ import annotations
 
