@@ -13,7 +13,7 @@ class Code(IntEnum):
 
     OK = 0
     MISUSE = 64
-    """The command line, a name or the database URL is invalid, or no driver for the URL is installed."""
+    """The command line or the environment is invalid, or no driver is installed."""
     TIME = 65
     """A slot that has not begun is recorded as done, because the server's clock was set back; or the host and the
     server have different rules for a time zone.
@@ -33,8 +33,8 @@ class Code(IntEnum):
     DECLINED = 77
     """The user did not confirm, and nothing was done."""
     REFUSED = 78
-    """The server responded, but pgfence cannot use it (it is a standby, or tables are missing); or the extra `cli` or Alembic is
-    not installed.
+    """The server responded, but pgfence cannot use it, for example because it is a standby or tables are missing; or the extra `cli`
+    or Alembic is not installed.
     """
     NOT_EXECUTABLE = 126
     NOT_FOUND = 127

@@ -32,7 +32,7 @@ from pgfence.cli.report import Console
         ("75", "Another demo is running in this database."),
         (
             "78",
-            "The server cannot run the demo: it is a pooler or a standby, or the schema pgfence_demo exists or cannot be created.",
+            "The server cannot run the demo, for example because it is a standby or the schema pgfence_demo already exists.",
         ),
         ("128 + N", "Signal N ended the demo."),
     ],

@@ -108,7 +108,7 @@ def keys(
 
 
 def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
-    """Return the message for an empty list. It does not claim that there are no keys that the options excluded."""
+    """Return the message for an empty list. It repeats the options, which may have excluded other keys."""
     where = f"in the namespace {namespace!r}" if namespace else "without a namespace"
     asked = [f"whose scope begins with {scope!r}"] if scope else []
     asked += [f"that were first claimed at least {older_than:g} s ago"] if older_than else []

@@ -136,7 +136,7 @@ def ps(
 
 
 def _describe_nothing(prefix: str, filters: list[str]) -> str:
-    """Return the message for an empty list. It does not claim that nothing is held that the options excluded."""
+    """Return the message for an empty list. It repeats the options, which may have excluded other rows."""
     what = f"Nothing that matches {', '.join(filters)}" if filters else "Nothing"
     return f"{what} is held{f' under a name that begins with {prefix!r}' if prefix else ''}."
 

@@ -117,7 +117,10 @@ class ServerProcess:
         return popen
 
     def stop(self, mode: Mode = "fast") -> None:
-        """Stop the server and wait until it has ended, with stronger signals if it takes too long. The mode "immediate" is like a crash."""
+        """Stop the server and wait until it has ended, with stronger signals if it takes too long.
+
+        The mode "immediate" is like a crash.
+        """
         for number, patience in _ESCALATION[mode]:
             if not self.ended.is_set():
                 self._popen.send_signal(number)

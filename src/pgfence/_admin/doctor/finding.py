@@ -76,7 +76,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     ),
     "pooler-transaction": CodeEntry(
         "error",
-        "A session lock would be taken in one server session and released in another. AdvisoryLock, ReadWriteLock and"
+        "A session lock could be taken in one server session and released in another. AdvisoryLock, ReadWriteLock and"
         " migration_lock raise PoolerError. Leases, transaction locks and idempotency keys work.",
     ),
     "pooler-undeclared": CodeEntry(
@@ -148,7 +148,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     "lock-table": CodeEntry(
         "warning",
         "If the lock table is full, statements of all programs fail, and new logins are rejected. From 90 % on, pgfence rejects"
-        " requests with CapacityError.",
+        " many requests with CapacityError.",
     ),
     "leaked-locks": CodeEntry(
         "warning",
