@@ -29,7 +29,7 @@ def purge(engine: AsyncEngine, batch: int) -> Coro[int]: ...
 @overload
 def purge(engine: Engine, batch: int) -> int: ...
 def purge(engine: Engine | AsyncEngine, batch: int) -> object:
-    """Delete all expired keys and return their number. For an AsyncEngine, return a coroutine."""
+    """Delete expired keys and return their number. For an AsyncEngine, return a coroutine."""
     place = table_names_of(engine)
 
     def delete_batches(connection: Connection) -> int:

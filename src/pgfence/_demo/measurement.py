@@ -29,7 +29,7 @@ class Reporter(Protocol):
     """The methods through which a demo shows its progress."""
 
     def step(self, what: str) -> None:
-        """Show a step of the preparation, before the acts."""
+        """Show a step before or after the acts."""
 
     def progress(self, act: Workload, seconds: float, transfers: int) -> None:
         """Show the progress of an act. This is called several times a second."""

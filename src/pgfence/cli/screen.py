@@ -47,7 +47,7 @@ class Screen:
             self._live.stop()
 
     def step(self, what: str) -> None:
-        """Print a line about a step that precedes the acts."""
+        """Print a line about a step."""
         self._console.print(what)
 
     def progress(self, act: Workload, seconds: float, transfers: int) -> None:
