@@ -168,3 +168,16 @@ async def test_half_a_surrogate_pair_in_json_is_a_value_error(world: World, tabl
     await world.call(held.release)
     with pytest.raises(ValueError, match="lone surrogate"):
         await world.call(evict, engine, name, reason=f"why {bad}")
+
+
+@pytest.mark.every_driver
+async def test_a_backslash_before_u0000_in_json_is_no_nul(world: World, tables: None, name: str) -> None:
+    """The six characters of an escape are stored as they are, after any number of backslashes; a NUL behind them is rejected."""
+    del tables
+    engine = world.engine()
+    lease: Any = world.pick(Lease, AsyncLease)
+    for number, text in enumerate((r"\u0000", r"\\u0000", "\\" * 3 + "u0000")):
+        held = await world.call(lease(engine, f"{name}{number}", ttl=5, metadata={"path": text}).acquire)
+        await world.call(held.release)
+    with pytest.raises(ValueError, match="NUL"):
+        lease(engine, name, ttl=5, metadata=r"\u0000" + "\x00")

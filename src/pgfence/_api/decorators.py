@@ -145,7 +145,6 @@ async def acquire_for_call_async(lock: _AsyncLock[H_co], policy: Policy) -> H_co
         try:
             return await (lock.try_acquire() if tries else lock.acquire(timeout=timeout))
         except UnreachableError as error:
-            # A holder that was known before the outage may still be running: an unprotected call must not run beside it.
             timeout, tries = policy.find_retry_time(error), False
             if not timeout:
                 raise

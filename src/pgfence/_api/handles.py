@@ -82,7 +82,7 @@ class _Handle:
     def names(self) -> tuple[str, ...]:
         """The names with which the lock was requested. A `LockKey` without a name is shown as its number.
 
-        A lease, slot, permit or term in a namespace is shown with it, for example as `"billing:close"`.
+        A lease, slot, permit or term in a namespace is shown with the namespace, for example as `"billing:close"`.
         """
         return self._hold.names
 

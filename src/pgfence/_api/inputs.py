@@ -228,7 +228,7 @@ def check_text(value: object, what: str) -> str:
 
 
 def check_path(value: object, what: str) -> Path:
-    """Return a path, after checking its type.
+    """Return the value as a Path, after checking its type.
 
     Raises:
         TypeError: the value is neither a str nor a path.
@@ -294,7 +294,7 @@ def check_keep(keep: Seconds) -> float:
 
 
 def check_error_classes(given: Sequence[type[Exception]], what: str = "record") -> tuple[type[Exception], ...]:
-    """Return exception classes, after checking them.
+    """Return the exception classes as a tuple, after checking them.
 
     Raises:
         TypeError: one of the values is not an exception class.

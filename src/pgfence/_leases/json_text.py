@@ -29,7 +29,7 @@ def encode_json(value: object, what: str) -> str | None:
         raise TypeError(f"{what} must be JSON: {error}") from None
     except ValueError as error:
         raise ValueError(f"{what} must be JSON: {error}") from None
-    if "\\u0000" in text:
+    if "\\u0000" in text.replace("\\\\", ""):  # without escaped backslashes, as in the text r"\u0000"
         raise ValueError(f"{what} must not contain NUL: PostgreSQL's jsonb cannot hold it")
     # json.dumps escapes a lone surrogate, which jsonb rejects. The full check is expensive, so it is done only for texts that
     # contain such an escape.

@@ -46,7 +46,8 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
                 until its timeout. With None, it does so only if the server had already responded that the lease is held.
 
         Raises:
-            LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder, if there is one.
+            LockTimeoutError: the lease did not become free in time, and the message and `holders` name the holder, if there is
+                one; or all connections for leases were in use.
             SelfDeadlockError: this task holds the lease, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
             UnreachableError: the server cannot be reached, or the call does not wait and all connections for leases are in use.

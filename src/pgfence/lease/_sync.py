@@ -74,7 +74,8 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
                 until its timeout. With None, it does so only if the server had already responded that the lease is held.
 
         Raises:
-            LockTimeoutError: the lease did not become free in time. The message and `holders` name the holder, if there is one.
+            LockTimeoutError: the lease did not become free in time, and the message and `holders` name the holder, if there is
+                one; or all connections for leases were in use.
             WaitCancelledError: the event of `cancel_waits()` was set.
             SelfDeadlockError: this thread holds the lease, or waiting would deadlock within this process. Not raised with
                 `timeout=0`.
