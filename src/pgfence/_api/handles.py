@@ -1,9 +1,9 @@
 """Handles of locks that are held.
 
-A handle reports without I/O what its process knows. Its `state` is "held", "unknown" (a request was sent and has no response
-yet), "lost" or "released". The state does not prove that the lock is still held, because a process that was suspended notices a
-loss only when it runs again. If a former holder must not do some work, do that work on the connection that holds the lock
-(`AdvisoryLock.connect`) or behind a fence.
+A handle reports without I/O what its process knows. Its `state` is "held", "unknown" (a renewal got no response, or the process
+was stopped, and the server has not responded since), "lost" or "released". The state does not prove that the lock is still held,
+because a process that was suspended notices a loss only when it runs again. If a former holder must not do some work, do that
+work on the connection that holds the lock (`AdvisoryLock.connect`) or behind a fence.
 
 In a forked child, a handle is in the state "released" from the start, because the lock belongs to the parent.
 """

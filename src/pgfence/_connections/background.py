@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class BackgroundConnection(ABC):
-    """One connection and the thread that uses it. Other threads may only call `wake` and `abort`."""
+    """One connection, used by one thread. Other threads may only call `wake` and `abort`."""
 
     session: LockConnection | None = None
     in_use: Collection[object] = ()

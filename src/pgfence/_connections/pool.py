@@ -252,7 +252,7 @@ class LockPool:
     def _abandon(self, opening: PendingConnection, *, late: bool) -> LockConnection | None:
         """Stop waiting for a connection, and return it if it has been opened. A call for an abandoned opening returns None.
 
-        With `late`, the opening counts as stuck. An opening that was interrupted says nothing about the server.
+        `late` means after a timeout, and the opening then counts as stuck.
         """
         with MUTEX:
             if opening.abandoned:  # if it is opened later, its opener returns it to the pool

@@ -151,7 +151,7 @@ class BaseHold:
             return "lost"
         if self.released:
             return "released"
-        # While a request has no response, the hold does not count as held.
+        # Until the server has responded again, the hold does not count as held.
         return "unknown" if self.in_doubt else "held"
 
     def check(self) -> None:

@@ -166,7 +166,7 @@ class Grant(BaseHold):
 
     @property
     def row_deadline(self) -> float:
-        """The time at which the server lets the lease expire, as far as this process knows."""
+        """The approximate time at which the server lets the lease expire, on this process's clock."""
         return self.deadline + terms.compute_margin(self.ttl)
 
     def progress(self) -> None:

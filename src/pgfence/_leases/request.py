@@ -74,7 +74,7 @@ Steps: TypeAlias = Generator[tuple[str, "Sequence[object]"], Any, Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The description of the caller and its process, for operators."""
+    """The description of the holder that the caller passed, for operators."""
 
     owner: str | None = None
     purpose: str = ""

@@ -89,7 +89,7 @@ def find_hold_elsewhere(
 ) -> SelfDeadlockError | None:
     """Return the error if the contender would wait on this connection for a lock that it holds on another connection.
 
-    The check takes two round trips if the contender holds a session lock on one of the keys, and none otherwise.
+    The check takes two round trips if the contender holds one of the keys on another connection, and none otherwise.
     """
     here = connection.connection.dbapi_connection
     holds = [hold for hold in find_holds_on(owner, keys) if hold.session.dbapi_connection is not here]

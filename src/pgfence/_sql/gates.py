@@ -59,7 +59,10 @@ class EnteredGates(TransactionRecord):
 def enter(
     connection: Connection, place: TableNames, gates: EnteredGates, tokens: Mapping[str, int], wait: float
 ) -> None:
-    """Enter all gates or none, in one round trip. A newer holder waits up to `wait` seconds at each gate for older ones inside."""
+    """Enter all gates or none, in one round trip.
+
+    At each gate, a newer holder waits for older ones inside, up to `wait` seconds or the session's own lock_timeout.
+    """
     style = style_of(connection.dialect)
     if len(tokens) == 1:
         (one,) = tokens.items()

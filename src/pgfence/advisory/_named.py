@@ -50,7 +50,7 @@ class LockNames:
     _made: tuple[str, ParamStyle, TableNames | None, LockSql] | None = None
     """The statements, with the namespace, style and tables (None without a token) that they were built for."""
     _found: tuple[LockManager, LockSql] | None = None
-    """The last manager and its statements, if the engine is also its lock engine."""
+    """The last manager and its statements, which are reused if the engine has no separate lock engine."""
 
     def __init__(self, engine: object, names: Sequence[Name], namespace: str | None, token: bool) -> None:
         self._engine = engine

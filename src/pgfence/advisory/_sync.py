@@ -140,8 +140,8 @@ class AdvisoryLock(LockNames, LockBase[H]):
     def try_acquire(self) -> H | None:
         """Try once to acquire the lock, without waiting. This takes one round trip on an open connection.
 
-        Returns None if the lock is held, even by this thread. A try never waits, so it cannot deadlock. If pgfence's tables are
-        installed, the first grant of a name in a process takes a second round trip, which stores the name.
+        Returns None if the lock is held, even by this thread. A try never waits for the lock, so it cannot deadlock. If pgfence's
+        tables are installed, the first grant of a name in a process takes a second round trip, which stores the name.
 
         Raises:
             PgfenceError: the same errors as `acquire`, except SelfDeadlockError and WaitCancelledError. LockTimeoutError is raised

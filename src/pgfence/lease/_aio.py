@@ -30,7 +30,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
         """Try once to acquire the lease, without waiting. This takes one round trip on an open connection.
 
         Returns None if the lease is held, even by this task, or if a `min_hold` or a `lock_delay` has not passed. A try never
-        waits, so it cannot deadlock.
+        waits for the lease, so it cannot deadlock.
 
         Raises:
             PgfenceError: the same errors as `acquire`, except LockTimeoutError and SelfDeadlockError.

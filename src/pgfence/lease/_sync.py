@@ -58,7 +58,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         """Try once to acquire the lease, without waiting. This takes one round trip on an open connection.
 
         Returns None if the lease is held, even by this thread, or if a `min_hold` or a `lock_delay` has not passed. A try never
-        waits, so it cannot deadlock.
+        waits for the lease, so it cannot deadlock.
 
         Raises:
             PgfenceError: the same errors as `acquire`, except LockTimeoutError, SelfDeadlockError and WaitCancelledError.
