@@ -66,11 +66,7 @@ _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
 class UnusableKeyError(ValueError):
-    """Raised if a request has no usable key.
-
-    Attributes:
-        problem: what is wrong; the message is for the client.
-    """
+    """Raised if a request has no usable key. The message is for the client."""
 
     def __init__(self, problem: Problem, detail: str | None = None) -> None:
         super().__init__(detail or problem.detail)

@@ -33,15 +33,11 @@ _MARKS = frozenset(
 
 
 class ReachableTypes(NamedTuple):
-    """The classes that an annotation refers to, directly or indirectly.
-
-    Attributes:
-        classes: the classes, by the names under which their instances are stored.
-        complete: whether every name in the annotation was resolved. If a name was not, more classes may be found later.
-    """
+    """The classes that an annotation refers to, directly or indirectly, by the names under which their instances are stored."""
 
     classes: dict[str, type[object]]
     complete: bool
+    """Whether every name in the annotation was resolved. If a name was not, more classes may be found later."""
 
 
 def find_classes(annotation: object) -> ReachableTypes:
