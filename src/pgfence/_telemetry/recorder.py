@@ -1,7 +1,7 @@
 """Turn the events of engines into OpenTelemetry metrics.
 
 The thread or task where an event happens appends it to a list, because recording one value costs a quarter of what an acquire and a
-release cost. The exporter's thread counts the appended events in bulk when the metrics are collected.
+release cost. The appended events are counted in bulk, at the latest when the metrics are collected.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_among(error: BaseException, kinds: tuple[type[Exception], ...]) -> bool:
-    """Return whether an error is an instance of one of the classes. Only pgfence's own classes include pgfence errors."""
+    """Return whether an error is an instance of one of the classes. Only PgfenceError and its subclasses include pgfence errors."""
     if isinstance(error, PgfenceError):
         kinds = tuple(kind for kind in kinds if issubclass(kind, PgfenceError))
     return isinstance(error, kinds)
