@@ -44,7 +44,7 @@ class Claimable:
                 session.commit()
 
     Use the mixin for plain declarative classes, MappedAsDataclass (it adds no `__init__` argument) and SQLModel. With joined or
-    single-table inheritance, put it on the base class. Only `claim`, `extend_claim` and `finish_claim` write its columns. A flush
+    single-table inheritance, put it on the base class. Leave its columns to `claim`, `extend_claim` and `finish_claim`: a flush
     that would change them in an existing row raises ValueError.
 
     Guarantees: a row has one claim at a time, until `claimed_until` by the server's clock. An expired claim is replaced by

@@ -50,8 +50,8 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     Args:
         engine: an Engine, or a function that returns one. The tables must exist; run `pgfence install`.
         name: a str, at most 255 characters including its namespace and, with `at`, its slot (26 characters or more).
-        every: the length of a slot. Whole days go from midnight to midnight in `tz`, and weeks begin on Monday. Any other
-            length is a fixed amount of elapsed time.
+        every: the length of a slot. Slots of whole days begin at midnight in `tz`, and weeks on Monday. Any other length is a
+            fixed amount of elapsed time.
         cron: a crontab line of five fields, or a nickname such as `@hourly` or `@daily`, in `tz`, with the rules of Debian's
             cron for daylight saving time (see its manual page, cron(8)).
         at: the slot itself, as a datetime with a time zone or a str in ISO 8601 (UTC if it has no zone), for callers that choose

@@ -92,7 +92,7 @@ class Versioned(_Guarded):
             in the library's own list of fields, is not detected.
         VersionRequiredError: on writing, if columns of the row were read without its version.
         SchemaError: on writing, if the row's version is NULL, or, in mode "server", if the trigger is missing. `command` contains
-            the statement that fixes it.
+            the statements or the call that fix it.
         TypeError, ValueError: on mapping the class, if an attribute is unusable, there are two version columns, or a relationship
             writes rows by statements that compare no version: `post_update` with a foreign key in the table of a joined subclass,
             or a table of versioned rows as `secondary`. ValueError is also raised for a name in `__version_relationships__` that
