@@ -423,7 +423,7 @@ async def test_a_session_of_the_other_half_is_rejected(shop: Shop) -> None:
 
     async def work(attempt: Any) -> str:
         for wrong in (shop.world.pick(AsyncSession, Session)(), shop.world.engine(), None):
-            with pytest.raises(TypeError, match="of this attempt needs an? (Async)?Session, not "):
+            with pytest.raises(TypeError, match=r"Attempt.complete\(\) needs an? (Async)?Session, not "):
                 await shop.soon(attempt.complete(wrong, "x"))
         return "done"
 
