@@ -39,8 +39,8 @@ def run_on_engine(engine: Engine, work: Callable[[Connection], R], translate: Tr
 def run_on_engine(engine: Engine | AsyncEngine, work: Callable[[Connection], R], translate: Translate) -> object:
     """Call `work` with a connection of the engine, outside a transaction. For an AsyncEngine, return a coroutine.
 
-    For an AsyncEngine, `work` runs inside a greenlet. `translate` returns the error to raise in place of the one that it gets, or
-    None to re-raise that error.
+    The coroutine calls `work` inside a greenlet. `translate` returns the error to raise in place of the one that it gets, or None
+    to re-raise that error.
 
     Raises:
         TypeError: `engine` is neither an Engine nor an AsyncEngine.

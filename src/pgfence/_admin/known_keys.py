@@ -1,4 +1,4 @@
-"""Recognize the keys of migration tools and of pgfence itself, which are not computed from a name of the application."""
+"""Recognize the keys of migration tools and of pgfence itself, and those that libraries compute from a name."""
 
 from __future__ import annotations
 

@@ -103,7 +103,6 @@ class Listing(Sequence[Row]):
     """The rows that `ps` returns, as a sequence.
 
     Attributes:
-        rows: the rows.
         limited: whether there are more rows than `limit`.
         hidden: sentences that say what the list does not contain, and why.
     """

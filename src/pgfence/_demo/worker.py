@@ -54,7 +54,7 @@ class Orders:
 
 
 def is_connection_error(error: Exception) -> bool:
-    """Return whether an error means that the lock or the connection is lost and must be acquired or opened again."""
+    """Return whether the work can be repeated after an error, such as the loss of the lock or the connection."""
     if isinstance(error, PgfenceError):
         return error.retryable
     return isinstance(error, OperationalError) or (isinstance(error, DBAPIError) and error.connection_invalidated)

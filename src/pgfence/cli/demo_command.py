@@ -54,8 +54,7 @@ from pgfence.cli.report import Console
 def demo(dsn: str | None, seconds: float, processes: int, keep: bool, as_json: bool) -> None:
     """Watch processes transfer money without a lock, with one, and while lock holders are being killed.
 
-    Use it to see what pgfence guarantees. The command takes less than a minute. Without --dsn, it starts a temporary PostgreSQL
-    server.
+    Use it to see what pgfence guarantees. By default, the command starts a temporary PostgreSQL server and takes less than a minute.
     """
     from pgfence.cli.demo import DemoOptions
     from pgfence.cli.demo import demo as play

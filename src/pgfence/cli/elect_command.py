@@ -38,7 +38,7 @@ DEFAULT_TTL = 15.0
         ("69", "At the start, the server rejected the login, or the database does not exist."),
         ("70", "An unexpected error; its traceback is printed."),
         ("76", "The term was lost before it was released. Only with --restart never, or after a signal."),
-        ("78", "Elections do not work on this server: the tables are missing or too old, or it is not PostgreSQL."),
+        ("78", "Elections do not work on this server, for example because the tables are missing or too old."),
         ("126", "The command could not be executed."),
         ("127", "The command was not found."),
         ("128 + N", "Signal N was received while the command was not running."),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     "evict",
     short_help="End the current hold on a name.",
     cls=Command,
-    arguments={"NAME": "Name of a lease or of an advisory lock."},
+    arguments={"NAME": "Name of what is held, such as a lease or an advisory lock."},
     examples={
         'pgfence evict close:2026-04 --reason "look" --dry-run': "Only show the holder",
         'pgfence evict close:2026-04 --reason "hung since 3 a.m."': "Show the holder; end its hold if you confirm",

@@ -95,7 +95,7 @@ def list_descendants(roots: Iterable[int], table: dict[int, ProcessRow]) -> set[
 
 
 class Ending:
-    """Ends processes. Each of them gets SIGTERM when it is found, and SIGKILL if it still runs after the grace period.
+    """Ends processes. Each process that is found gets SIGTERM and, once the grace period is over, SIGKILL.
 
     Args:
         find: a function that returns the processes that still run. It is called repeatedly, because they may start others.

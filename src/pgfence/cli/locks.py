@@ -48,7 +48,7 @@ class Terms(NamedTuple):
         if self.lease and self.once_per is not None:
             raise MisuseError("use --once-per or --lease, not both: --once-per already holds a lease")
         if self.tz is not None and self.once_per is None:
-            raise MisuseError("--tz needs --once-per: it sets the time zone in which a day begins")
+            raise MisuseError("--tz needs --once-per: it sets the time zone of the slots")
         timed = {"--ttl": self.ttl, "--min-hold": self.min_hold, "--max-hold": self.max_hold}
         given = [option for option, value in timed.items() if value is not None]
         if given and not (self.lease or self.once_per is not None):

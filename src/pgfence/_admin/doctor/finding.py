@@ -28,8 +28,8 @@ class Finding:
         code: the code of the finding. It does not change between releases.
         severity: "error" if a part of pgfence does not work or does not protect; "warning" if a part of pgfence would fail
             under a load, or in an outage, that is likely to occur; "info" if the state may be intended.
-        found: what was found.
-        why: why it matters.
+        found: the state, in a sentence.
+        why: why the state matters.
         fix: how to fix it, as SQL, a command or a sentence.
     """
 
@@ -153,7 +153,7 @@ CATALOGUE: Mapping[str, CodeEntry] = {
     "leaked-locks": CodeEntry(
         "warning",
         "An idle session that holds an advisory lock often belongs to a connection that was returned to a pool before the lock"
-        " was released. No other session can acquire that lock until the idle session ends.",
+        " was released. Other sessions wait for that lock until the idle session ends or releases it.",
     ),
     "long-wait": CodeEntry(
         "warning",

@@ -1,7 +1,7 @@
 """Share partitions among three workers, stop one of the workers, and let it continue.
 
 The owner of a partition numbers the events of its keys: it reads the last number and inserts the next one. Two writers of a key
-at once would use a number twice or out of order.
+at once could use a number twice or out of order.
 """
 
 from __future__ import annotations
