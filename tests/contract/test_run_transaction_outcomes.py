@@ -21,7 +21,7 @@ from pgfence.errors import (
 from pgfence.fence import fence
 from pgfence.lease import AsyncLease, Lease
 from pgfence.retrying import run_transaction
-from support.retrying import Row, conflict, transact
+from support.retrying import Row, conflict, sessions, transact
 from support.transactions import factory
 from support.worlds import World
 
@@ -101,6 +101,56 @@ async def test_a_failed_flush_that_was_swallowed_is_raised(world: World, row: Ro
     await transact(world, engine, overtaken)
     assert len(calls) == 2
     assert row.n() == 101
+
+
+@pytest.mark.every_driver
+@pytest.mark.parametrize("versioned", [False, True])
+async def test_a_version_conflict_that_was_swallowed_is_retried(
+    world: World, admin: psycopg.Connection[Any], versioned: bool
+) -> None:
+    """A conflict in a flush has rolled the session back: the transaction runs again, or the conflict is raised."""
+    row = Row(admin, versioned=versioned)
+    made = sessions(world, world.engine(), versioned=versioned)
+    calls: list[int] = []
+
+    def work(session: Session) -> None:
+        calls.append(1)
+        row.add_one(session)
+        if len(calls) == 1:
+            row.overtake()
+        try:
+            session.flush()
+        except (StaleDataError, VersionConflictError):
+            return
+
+    with pytest.raises(VersionConflictError if versioned else StaleDataError) as caught:
+        await transact(world, made, work, attempts=1)
+    assert "the function caught this error" in caught.value.__notes__[0]
+    calls.clear()
+    await transact(world, made, work)
+    assert len(calls) == 2
+    assert row.n() == 201
+    row.drop()
+
+
+async def test_a_conflict_undone_by_a_savepoint_does_not_stop_the_commit(world: World, row: Row) -> None:
+    """After a conflict in a savepoint, the rest of the transaction is committed."""
+    calls: list[int] = []
+
+    def work(session: Session) -> None:
+        calls.append(1)
+        row.add_one(session, 2)
+        session.flush()
+        try:
+            with session.begin_nested():
+                row.add_one(session)
+                row.overtake()
+        except StaleDataError:
+            pass
+
+    await transact(world, world.engine(), work)
+    assert len(calls) == 1
+    assert (row.n(1), row.n(2)) == (100, 1)
 
 
 @pytest.mark.every_driver

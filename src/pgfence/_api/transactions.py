@@ -22,6 +22,8 @@ W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
 
 NOT_COMMITTED = "Nothing was committed"
+ATTEMPT = "_pgfence_attempt"
+"""The attribute of a Session, and of its Connections, with the running attempt of `run_transaction`."""
 
 
 def commit_unknown_error(why: str, what: str) -> CommitOutcomeUnknownError:

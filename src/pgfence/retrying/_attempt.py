@@ -5,20 +5,21 @@ Async attempts pass their `sync_session`.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, event
 from sqlalchemy.exc import SQLAlchemyError, UnboundExecutionError
 
-from pgfence._api.transactions import NOT_COMMITTED, commit_unknown_error
+from pgfence._api.transactions import ATTEMPT, NOT_COMMITTED, commit_unknown_error
 from pgfence._process.clock import clock
 from pgfence._sql.errors import find_connect_error, is_commit_unanswered, is_driver_error, translate_error
 from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import sqlstate_of
 from pgfence._sql.transaction import read_driver_state
 from pgfence.config import DEFAULT, Config, config_of
-from pgfence.errors import TransactionStateError
+from pgfence.errors import PgfenceError, TransactionStateError
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -33,7 +34,6 @@ NUMBER = "pgfence_attempt"
 
 _ABORTED = "25P02"
 
-_ATTRIBUTE = "_pgfence_attempt"
 _PING = "SELECT 1"
 _LISTENING: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
@@ -45,6 +45,7 @@ class AttemptRun:
         joined: whether the attempt is a savepoint in a transaction that the caller began on the Session's Connection.
         committed: whether the transaction was committed, so that an error comes from a listener, or from the function after its
             own commit.
+        flush_error: the error of the last flush that has rolled the session back.
     """
 
     def __init__(self, session: Session, number: int) -> None:
@@ -52,12 +53,13 @@ class AttemptRun:
         self.began = clock()
         self.joined = _sets_savepoint(session)
         self.committed = False
+        self.flush_error: BaseException | None = None
         self._session = session
         self._ending = False
         self._connections: set[Connection] = set()
         self._met: dict[Connection, BaseException] = {}
         session.info[NUMBER] = number
-        vars(session)[_ATTRIBUTE] = self
+        vars(session)[ATTEMPT] = self
         _listen_to_sessions()
 
     @property
@@ -71,12 +73,16 @@ class AttemptRun:
 
         An error that the function swallowed is raised if it has aborted the transaction.
         """
-        session.flush()
+        # The function may have swallowed the error of a flush that has rolled the session back. Such a session ends without an error.
+        if session.is_active:
+            session.flush()
+        elif self.flush_error is not None:
+            raise _swallowed_error(self.flush_error)
         # PostgreSQL responds to the COMMIT of an aborted transaction with a ROLLBACK, for which no driver raises an error.
         for connection, error in self._met.items():
             if not (session.is_active and _is_usable(connection)):
                 raise _swallowed_error(error)
-        if not session.in_transaction():
+        if not (session.is_active and session.in_transaction()):
             raise TransactionStateError(
                 "the function must neither commit, roll back nor close its session, because run_transaction commits after it has"
                 " returned: raise an exception to roll back"
@@ -86,9 +92,10 @@ class AttemptRun:
     def detach(self) -> None:
         """Stop tracking the session and its connections, which may be the caller's."""
         for one in (self._session, *self._connections):
-            vars(one).pop(_ATTRIBUTE, None)
+            vars(one).pop(ATTEMPT, None)
         self._connections.clear()
         self._met.clear()
+        self.flush_error = None
 
     def find_doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
         """Return the error to raise if the transaction may have been committed despite an error, or None if it was not."""
@@ -118,7 +125,7 @@ class AttemptRun:
             )
         self._connections.add(connection)
         # There is one listener for the whole dialect, which finds the attempt through its connection.
-        vars(connection)[_ATTRIBUTE] = self
+        vars(connection)[ATTEMPT] = self
         if connection.dialect not in _LISTENING:
             _LISTENING.add(connection.dialect)
             event.listen(connection.engine, "handle_error", _record_error)
@@ -133,7 +140,7 @@ class AttemptRun:
 
 
 def _listen_to_sessions() -> None:
-    """Track every connection on which a Session begins a transaction, and every commit."""
+    """Track every connection on which a Session begins a transaction, every commit, and every flush that fails."""
     from sqlalchemy.orm import Session
 
     # One listener for the class, because adding one to each Session is expensive.
@@ -141,25 +148,32 @@ def _listen_to_sessions() -> None:
         event.listen(Session, "after_begin", _use_connection)
         # This listener comes first, because one of the application may raise an error.
         event.listen(Session, "after_commit", _note_commit, insert=True)
+        event.listen(Session, "after_rollback", _note_rollback, insert=True)
 
 
 def _use_connection(session: Session, _transaction: SessionTransaction, connection: Connection) -> None:
-    attempt: AttemptRun | None = vars(session).get(_ATTRIBUTE)
+    attempt: AttemptRun | None = vars(session).get(ATTEMPT)
     if attempt is not None:
         attempt.use(connection)
 
 
 def _note_commit(session: Session) -> None:
-    attempt: AttemptRun | None = vars(session).get(_ATTRIBUTE)
+    attempt: AttemptRun | None = vars(session).get(ATTEMPT)
     if attempt is not None and not session.in_nested_transaction():  # the end of a savepoint commits nothing
         attempt.committed = True
 
 
+def _note_rollback(session: Session) -> None:
+    attempt: AttemptRun | None = vars(session).get(ATTEMPT)
+    if attempt is not None:
+        attempt.flush_error = sys.exception()
+
+
 def _swallowed_error(error: BaseException) -> BaseException:
     """Return the error to raise for an error that the function swallowed, translated if pgfence has a class for it."""
-    found = translate_error(error, None) or error
+    found = (None if isinstance(error, PgfenceError) else translate_error(error, None)) or error
     found.add_note(
-        "the function caught this error, but PostgreSQL has aborted the transaction: nothing of it can be committed"
+        "the function caught this error, but the transaction was aborted or rolled back: nothing of it can be committed"
     )
     found.__cause__ = error.__cause__ if found is error else error
     return found
@@ -176,7 +190,7 @@ def _is_usable(connection: Connection) -> bool:
 
 def _record_error(context: ExceptionContext) -> None:
     connection = context.connection
-    attempt: AttemptRun | None = None if connection is None else vars(connection).get(_ATTRIBUTE)
+    attempt: AttemptRun | None = None if connection is None else vars(connection).get(ATTEMPT)
     if attempt is None or connection is None:
         return
     attempt.record_error(connection, context.sqlalchemy_exception or context.original_exception)

@@ -10,6 +10,7 @@ from sqlalchemy import event, inspect
 from sqlalchemy.orm import InstanceState, Session
 from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 
+from pgfence._api.transactions import ATTEMPT
 from pgfence.errors import VersionConflict, VersionRequiredError
 from pgfence.versions._batch import NOW, Flush
 from pgfence.versions._conflicts import conflict_error, explain_failure
@@ -118,6 +119,9 @@ class VersionedSession(Session):
                 flush.record_failed_rows()
             if (found := explain_failure(flush, error)) is error:
                 raise
+            attempt = vars(self).get(ATTEMPT)
+            if attempt is not None:  # The function of run_transaction may swallow the error.
+                attempt.flush_error = found
             raise found from error
         finally:
             NOW.reset(before)
