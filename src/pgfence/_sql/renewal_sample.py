@@ -29,7 +29,7 @@ class RenewalHistory(NamedTuple):
 
     Attributes:
         kind: the kind of the holder.
-        ttl: the TTL of the last grant, in seconds, or None if the grant has none.
+        ttl: the TTL of the last grant or renewal, in seconds, or None if the grant has none.
         held: whether the lease is held.
         age: the seconds since the last grant or renewal.
     """

@@ -150,7 +150,7 @@ def _describe_lease(lease: RenewalHistory | None) -> str:
         return "it was never acquired"
     ttl = "no TTL" if lease.ttl is None else f"TTL {lease.ttl:g} s"
     if not lease.held:
-        return f"{ttl} at the last grant; it is not held now"
+        return f"{ttl} when it was last held; it is not held now"
     return f"{ttl}, held; the last renewal was {lease.age:.1f} s ago"
 
 
