@@ -64,7 +64,7 @@ class HoldManager(Protocol[HoldT_contra]):
         ...
 
     def abandon(self, hold: HoldT_contra, /) -> None:
-        """Release the lock of a dropped handle, later and in another thread."""
+        """Release the lock of a dropped handle later, in another thread or task."""
         ...
 
 

@@ -94,8 +94,6 @@ class BackgroundConnection(ABC):
 
 
 class SyncBackgroundConnection(BackgroundConnection):
-    """A background connection over a sync driver."""
-
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         super().__init__(engine, config, on_notify)
         self._driver_kind = choose_driver_connection(engine.dialect)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class AsyncLockConnection(LockConnection):
-    """A lock connection over an async driver, used by tasks."""
-
     def __init__(self, dbapi_connection: DBAPIConnection, driver: DriverConnection, facts: server.ServerInfo) -> None:
         super().__init__(dbapi_connection, driver, facts)
         self.loop = asyncio.get_running_loop()

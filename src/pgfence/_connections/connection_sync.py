@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class SyncLockConnection(LockConnection):
-    """A lock connection over a sync driver, used by threads."""
-
     carrier = THREADS
 
     def __init__(self, dbapi_connection: DBAPIConnection, driver: DriverConnection, facts: server.ServerInfo) -> None:

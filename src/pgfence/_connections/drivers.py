@@ -110,8 +110,6 @@ class _LibpqBase:
 
 
 class _SyncBase(_LibpqBase):
-    """The common part of the sync drivers."""
-
     async def set_autocommit(self, value: bool) -> bool:
         before: bool = self.raw.autocommit
         if before != value:

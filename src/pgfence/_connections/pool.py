@@ -70,9 +70,8 @@ class PoolState:
     def __init__(self, limit: int, warm: int = WARM) -> None:
         self.limit = limit
         self.max_idle = warm
-        """The maximum number of idle connections."""
         self.open = 0
-        """The number of connections that are open or being opened."""
+        """The number of slots that connections use, open or being opened."""
         self.idle: list[LockConnection] = []
         self._waiting: deque[PoolWaiter] = deque()
 
@@ -138,7 +137,6 @@ class PoolState:
         return expired
 
     def take_all_idle(self) -> list[LockConnection]:
-        """Remove and return all idle connections."""
         idle, self.idle[:] = list(self.idle), []
         return idle
 
@@ -323,7 +321,7 @@ class LockPool:
         session.watch()
 
     def checkin(self, session: LockConnection) -> None:
-        """Return a connection that holds no lock to its owner or to the pool, which closes it if it has enough idle ones."""
+        """Return a connection that holds no lock to its owner or to the pool, which keeps only a few idle ones."""
         if not session.ours:
             assert isinstance(session, CallerConnection)
             session.detach()

@@ -94,7 +94,6 @@ def cancel_here() -> CancelEvent | None:
 
 
 def build_cancelled_error(names: tuple[str, ...]) -> WaitCancelledError:
-    """Return the error for a cancelled wait."""
     quoted = ", ".join(repr(name) for name in names)
     return WaitCancelledError(
         f"the wait for {quoted} was cancelled by the event of cancel_waits(); nothing is held", names=names
@@ -145,9 +144,7 @@ class Carrier(Protocol):
         """The event loop of the tasks, or None for threads."""
         ...
 
-    def get_contender(self) -> Contender:
-        """Return the calling contender."""
-        ...
+    def get_contender(self) -> Contender: ...
 
     def cancel_event(self) -> CancelEvent | None:
         """Return the event that ends the waits of the caller, or None. A task's waits end when the task is cancelled."""

@@ -42,7 +42,6 @@ class ManagerRegistry:
 
     @classmethod
     def of(cls, engine: Engine) -> dict[Hashable, Any]:
-        """Return the registry of an engine."""
         PROCESS.notice_fork()  # before the mutex is used, because a forked child replaces the mutex
         home: dict[Hashable, Any] = vars(engine.dialect).setdefault(cls.ATTRIBUTE, {})
         return home

@@ -135,8 +135,6 @@ class AcquireRequest(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseRequest(AcquireRequest):
-    """A request for a lease."""
-
     def build_statement(self, style: ParamStyle, lease_id: str) -> tuple[str, tuple[object, ...]]:
         """Return the statement that acquires the lease, and its arguments."""
         terms, identity = self.terms, self.identity

@@ -346,7 +346,6 @@ class LeaseStatements:
             grant.emit(self.config.events, "released")
 
     def give_back_later(self, grant: Grant) -> None:
-        """Release a lease in the background."""
         try:
             self.let_lapse(grant)
         except LockNotHeldError:

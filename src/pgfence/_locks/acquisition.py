@@ -69,8 +69,6 @@ _CANDIDATES = ("term", "partition")
 
 
 class Acquisition(Generic[W]):
-    """One acquire call."""
-
     noun: ClassVar[str] = "lock"
 
     __slots__ = (

@@ -56,7 +56,6 @@ class Deadline(NamedTuple):
 
     @classmethod
     def after(cls, timeout: float, now: float) -> Deadline:
-        """Return the deadline `timeout` seconds after `now`."""
         return cls(now + timeout, timeout)
 
     def left(self, now: float) -> float:

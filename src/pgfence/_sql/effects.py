@@ -69,7 +69,6 @@ class EffectSql:
 
 @cache
 def effect_sql(place: TableNames, style: ParamStyle) -> EffectSql:
-    """Return the statement texts of effects for one set of tables."""
 
     def ask(function: str, kinds: str, columns: str = "r") -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"

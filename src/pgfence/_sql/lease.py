@@ -79,7 +79,6 @@ class LeaseSql(NamedTuple):
 
 @cache
 def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
-    """Return the statement texts of leases for one set of tables."""
 
     def ask(function: str, kinds: str, columns: str) -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"
@@ -250,7 +249,6 @@ def _quote_pasteable(value: str) -> str:
 
 @cache
 def slot_sql(place: TableNames, style: ParamStyle) -> SlotSql:
-    """Return the statement texts of slots for one set of tables."""
     return SlotSql(
         read=(
             "SELECT pg_catalog.clock_timestamp(), s.done, s.tried FROM (SELECT) AS one"

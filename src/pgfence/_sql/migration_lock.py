@@ -60,8 +60,6 @@ ENDED = "its session has ended"
 
 
 class Doing(NamedTuple):
-    """The activity of a session."""
-
     pid: int
     state: str | None
     since: datetime | None

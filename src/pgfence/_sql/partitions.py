@@ -47,7 +47,6 @@ class PartitionSql:
 
 @cache
 def partition_sql(place: TableNames, style: ParamStyle) -> PartitionSql:
-    """Return the statement texts of partitions for one set of tables."""
 
     def ask(function: str, kinds: str, columns: str = "r.*") -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"

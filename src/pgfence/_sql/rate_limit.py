@@ -29,7 +29,6 @@ class RateSql:
 
 @cache
 def rate_sql(place: TableNames, style: ParamStyle) -> RateSql:
-    """Return the statement texts of rate limits for one set of tables."""
     return RateSql(
         take=f"SELECT r.* FROM {call(place, style, 'take_v1', 'text, integer, double precision, integer')} AS r",
         change=f"SELECT 1 FROM {call(place, style, 'change_rate_v1', 'text, integer, double precision')} AS r",

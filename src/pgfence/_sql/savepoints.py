@@ -98,7 +98,6 @@ class TransactionRecord:
         return (None, []) if root is None or not root.is_active else (current, list(self._keys))
 
     def forget(self) -> None:
-        """Clear the record."""
         self._keys.clear()
         self._savepoints.clear()
         self.first = False

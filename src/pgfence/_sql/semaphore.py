@@ -48,7 +48,6 @@ class PermitSql(NamedTuple):
 
 @cache
 def permit_sql(place: TableNames, style: ParamStyle) -> PermitSql:
-    """Return the statement texts of semaphores for one set of tables."""
     lease, semaphore = name_of(place, "lease", style), name_of(place, "semaphore", style)
     first = mark(style, 1)
 

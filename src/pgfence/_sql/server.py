@@ -162,7 +162,6 @@ def put_back(connection: Connection, facts: ServerInfo) -> None:
 
 
 def restore(connection: Connection, settings: Mapping[str, str]) -> None:
-    """Restore settings to their previous values."""
     values = {name: value.replace("'", "''") for name, value in settings.items()}
     if values:
         asked = ", ".join(f"pg_catalog.set_config('{name}', '{value}', false)" for name, value in values.items())

@@ -75,12 +75,10 @@ HAS_TABLE = text("SELECT pg_catalog.to_regclass(:table) IS NOT NULL")
 
 
 def build_name_query(place: TableNames) -> TextClause:
-    """Return the query for the stored names of keys."""
     return text(f"SELECT key, name FROM {place.name('lock_name')}")
 
 
 def build_lease_query(place: TableNames) -> TextClause:
-    """Return the query for the leases that are held."""
     return text(
         "SELECT name, kind, owner, host, pid, backend_pid, purpose, token, acquired_at, expires_at"
         f" FROM {place.name('lease')} WHERE released_at IS NULL AND expires_at > pg_catalog.clock_timestamp() ORDER BY name"

@@ -238,7 +238,6 @@ class DriverState(NamedTuple):
 
 
 def read_driver_state(connection: Connection) -> DriverState:
-    """Return the state of the driver's connection, without a round trip."""
     adapted = connection.connection.dbapi_connection
     assert adapted is not None
     driver: RawConnection = connection.dialect.get_driver_connection(adapted)
@@ -260,7 +259,6 @@ class Stay(NamedTuple):
 
     @classmethod
     def of(cls, connection: Connection) -> Stay:
-        """Return the current transaction of a connection."""
         return cls(connection, connection.get_transaction())
 
     def has_ended(self) -> bool:

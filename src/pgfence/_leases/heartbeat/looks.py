@@ -10,6 +10,5 @@ if TYPE_CHECKING:
 
 
 def list_grants(heartbeat: HeartbeatService) -> list[Grant]:
-    """Return the grants that a heartbeat keeps now."""
     with heartbeat._lock:
         return list(heartbeat._queue.schedule)
