@@ -339,7 +339,7 @@ class LockConnection(ABC):
     # ------------------------------------------------------------ lent to the caller's code
 
     async def as_user_connection(self, engine: Engine) -> Connection:
-        """Turn this into an ordinary Connection for the caller's code, with transactions and the server's own time limits."""
+        """Turn this into an ordinary Connection for the caller's code, with transactions and the session's own time limits."""
 
         def lend() -> Connection:
             with open_sqlalchemy_connection(engine, self.dbapi_connection) as connection:

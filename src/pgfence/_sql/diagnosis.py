@@ -1,4 +1,4 @@
-"""Read what `pgfence doctor` judges: settings, sessions, tables and privileges, in one statement that changes nothing."""
+"""Read what `pgfence doctor` judges: settings, sessions, tables and privileges. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ _LISTS = ("holders", "waits", "invalid_indexes", "standbys", "tables", "function
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a server as one role sees it, at one moment.
+    """The state of a server as one role sees it.
 
     Attributes:
         tcp: whether the connection uses TCP, and not a Unix socket.

@@ -154,9 +154,9 @@ _IS_FRESH = (
     f"{_VALUE} BETWEEN q.base + {_SIGNS} AND q.base + {_BATCH - 1}"
     f" AND pg_catalog.mod(q.second - ({_VALUE} - q.base - {_SIGNS}) + {SECONDS}, {SECONDS}) <= {_FRESH}"
 )
-# This finds the nearest ticket ahead whose owner waits or sleeps. The owner of a skipped ticket does neither, as that of a stopped
-# process. An owner that is between two slices loses one place. pg_locks is read only once, and `q` is computed only once, because
-# it contains a volatile function.
+# This finds the nearest ticket ahead whose owner waits or sleeps. The owner of a skipped ticket does neither, for example because
+# its process was stopped. An owner that is between two slices loses one place. pg_locks is read only once, and `q` is computed
+# only once, because it contains a volatile function.
 _BASE = f"(x.mine >> {_SHIFT} << {_SHIFT})"
 _MOVE_UP = f"pg_catalog.set_config('{AHEAD}', COALESCE((x.mine - x.nearest & {_MASK} | {_BASE})::text, ''), false)"
 _FRONT = f"CASE WHEN x.awake >= {AWAKE} THEN x.mine - x.first & {_MASK} | {_BASE} END, x.ahead"
