@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -206,6 +206,21 @@ def test_a_signal_interrupts_what_comes_before_the_command() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted):
             supervisor.run(["false"], os.environ, on_loss=lambda: True)
+
+
+def test_no_signal_is_lost_before_the_interruptible_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that arrives as soon as its handler is set raises at the beginning of the block."""
+    set_handler = signal.signal
+
+    def set_and_kill(signum: int, handler: Any) -> Any:
+        before = set_handler(signum, handler)
+        if signum == signal.SIGTERM and before == signal.SIG_DFL:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return before
+
+    monkeypatch.setattr(signal, "signal", set_and_kill)
+    with Supervisor(grace=1) as supervisor, pytest.raises(Interrupted), supervisor.allow_interrupts():
+        pytest.fail("the block began")
 
 
 def test_handlers_are_put_back() -> None:

@@ -206,9 +206,11 @@ class Supervisor:
 
         Call this again after running code of the user, such as the module of --engine, which may have set handlers of its own.
         """
+        # The descriptor comes first. Otherwise, nothing would record a signal that arrives before it is set.
+        before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for signum in self._before:
             signal.signal(signum, self._on_signal)
-        return signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        return before
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
@@ -228,9 +230,13 @@ class Supervisor:
 
     @contextmanager
     def allow_interrupts(self) -> Iterator[None]:
-        """Let HUP, INT, QUIT and TERM raise `Interrupted` in the block. Outside of it, these signals are kept for the command."""
-        self._raising = True
+        """Let HUP, INT, QUIT and TERM raise `Interrupted` in the block, also those that were received before it.
+
+        Outside of the block, these signals are kept for the command.
+        """
         try:
+            self._raising = True
+            self._raise_pending(self._drain())
             yield
         finally:
             self._raising = False

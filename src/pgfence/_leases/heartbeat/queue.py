@@ -165,6 +165,12 @@ class RenewalQueue:
         """Whether there is something to send."""
         return any(self._due.values()) or bool(self.releases or self.listeners)
 
+    def has_unsent(self, running: HeartbeatTask | None) -> bool:
+        """Return whether a release was never sent, or is being sent, and the server responds."""
+        return not self.failures and (
+            isinstance(running, ReleaseTask) or any(not one.failures for one in self.releases)
+        )
+
     def keep(self, grant: Grant, now: float) -> None:
         """Start to keep a grant: schedule its renewals, and note when to listen for its eviction."""
         if not len(self.schedule):

@@ -289,6 +289,7 @@ class HeartbeatService:
                 return False
             self._task = None
             self._cut_at = math.inf
+            self._changed.notify_all()
             return True
 
     def _choose_step(self, link: BackgroundConnection) -> tasks.HeartbeatTask | float | None:
@@ -382,13 +383,16 @@ class HeartbeatService:
                 self._connection.wake()
 
     def end(self, seconds: float) -> None:
-        """Close the connection cleanly, because the interpreter is exiting."""
+        """Send the releases that were never sent, and close the connection cleanly, because the interpreter is exiting."""
+        until = clock() + seconds
         with self._lock:
+            # A signal that interrupted an acquire a moment ago must not leave the lease to its TTL.
+            self._changed.wait_for(lambda: self._connection is None or not self._queue.has_unsent(self._task), seconds)
             self._ending = True
             link, self._connection = self._connection, None
         if link is not None and self._thread is not None:
             link.wake()
-            self._thread.join(seconds)
+            self._thread.join(max(0.0, until - clock()))
 
 
 def heartbeat_of(engine: Engine, config: Config) -> HeartbeatService:
