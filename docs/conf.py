@@ -39,11 +39,12 @@ templates_path = ["_templates"]
 default_role = "code"
 
 # A reference has to lead somewhere. Exceptions are names of FastAPI, Starlette and SQLAlchemy without a page, and type variables.
+_WITHOUT_PAGE = "FastAPI|HTTPException|ORMOption|RequestValidationError|Response"
 nitpicky = True
 nitpick_ignore_regex = [
     (
         "py:.*",
-        rf"(.*\.)?({'|'.join(full_names())}|FastAPI|HTTPException|ORMOption|Response)",
+        rf"(.*\.)?({'|'.join(full_names())}|{_WITHOUT_PAGE})",
     ),
     ("py:class", r"(.*\.)?_?(O|T|R|S|AS|HoldT|AnyHeld)"),
 ]
