@@ -53,7 +53,7 @@ DEFAULT_TTL = 15.0
     type=SECONDS,
     default=DEFAULT_TTL,
     metavar="SECONDS",
-    help="Seconds until another host takes over from a leader that has died. Default: 15.",
+    help="Longest time in seconds until the term of a dead leader expires and another host takes over. Default: 15.",
 )
 @click.option(
     "--max-hold",

@@ -50,9 +50,9 @@ class TransactionLock(TransactionLockBase):
     leaves it behind. What you read after acquiring the lock is as recent as the last holder's commit. A timeout leaves the
     transaction usable, with its earlier writes and settings.
 
-    If the tables are installed, pgfence stores the names of locks that are held for a second, or that were waited for, so that
-    `pgfence ps` can show them. A background thread stores them on a separate connection, which it opens for this purpose and then
-    closes.
+    If the tables are installed, pgfence stores the names of locks that were waited for, or that are held for a second or two, so
+    that `pgfence ps` can show them. A background thread stores them on a separate connection, which it opens for this purpose and
+    then closes.
 
     Limitations: nothing is protected after COMMIT or ROLLBACK, and what was read before the lock may be stale. REPEATABLE READ
     and SERIALIZABLE are rejected, unless `stale_snapshot_ok=True`, because their snapshot is always older than the lock. Waiters
