@@ -116,7 +116,7 @@ def _table(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
             "hand-off, p50",
             *[", ".join(f"{1e3 * each['hand-off']:.2f} ms" for each in found) for found in runs.values()],
         ),
-        ("processor time of the clients, for each grant", *show("spent", 2, " ms")),
+        ("client processor time per grant", *show("spent", 2, " ms")),
     ]
     return report.table("Run by run", ("What", *runs), rows)
 

@@ -97,8 +97,8 @@ class IdempotencyMiddleware:
             "lapse" for handlers that leave work running. After a cancellation, the key always lapses.
 
     Raises:
-        TypeError, ValueError: an argument is unusable; or, for a request, `principal` returned something other than a str or None
-            (TypeError).
+        TypeError, ValueError: an argument has the wrong type or value. For a request, TypeError is raised if `principal` returns
+            something other than a str or None.
     """
 
     def __init__(

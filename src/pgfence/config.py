@@ -72,13 +72,14 @@ def configure(
         schema: the schema of pgfence's tables, for the primitives that need them. None means that the search path determines the
             schema.
         prefix: the prefix of the tables' names, at most 40 bytes.
-        default_timeout: seconds that a call with `timeout=None` waits (at most 60 s while the thread or task holds a session lock or
-            a lease), and that a transaction waits at a gate; `math.inf` means to wait indefinitely.
+        default_timeout: how many seconds a call with `timeout=None` waits, and how many a transaction waits at a gate if its
+            session has no `lock_timeout`; `math.inf` waits indefinitely. While the thread or task holds a session lock or a lease,
+            a request for another one waits at most 60 s by default.
         lock_engine: a separate engine for session locks, for example with a direct URL if `engine` uses a pooler; or a function
             that returns one.
-        max_lock_connections: the maximum number of connections that session locks of this process use at a time. The same number
-            limits the connections of leases, and those of effects, separately. Further requests wait for a connection until their
-            timeout.
+        max_lock_connections: the maximum number of connections that session locks of this process use at a time. Two
+            separate limits of the same size apply to the connections of leases and to those of effects. Further requests wait for
+            a connection until their timeout.
         pooler: the pooler between client and server. "auto" and "direct" reject session locks if a pooler is detected.
             "session" asserts that the pooler gives each client a dedicated server session. "transaction" rejects session locks,
             unless there is a `lock_engine`, whose own `pooler` setting then applies.

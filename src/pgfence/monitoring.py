@@ -148,7 +148,7 @@ def stuck_keys(
 @overload
 def stuck_keys(engine: Engine, *, older_than: Seconds = 0, prefix: str = "") -> Sequence[StuckKey]: ...
 def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix: str = "") -> object:
-    """Return the idempotency keys whose effect was begun and not finished, the oldest first.
+    """Return the idempotency keys whose effect was started but not finished, oldest first.
 
     These are the keys of `IdempotentEffect` and of the middlewares for which an attempt is running or was lost. A key that was
     freed after a known failure is not listed. A key in a caller's transaction is not listed either, because other sessions cannot
@@ -353,7 +353,7 @@ def audit(
 def audit(
     engine: Engine | AsyncEngine, *, since: datetime | timedelta | None = None, action: str | None = None
 ) -> object:
-    """Return the rows of the audit table, the oldest first: who intervened, when and why.
+    """Return the rows of the audit table, oldest first: who intervened, when and why.
 
     The rows of all namespaces are returned. pgfence never deletes any of them.
 

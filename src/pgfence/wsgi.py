@@ -60,8 +60,8 @@ class IdempotencyMiddleware:
     server that terminates it (`wsgi.input_terminated`). Otherwise, the request gets a 411.
 
     Raises:
-        TypeError, ValueError: an argument is unusable; or, for a request, `principal` returned something other than a str or None
-            (TypeError).
+        TypeError, ValueError: an argument has the wrong type or value. For a request, TypeError is raised if `principal` returns
+            something other than a str or None.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class AuditQuery:
 
 
 def look(connection: Connection, wanted: AuditQuery) -> Sequence[Row]:
-    """Return the matching rows, the oldest first."""
+    """Return the matching rows, oldest first."""
     style = style_of(connection.dialect)
     kinds = {"since": "double precision", "newest": "double precision", "action": "text"}
     marks, values = [], []

@@ -1,4 +1,4 @@
-"""Build the SELECT that locks rows and never locks more of them than its LIMIT.
+"""Build a SELECT that never locks more rows than its LIMIT.
 
 `UPDATE ... WHERE id IN (SELECT ... LIMIT n FOR UPDATE SKIP LOCKED)` can lock more than n rows. If PostgreSQL executes the
 subquery again for each row of a nested loop, each execution skips the rows that the UPDATE has already written and locks the

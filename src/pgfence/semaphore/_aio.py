@@ -40,7 +40,7 @@ class AsyncSemaphore(SemaphoreOptions[AsyncEngineSource, AsyncPermit], AsyncLock
         return await self._acquire(timeout)
 
     async def holders(self) -> list[Holder]:
-        """Return the current holders of permits, one entry for each permit, the oldest first.
+        """Return the current holders of permits, one entry for each permit, oldest first.
 
         The name of an entry is that of the permit's row, `NAME#i`, which `monitoring.evict` accepts.
 

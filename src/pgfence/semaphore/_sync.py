@@ -94,7 +94,7 @@ class Semaphore(SemaphoreOptions[EngineSource, Permit], LockBase[Permit]):
         return run_sync(self._acquire, timeout)
 
     def holders(self) -> list[Holder]:
-        """Return the current holders of permits, one entry for each permit, the oldest first.
+        """Return the current holders of permits, one entry for each permit, oldest first.
 
         The name of an entry is that of the permit's row, `NAME#i`, which `monitoring.evict` accepts.
 

@@ -1,8 +1,8 @@
 """Run migrations in one process at a time, however many start them.
 
-The database URL is taken from MIGRATION_URL, DATABASE_URL or sqlalchemy.url in the ini file, whichever is set first. The URL
-must not point to a pooler in transaction mode. If the URL has no driver, the driver of the URL in the ini file is used. The
-exit code is 75 if another process has been migrating for longer than LOCK_WAIT.
+The database URL is the first of these that is set: the environment variables MIGRATION_URL and DATABASE_URL, and sqlalchemy.url
+in the ini file. It must not point to a pooler in transaction mode. If it has no driver, the driver of the URL in the ini file is
+used. The exit code is 75 if another process has been migrating for longer than LOCK_WAIT.
 """
 
 import asyncio
