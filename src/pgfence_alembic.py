@@ -1,7 +1,7 @@
 """Alembic's plugin, with the directives of `op`, and a comparison for autogenerate that env.py can select.
 
 Alembic loads entry points while it is only half imported, also in programs that never use pgfence. This module is therefore
-outside the package, imports nothing of pgfence or Alembic until something is used, and logs errors instead of raising them.
+outside the package, imports nothing from pgfence or Alembic until something is used, and logs errors instead of raising them.
 """
 
 from __future__ import annotations

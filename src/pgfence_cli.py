@@ -6,7 +6,7 @@ import gc
 
 
 def main() -> int:
-    """Run the command that the arguments of this process name, and return its exit code."""
+    """Run the command that the arguments of this process select, and return its exit code."""
     # The garbage collector would take an eighth of the time until a command starts and free nothing, because what an import creates
     # stays. `pgfence.cli.main` switches it on again.
     gc.disable()

@@ -86,7 +86,10 @@ def test_without_the_extra_it_says_what_to_install(
     """`pip install pgfence` brings no Click: the command prints one line with what to install and exits with 78."""
     monkeypatch.setitem(sys.modules, "click", None)
     assert main(["run", "x", "--", "true"]) == 78
-    assert capfd.readouterr().err == "pgfence: the command line is not installed: pip install 'pgfence[cli]'\n"
+    assert (
+        capfd.readouterr().err
+        == "pgfence: the packages of the command line are not installed: run pip install 'pgfence[cli]'\n"
+    )
 
 
 def test_help_of_run_says_what_it_excludes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,10 +145,10 @@ def test_key_has_a_form_for_programs(capsys: pytest.CaptureFixture[str]) -> None
         (["run", "--wait", "5m", "x", "--", "true"], "'5m' is not a number of seconds; see `pgfence run --help`"),
         (
             ["run", "--lease", "--max-hold", "0", "x", "--", "true"],
-            "more than 0 seconds; leave it out for an unlimited hold",
+            "--max-hold must be more than 0 seconds; omit it for an unlimited hold",
         ),
-        (["run", "--lease", "--min-hold", "61", "x", "--", "true"], "Increase the --ttl to at least --min-hold"),
-        (["run", "--wait", "-1", "x", "--", "true"], "--wait"),
+        (["run", "--lease", "--min-hold", "61", "x", "--", "true"], "Increase --ttl to at least --min-hold"),
+        (["run", "--wait", "-1", "x", "--", "true"], "--wait must be 0 or more seconds, not -1"),
         (["run", "--wait", "nan", "x", "--", "true"], "--wait"),
         (["run", "--grace", "-1", "x", "--", "true"], "--grace"),
         (["run", "-n", "-w", "5", "x", "--", "true"], "--nonblock"),
@@ -156,8 +159,22 @@ def test_key_has_a_form_for_programs(capsys: pytest.CaptureFixture[str]) -> None
         (["run", "", "--", "true"], "empty"),
         (["key", ""], "empty"),
         (["key", "x", "--engine", "shop.db:engine"], "--engine needs --who"),
-        (["key", "--who", "5000000000,1"], "32-bit"),
+        (
+            ["key", "--who", "5000000000,1"],
+            "'5000000000,1' is not the key of a lock, because it does not fit into a pair of 32-bit",
+        ),
         (["key", "a\x1fb"], "U+001F"),
+        (["install", "--sql", "--schema", ""], "--schema is empty: give a name, or omit --schema"),
+        (
+            ["ps", "--dsn", "postgresql://h/d", "--namespace", "a\x1fb", "--prefix", "x"],
+            "--namespace: a namespace must not contain U+001F",
+        ),
+        (
+            ["ps", "--dsn", "postgresql://h/d", "--namespace", "a", "--prefix", "x" * 41],
+            "error: --prefix must not be longer than 40",
+        ),
+        (["demo", "--processes", "2"], "--processes must be from 3 to 32, not 2"),
+        (["demo", "--seconds", "0.1"], "--seconds must be at least 0.5, not 0.1"),
     ],
 )
 def test_misuse_has_one_code_and_no_traceback(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +224,8 @@ def test_a_bad_url_is_named_by_its_source_and_never_shown(
         ("shop:nothing", "no attribute 'nothing'"),
         ("shop:number", "neither an Engine nor a function that returns one, but of the type int"),
         ("shop:fails", "RuntimeError: no vault"),
-        ("shop:later", "neither an Engine nor a function that returns one"),
+        ("shop:later", "'shop:later' is a coroutine function"),
+        ("shop:nothing_at_all", "the function of --engine 'shop:nothing_at_all' must return an Engine, not NoneType"),
         ("shop:aio", "AsyncEngine"),
         ("shop:make_aio", "AsyncEngine"),
     ],
@@ -221,6 +239,7 @@ def test_an_engine_that_cannot_be_used_is_explained(
         "number = 7\n"
         "def fails(): raise RuntimeError('no vault')\n"
         "async def later(): ...\n"
+        "def nothing_at_all(): ...\n"
         "aio = create_async_engine('postgresql+asyncpg://h/d')\n"
         "def make_aio(): return aio\n"
     )
@@ -250,7 +269,18 @@ def test_a_missing_driver_is_named_with_the_way_to_get_one(
     assert main(["run", "--dsn", url, "x", "--", "true"]) == 64
     err = capfd.readouterr().err
     assert said in err
-    assert "pip install 'pgfence[psycopg" in err
+    assert "run pip install 'pgfence[psycopg" in err
+
+
+def test_a_driver_without_its_library_is_not_called_missing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with psycopg without libpq: the message has the reason, because `pip list` shows that the driver is installed."""
+    (tmp_path / "psycopg2.py").write_text("raise ImportError('libpq library not found')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "psycopg2", raising=False)
+    assert main(["run", "--dsn", "postgresql+psycopg2://h/d", "x", "--", "true"]) == 64
+    assert "the driver psycopg2 cannot be imported (libpq library not found): run pip install" in capfd.readouterr().err
 
 
 def test_an_unexpected_error_has_its_own_exit_code(
@@ -294,7 +324,11 @@ def test_the_reference_lists_every_option() -> None:
         (["--who", "77431708279161"], 0, "key 77431708279161: Flyway migration"),
         (["--who=-5616906625745643920", "b", "a"], 0, "pgfence lock 'a'"),
         ([f"--who={HELD.value}", "shop:nightly-billing"], 0, "in the namespace 'shop'"),
-        ([f"--who={HELD.value}", "nightly-billing", "--namespace", "shop"], 0, "pgfence lock 'nightly-billing'"),
+        (
+            [f"--who={HELD.value}", "nightly-billing", "--namespace", "shop"],
+            0,
+            "pgfence lock 'nightly-billing' in the namespace 'shop'",
+        ),
         ([f"--who={pals_key('app', 'job').value}", "app.job"], 0, "pals lock 'job'"),
         (["--who", "{},{}".format(*with_advisory_lock_key("a").halves), "a"], 0, "with_advisory_lock"),
         (["--who", str(2053462845 * zlib.crc32(b"shop")), "shop"], 0, "Rails migration"),
@@ -306,8 +340,8 @@ def test_the_reference_lists_every_option() -> None:
         (["--who", "5", "a"], 67, "key 5 is not known."),
         (["--who", "x"], 64, "a pair of numbers"),
         (["--who", str(2**64)], 64, "64-bit"),
-        ([], 64, "give one NAME"),
-        (["a", "b"], 64, "give one NAME"),
+        ([], 64, "NAME is missing"),
+        (["a", "b"], 64, "give one NAME, not 2"),
     ],
 )
 def test_a_key_is_recognized(words: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def test_it_measures_and_advises_without_touching_the_lease(
         assert admin.execute("SELECT l::text FROM pgfence_lease AS l ORDER BY 1").fetchall() == before
     engine.dispose()
     out = capfd.readouterr().out
-    assert "The lease: TTL 20 s, held; the last renewal was " in out
+    assert "The lease is held, and has a TTL of 20 s; its last renewal was " in out
     assert "Not measured: the pauses of your application" in out
     assert max(map(len, out.splitlines())) <= 80
 

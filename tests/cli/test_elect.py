@@ -323,8 +323,8 @@ def test_what_the_command_leaves_behind_ends_with_its_term(cli: Cli, name: str) 
 @every_row(
     ("words", "code", "said"),
     [
-        (["NAME", "--", "no-such-program"], 127, "no-such-program: not found on PATH"),
-        (["NAME", "--", "/"], 126, "/: Permission denied"),
+        (["NAME", "--", "no-such-program"], 127, "cannot run 'no-such-program': there is no such program on PATH"),
+        (["NAME", "--", "/"], 126, "cannot run '/': Permission denied"),
         (["--schema", "nowhere", "NAME", "--", "true"], 78, "pgfence install"),
     ],
 )

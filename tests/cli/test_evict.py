@@ -88,6 +88,9 @@ def test_a_dry_run_only_shows(name: str, admin: psycopg.Connection[Any], capfd: 
     assert "worker-7 on host-1" in out
     assert "Nothing was done" in out
     assert (audited(admin, name), newest(admin, name)) == ([], token)
+    admin.execute("SELECT pgfence_release_lease_v1(%s, %s, %s)", [name, LEASE, token])
+    assert main(["evict", name, *WHY, "--dry-run"]) == 0
+    assert f"would increment the token, so that PostgreSQL rejects token {token}." in capfd.readouterr().out
 
 
 def test_answering_yes_evicts(
@@ -156,7 +159,7 @@ def test_a_released_lease_is_fenced_off(
     admin.execute("SELECT pgfence_release_lease_v1(%s, %s, %s)", [name, LEASE, token])
     assert main(["evict", name, *WHY, "--yes"]) == 0
     out = capfd.readouterr().out
-    assert f"No lease and no session holds {name!r} at this moment; its last token is {token}." in out
+    assert f"No lease and no session holds {name!r} at this moment; the last token of this name is {token}." in out
     assert newest(admin, name) == token + 1
 
 

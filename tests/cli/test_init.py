@@ -84,14 +84,14 @@ def test_an_ini_file_that_names_the_new_environment_is_enough(capfd: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["migrations"], "migrations already exists and is not an empty directory"),
-        (["file"], "file already exists"),
-        ([], "give the directory to create"),
+        (["migrations"], "'migrations' already exists and is not an empty directory: choose another name for DIR"),
+        (["file"], "'file' already exists"),
+        ([], "DIR is missing: give the directory to create"),
         (["new", "--template", "django"], "--template must be one of async, multitenant, sync"),
-        (["file/below"], "cannot create"),
-        (["10%new"], "choose another name"),
-        (["new", "-c", "none/alembic.ini"], "the directory none does not exist"),
-        (["new", "-c", "migrations"], "migrations is not a file"),
+        (["file/below"], "cannot create 'file"),
+        (["10%new"], "'10%new' contains a percent sign"),
+        (["new", "-c", "none/alembic.ini"], "the directory 'none' does not exist"),
+        (["new", "-c", "migrations"], "'migrations' is not a file"),
     ],
 )
 def test_a_path_that_cannot_be_created_is_misuse(

@@ -103,7 +103,7 @@ def test_the_settings_of_the_applications_engine_count(
     words = [sys.executable, "-m", "pgfence", "install", "--engine", f"{module.stem}:engine"]
     refused = subprocess.run([*words, "--prefix", "y_"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (refused.returncode, refused.stderr.count("\n")) == (Code.MISUSE, 1)
-    assert "this engine already has other settings" in refused.stderr
+    assert "--prefix contradicts the settings of the application's engine: omit it, or change" in refused.stderr
     subprocess.run(words, cwd=tmp_path, check=True)
     assert tables(admin, place)
 
@@ -111,9 +111,9 @@ def test_the_settings_of_the_applications_engine_count(
 @every_row(
     ("words", "message"),
     [
-        (["--sql", "--dsn", "postgresql://h/d"], "--sql contacts no server"),
-        (["--sql", "--engine", "a:b"], "--sql contacts no server"),
-        (["--schema", "", "--sql"], "schema must not be empty"),
+        (["--sql", "--dsn", "postgresql://h/d"], "--sql does not contact a server: omit"),
+        (["--sql", "--engine", "a:b"], "--sql does not contact a server: omit"),
+        (["--schema", "", "--sql"], "--schema is empty"),
         (["--dsn", "postgresql://h/d", "--schema", ""], "--schema is empty"),
         (["--prefix", "p" * 41, "--sql"], "longer than 40 bytes"),
         (["--dsn", "sqlite:///x"], "pgfence needs PostgreSQL"),

@@ -189,6 +189,8 @@ def test_a_key_under_which_nothing_is_stuck(name: str, capfd: pytest.CaptureFixt
     [
         (["--older-than", "-1"], "--older-than"),
         (["--json", "free", "s", "k", *WHY], "write --json after `free`"),
+        (["--scope", "s", "free", "s", "k", *WHY], "`pgfence keys free` has no option --scope: omit it"),
+        (["--older-than", "9", "free", "s", "k", *WHY], "`pgfence keys free` has no option --older-than: omit it"),
         (["free", "s", "k", *WHY], "--yes"),
         (["free", "s", "k", "--reason", " ", "--yes"], "reason"),
         (["free", "s", "", *WHY, "--yes"], "the key must not be empty"),

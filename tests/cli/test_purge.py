@@ -45,6 +45,9 @@ def test_it_prints_the_number_of_deleted_keys(
     assert main(["purge"]) == 0
     assert capfd.readouterr().out == "deleted 0 expired keys\n"
     expire(admin, 1)
+    assert main(["purge"]) == 0
+    assert capfd.readouterr().out == "deleted 1 expired key\n"
+    expire(admin, 1)
     assert main(["purge", "--quiet"]) == 0
     assert capfd.readouterr() == ("", "")
     assert admin.execute("SELECT count(*) FROM pgfence_idempotency_key WHERE scope = 'purge'").fetchone() == (0,)
@@ -110,4 +113,6 @@ def test_a_purge_that_the_server_ends_is_75(
         assert main(["purge", "--dsn", login]) == 75
     out, err = capfd.readouterr()
     assert out == ""
-    assert err == "pgfence: canceling statement due to lock timeout. Keys that were already purged stay deleted\n"
+    assert err == (
+        "pgfence: the server ended the purge: canceling statement due to lock timeout. Keys that were already purged stay deleted\n"
+    )

@@ -101,7 +101,7 @@ def test_a_session_that_is_used_meanwhile_is_left_alone(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr("click.confirm", answer)
     assert main(NOW) == 75
-    assert "in use again" in capfd.readouterr().err
+    assert "the session was used again, or has ended, since it was shown" in capfd.readouterr().err
     assert not is_free(admin, name)
     monkeypatch.undo()
     monkeypatch.setenv(
@@ -119,8 +119,12 @@ def test_a_session_that_is_used_meanwhile_is_left_alone(
 @every_row(
     ("words", "said"),
     [
-        (["audit", "--since", "yesterday"], "such as 2h"),
-        (["audit", "--since", "99999999999d"], "too long ago"),
+        (["audit", "--since", "yesterday"], "--since 'yesterday' is neither an age nor a time: give an age such as 2h"),
+        (["audit", "--since", "99999999999d"], "--since '99999999999d' is too long ago"),
+        (
+            ["audit", "--since", "0001-01-01T00:00:00+14:00"],
+            "is out of range: give a time between the years 2 and 9998",
+        ),
         (["audit", "--action", "shrug"], "--action"),
         (["audit", "--dsn", "sqlite://"], "needs PostgreSQL"),
         (["release-leaked"], "--reason"),

@@ -82,8 +82,13 @@ def test_a_signal_reaches_the_command_and_the_lock_is_freed(
 @pytest.mark.parametrize(
     ("program", "code", "said"),
     [
-        ("no-such-program", 127, "not found"),
-        ("./none", 127, "No such file"),
+        ("no-such-program", 127, "cannot run 'no-such-program': there is no such program on PATH"),
+        ("./none", 127, "cannot run './none': No such file"),
+        (
+            "./lost",
+            127,
+            "cannot run './lost': the file exists, but the interpreter in its first line, or its loader, does not",
+        ),
         ("./plain", 126, "Permission denied"),
         ("./garbage", 126, "format"),
     ],
@@ -95,6 +100,8 @@ def test_a_command_that_cannot_be_started(
     (cli.folder / "plain").write_text("echo")
     (cli.folder / "garbage").write_bytes(b"\x00\x01\x02")
     (cli.folder / "garbage").chmod(0o755)
+    (cli.folder / "lost").write_text("#!/no/such/interpreter\n")
+    (cli.folder / "lost").chmod(0o755)
     done = cli.run(name, "--", program)
     assert done.returncode == code
     assert said in done.stderr
@@ -204,13 +211,13 @@ def test_a_lost_lock_stops_the_command(
 ) -> None:
     """C042: when the backend dies the command gets SIGTERM at once, and the code says that the lock was lost."""
     script = "trap 'echo stopping; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
-    with cli.started(name, "--", "sh", "-c", script) as process:
+    with cli.started("--grace", "inf", name, "--", "sh", "-c", script) as process:
         assert first_line(process) == "ready"
         terminate(admin, backend())
         assert first_line(process) == "stopping"
         _out, err = process.communicate(timeout=20)
     assert process.returncode == 76
-    assert f"the lock {name!r} was lost (killed)" in err
+    assert f"the lock {name!r} was lost (killed): stopping the command\n" in err
 
 
 def test_a_deaf_command_is_killed_after_the_grace(

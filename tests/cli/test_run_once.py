@@ -208,7 +208,7 @@ def unreachable_at_the_end(cli: Cli, proxy: Proxy, *words: str) -> Iterator[subp
         assert process.stderr is not None
         process.stdin.write("\n")
         process.stdin.flush()
-        assert "is not recorded yet" in process.stderr.readline()
+        assert "is not recorded as done yet" in process.stderr.readline()
         yield process
 
 

@@ -97,7 +97,7 @@ def test_a_module_that_exits_is_misuse(cli: Cli, name: str) -> None:
     """A script that calls sys.exit() at its end would otherwise end `pgfence` with 0, and the command would not run."""
     (cli.folder / "script.py").write_text("import sys\nengine = None\nsys.exit()\n")
     done = cli.run("--engine", "script:engine", name, "--", "true")
-    assert (done.returncode, "script:engine: SystemExit" in done.stderr) == (64, True)
+    assert (done.returncode, "cannot load --engine 'script:engine': SystemExit" in done.stderr) == (64, True)
 
 
 def test_the_current_directory_may_be_deleted(cli: Cli, dsn: str, name: str) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import create_engine
 
 from pgfence import AdvisoryLock, monitoring
 from pgfence.cli import main
+from pgfence.errors import UnreachableError
 from support.locking import elsewhere
 from support.waiting import eventually
 
@@ -76,3 +77,20 @@ def test_what_the_samples_cannot_contain_is_said(capfd: pytest.CaptureFixture[st
     """Otherwise "Nothing was held." would also be the result of a missing privilege or a wrong --schema."""
     assert main(["stats", "--for", "0.1", "--schema", "nowhere"]) == 0
     assert "There are no pgfence tables" in capfd.readouterr().err
+
+
+def test_failed_samples_are_not_among_the_samples(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One list was read and one was not: the count says so, and does not say that the one sample has failed."""
+    real, calls = monitoring.ps, []
+
+    def ps(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) > 1:
+            raise UnreachableError("gone")
+        return real(*args, **options)
+
+    monkeypatch.setattr(monitoring, "ps", ps)
+    assert main(["stats", "--for", "0.15", "--interval", "0.1"]) == 0
+    assert "Samples: 1, and 1 that failed." in capfd.readouterr().out

@@ -37,7 +37,7 @@ def test_the_table_fits_80_columns_and_says_what_was_measured(capsys: pytest.Cap
     assert rows[LOCKED.title] == ["12,345", "3,086", "0", "12", "ms", "2.50", "s", "2.50", "s", "-"]
     assert rows[FAULTY.title][-2:] == ["12", "ms"]
     assert f"{CONTROL.title}: 1,234,567 cents lost in 99 accounts." in lines
-    assert "Lock taken over after SIGKILL 12 ms, pg_terminate_backend 3.1 ms." in lines
+    assert "Lock taken over 12 ms after SIGKILL, 3.1 ms after pg_terminate_backend." in lines
     assert "Retries of processes that lost their connection: 1 after Error." in lines
     assert lines[-1] == "No guarded act lost a cent."
 
@@ -47,6 +47,7 @@ def test_the_table_fits_80_columns_and_says_what_was_measured(capsys: pytest.Cap
     [
         (replace(CONTROL, cents_lost=0), Verdict.CONTROL_FAILED, "lost nothing, so the other acts prove nothing"),
         (replace(LOCKED, cents_lost=1, accounts_off=1), Verdict.GUARD_FAILED, "THE GUARD FAILED"),
+        (replace(LOCKED, cents_lost=1, accounts_off=1), Verdict.GUARD_FAILED, "1 cent lost in 1 account."),
         (
             replace(FAULTY, takeovers=(TakeOver(Fault.KILL, "", None),)),
             Verdict.GUARD_FAILED,

@@ -18,7 +18,7 @@ from pgfence.cli.report import Console
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MISSING = "the command line is not installed: pip install 'pgfence[cli]'"
+_MISSING = "the packages of the command line are not installed: run pip install 'pgfence[cli]'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

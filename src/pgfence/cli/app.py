@@ -1,4 +1,4 @@
-"""The parser of the command line. The module of a command is imported only when the command is used."""
+"""The command-line parser. The module of a command is imported only when the command is used."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
     cls=Option,
     heading="Filter",
     metavar="TIME",
-    help="Print only entries since TIME: an age with s, m, h or d, such as 2h, or a time in ISO 8601.",
+    help="Print only entries since TIME, which is an age such as 2h (units: s, m, h, d), or an ISO 8601 time, which is local time if"
+    " it has no zone.",
 )
 @click.option(
     "--action",
@@ -65,7 +66,7 @@ def audit(
 ) -> None:
     """Print who evicted holders, asked leaders to resign, freed keys and released leaked locks, and when and why.
 
-    The oldest entry is first. The entries of all namespaces are printed.
+    The entries of all namespaces are printed, oldest first.
     """
     wanted = None if since is None else parse_since(since)
     with open_engine(dsn, engine, schema=schema, prefix=prefix) as target, exit_on_error():
@@ -87,13 +88,18 @@ def parse_since(text: str) -> datetime | timedelta:
         try:
             return timedelta(**{_UNITS[match[2]]: float(match[1])})
         except OverflowError:
-            raise MisuseError(f"--since {text}: this is too long ago; give a later time") from None
+            raise MisuseError(f"--since {text!r} is too long ago: give a later time") from None
     try:
-        return datetime.fromisoformat(text).astimezone()
-    except (ValueError, OverflowError):
+        since = datetime.fromisoformat(text)
+    except ValueError:
         raise MisuseError(
-            f"--since {text}: give a number with s, m, h or d, such as 2h, or a time such as 2026-04-01T03:00"
+            f"--since {text!r} is neither an age nor a time: give an age such as 2h (units: s, m, h, d) or a time such as"
+            " 2026-04-01T03:00"
         ) from None
+    try:
+        return since.astimezone()
+    except (ValueError, OverflowError):  # in UTC, the year would be 0 or 10000
+        raise MisuseError(f"--since {text!r} is out of range: give a time between the years 2 and 9998") from None
 
 
 def _describe_nothing(since: str | None, action: str | None) -> str:

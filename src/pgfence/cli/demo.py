@@ -61,16 +61,18 @@ def demo(options: DemoOptions, speaker: Console) -> int:
         MisuseError: an option or the URL cannot be used.
     """
     if not LEAST_PROCESSES <= options.processes <= _MOST_PROCESSES:
-        raise MisuseError(f"--processes must be between {LEAST_PROCESSES} and {_MOST_PROCESSES}")
+        raise MisuseError(f"--processes must be from {LEAST_PROCESSES} to {_MOST_PROCESSES}, not {options.processes}")
     if not options.seconds >= _LEAST_SECONDS:
-        raise MisuseError(f"--seconds must be {_LEAST_SECONDS} or more")
+        raise MisuseError(f"--seconds must be at least {_LEAST_SECONDS}, not {options.seconds:g}")
     try:
         with _handle_signals():
             return _play(options, speaker)
     except DemoInterrupted as stop:
         return Code.SIGNAL + stop.signum
     except LockTimeoutError:
-        speaker.warn("another demo is running in this database: wait until it has ended, or use another database")
+        speaker.warn(
+            "another demo is running in this database: wait until it has ended, or pass another database to --dsn"
+        )
         return Code.BUSY
     except (UnreachableError, CapacityError, LockLostError) as error:
         speaker.warn(str(error))

@@ -32,7 +32,10 @@ from pgfence.cli.report import Console
         ("75", "Another demo is running in this database."),
         (
             "78",
-            "The server cannot run the demo, for example because it is a standby or the schema pgfence_demo already exists.",
+            (
+                "The server cannot run the demo, because it is a pooler or a standby, the role may not create a schema, or the"
+                " schema pgfence_demo already exists."
+            ),
         ),
         ("128 + N", "Signal N ended the demo."),
     ],
@@ -44,12 +47,23 @@ from pgfence.cli.report import Console
     type=SECONDS,
     default=4.0,
     metavar="SECONDS",
-    help="Length of each act of the demo. Default: 4.",
+    help="Length of each act of the demo, at least 0.5. Default: 4.",
 )
 @click.option(
-    "--processes", cls=Option, type=int, default=8, metavar="NUMBER", help="Number of worker processes. Default: 8."
+    "--processes",
+    cls=Option,
+    type=int,
+    default=8,
+    metavar="NUMBER",
+    help="Number of worker processes, from 3 to 32. Default: 8.",
 )
-@click.option("--keep", cls=Option, is_flag=True, help="Keep the server and its tables, and print how to connect.")
+@click.option(
+    "--keep",
+    cls=Option,
+    is_flag=True,
+    help="Keep the server until you press Ctrl-C, and print how to connect to it. With --dsn, keep the tables, and print how to remove"
+    " them.",
+)
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="Print one JSON object instead of the table.")
 def demo(dsn: str | None, seconds: float, processes: int, keep: bool, as_json: bool) -> None:
     """Watch processes transfer money without a lock, with one, and while lock holders are being killed.

@@ -38,12 +38,12 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
     examples={
         "pgfence doctor": "Examine the server of DATABASE_URL",
         "pgfence doctor --engine shop.db:engine --strict": "In CI, with the application's engine: fail on warnings, too",
-        "pgfence doctor --ttl close:2026-04": "Measure for at most 5 seconds, and advise a TTL for a lease",
+        "pgfence doctor --ttl close:2026-04": "Measure for up to about 5 seconds, and advise a TTL for a lease",
     },
     codes=[
         ("0", "No finding is an error; with --strict, none is an error or a warning."),
         ("1", "A finding is an error; with --strict, an error or a warning; with --ttl, the lease's TTL is too short."),
-        ("64", "The command was misused, or alembic.ini or env.py cannot be read."),
+        ("64", "The command was misused, or the ini file or env.py cannot be read."),
         ("69", "The server did not respond."),
         ("78", "The server is not PostgreSQL, or the driver is not supported."),
     ],
@@ -54,7 +54,7 @@ _NAMES = {"error": ("error", "errors"), "warning": ("warning", "warnings"), "inf
     "lease",
     cls=Option,
     metavar="NAME",
-    help="Instead of examining the server, measure renewals for at most 5 s, and recommend a TTL for the lease NAME.",
+    help="Instead of examining the server, measure renewals for up to about 5 seconds, and advise a TTL for the lease NAME.",
 )
 @click.option(
     "--alembic-ini",

@@ -103,7 +103,9 @@ class _FleetMember:
         self._supervisor = supervisor
         self._job = GuardedCommand(options.name, options.command, options.grace, noun="term of")
         if options.owner is not None and not (options.owner.strip() and options.owner.isprintable()):
-            raise MisuseError("--owner must be printable text, and not blank")
+            raise MisuseError(
+                f"--owner {options.owner!r} is blank or cannot be printed: give a text without control characters"
+            )
         try:
             self._election = Election(engine, options.name, ttl=options.ttl, max_hold=options.max_hold)
         except ValueError as error:
@@ -169,7 +171,7 @@ class _FleetMember:
         try:
             self._supervisor.wait_for(gained.is_set)
             if (term := member.term) is None:
-                report.end("lost", Code.LOST)
+                report.end("lost", Code.LOST, f"the {self._job.hold} was lost before the command was started")
                 return None
             note(term, report)
             run = GuardedRun(self._job, self._speaker, report, term, lambda _: release(term))
@@ -189,7 +191,8 @@ class _FleetMember:
 
     def _describe(self, report: Report, pause: float) -> None:
         if report.outcome == "lost":
-            # The supervised run has already printed why the term was lost.
+            if report.message is not None:  # otherwise, the supervised run has already printed why the term was lost
+                self._speaker.warn(report.message, PATIENCE)
             self._speaker.tell(f"this host becomes a candidate again in {pause:g} s", PATIENCE)
         else:
             self._speaker.tell(

@@ -35,10 +35,13 @@ DEFAULT_TTL = 15.0
     codes=[
         ("0-255", "The command's own exit code, if the command is not started again; 128 + N if signal N ended it."),
         ("64", "Misuse: an option, a name, a URL or an engine cannot be used."),
-        ("69", "At the start, the server rejected the login, or the database does not exist."),
+        ("69", "At the start, the server rejected the login, or the database or host does not exist."),
         ("70", "An unexpected error; its traceback is printed."),
         ("76", "The term was lost before it was released. Only with --restart never, or after a signal."),
-        ("78", "Elections do not work on this server, for example because the tables are missing or too old."),
+        (
+            "78",
+            "At the start, the tables are missing or too old, a permission is missing, or the server is not PostgreSQL.",
+        ),
         ("126", "The command could not be executed."),
         ("127", "The command was not found."),
         ("128 + N", "Signal N was received while the command was not running."),
@@ -53,7 +56,8 @@ DEFAULT_TTL = 15.0
     type=SECONDS,
     default=DEFAULT_TTL,
     metavar="SECONDS",
-    help="Longest time in seconds until the term of a dead leader expires and another host takes over. Default: 15.",
+    help="Longest time until the term of a dead leader expires and another host takes over. The TTL does not limit how long the command"
+    " runs. Default: 15.",
 )
 @click.option(
     "--max-hold",
@@ -61,7 +65,7 @@ DEFAULT_TTL = 15.0
     heading=_TERM,
     type=SECONDS,
     metavar="SECONDS",
-    help="End each term after SECONDS, even if the command is still running.",
+    help="End each term after SECONDS. A command that is still running is stopped, and another host may lead.",
 )
 @click.option(
     "--owner",

@@ -144,7 +144,7 @@ class _Eviction:
             who = (
                 f"the name is now held by {' and by '.join(map(str, found.holders))}"
                 if found.holders
-                else "no process holds it now"
+                else "no process holds the name now"
             )
             return AdminReport(
                 "changed",
@@ -155,7 +155,11 @@ class _Eviction:
         raised = (
             f" From now on, token {found.token} is rejected; the newest token is {found.newest}." if found.token else ""
         )
-        done = "The holder was evicted. " if found.holders else ""
+        done = (
+            ("The holder was evicted. " if len(found.holders) == 1 else "The holders were evicted. ")
+            if found.holders
+            else ""
+        )
         done += "The eviction is recorded in the audit table."
         return AdminReport("evicted", Code.OK, [*self._list_holders(found), done + raised], found)
 
@@ -163,14 +167,19 @@ class _Eviction:
         """Return what the call would do without --dry-run."""
         sessions = {"advisory", "session lock"}
         kinds = sorted({holder.kind for holder in seen.holders} - sessions)
-        backends = [str(holder.backend_pid) for holder in seen.holders if holder.kind in sessions]
+        # A session that holds the key in both modes is listed twice.
+        backends = dict.fromkeys(str(holder.backend_pid) for holder in seen.holders if holder.kind in sessions)
         steps = [f"end the {' and the '.join(kinds)}"] if kinds else []
         steps += [f"terminate the session of backend {' and of backend '.join(backends)}"] if backends else []
-        return f" Without --dry-run, the command would {' and '.join(steps)}." if steps else ""
+        if not steps:  # nothing is held, but the last holder may still write with its token
+            steps = [f"increment the token, so that PostgreSQL rejects token {seen.token}"]
+        return f" Without --dry-run, the command would {' and '.join(steps)}."
 
     def _list_holders(self, found: Found) -> list[str]:
         if not found.holders:
-            return [f"No lease and no session holds {self._name!r} at this moment; its last token is {found.token}."]
+            return [
+                f"No lease and no session holds {self._name!r} at this moment; the last token of this name is {found.token}."
+            ]
         return [f"{self._name!r} is held by {_describe(holder)}." for holder in found.holders]
 
 
@@ -197,13 +206,16 @@ class _Request(_Eviction):
         request = resign.ResignRequest(order.name, order.key, order.place, order.reason, order.actor)
         try:
             leader = requests.perform(self._engine, resign.ask_to_resign, request)
-        except ValueError as error:  # a different kind of holder has taken the name since it was shown
-            raise MisuseError(str(error)) from None
+        except ValueError:
+            raise MisuseError(
+                f"a holder of a different kind has taken {self._name!r} since its leader was shown, so nothing was done: omit --ask to"
+                " evict the holder"
+            ) from None
         if leader is None:
             return AdminReport(
                 "nobody",
                 Code.NOBODY,
-                [f"The leader of {self._name!r} has resigned in the meantime, so nothing was done."],
+                [f"No process leads the election {self._name!r} any more, so nothing was done."],
                 seen,
             )
         found = replace(seen, holders=(leader,), token=leader.token)

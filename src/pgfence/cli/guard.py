@@ -4,7 +4,7 @@ If `pgfence run` is killed with SIGKILL, it can no longer stop the command, and 
 a lease after its TTL. This small second process therefore sends SIGTERM to the command and to everything that the command
 started, and SIGKILL after the grace period.
 
-The guard is a separate program (see `supervise`) and imports nothing of pgfence, so that it starts quickly and
+The guard is a separate program (see `supervise`) and imports nothing from pgfence, so that it starts quickly and
 `pkill -f "pgfence run"` does not match it. When the command has ended, `pgfence run` ends the guard with SIGKILL.
 
 `pgfence run` also uses the functions of this module to find and end processes when a lock is lost.

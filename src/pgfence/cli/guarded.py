@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 from contextlib import suppress
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._process.clock import clock
@@ -121,7 +123,9 @@ class GuardedRun:
         if repeated is None:
             return True
         left = max(0.0, repeated.until - clock())
-        self._speaker.tell(f"the slot of {self._job.name!r} is not recorded yet: trying again for up to {left:.0f} s")
+        self._speaker.tell(
+            f"the slot of {self._job.name!r} is not recorded as done yet: trying again for up to {left:.0f} s"
+        )
         with suppress(Interrupted):
             while repeated.answer is None and (left := repeated.until - clock()) > 0:
                 supervisor.wait_for(lambda: repeated.answer is not None, min(left, _POLL))
@@ -142,7 +146,7 @@ class GuardedRun:
         if self._job.on_lost is OnLost.WARN:
             return self._report.end("lost", code)
         why = self._report.loss_reason
-        late = f"the {self._job.hold} was lost ({why}) before it was released: the command may have finished without the lock"
+        late = f"the {self._job.hold} was lost ({why}) before it was released: the command may have finished after the loss"
         return self._report.end("lost", Code.LOST, None if stopped else late)
 
     def _on_continue(self, supervisor: Supervisor) -> None:
@@ -160,7 +164,7 @@ class GuardedRun:
             )
             return False
         self._speaker.warn(
-            f"{lost}: stopping the command, with SIGKILL in {self._job.grace:g} s if it has not ended by then",
+            f"{lost}: stopping the command{_describe_kill(self._job.grace)}",
             PATIENCE,
         )
         return True
@@ -182,8 +186,17 @@ class GuardedRun:
 
     def _report_not_started(self, error: OSError) -> Report:
         program = self._job.command[0]
-        # An unreadable folder on PATH turns "not found" into "permission denied".
+        # An unreadable directory on PATH turns "not found" into "permission denied".
         if "/" not in program and shutil.which(program) is None:
-            return self._report.end("not started", Code.NOT_FOUND, f"{program}: not found on PATH")
-        code = Code.NOT_FOUND if isinstance(error, FileNotFoundError) else Code.NOT_EXECUTABLE
-        return self._report.end("not started", code, f"{program}: {error.strerror}")
+            why = "there is no such program on PATH"
+            return self._report.end("not started", Code.NOT_FOUND, f"cannot run {program!r}: {why}")
+        code, why = Code.NOT_EXECUTABLE, error.strerror or str(error)
+        if isinstance(error, FileNotFoundError):
+            code = Code.NOT_FOUND
+            if Path(shutil.which(program) or program).exists():
+                why = "the file exists, but the interpreter in its first line, or its loader, does not"
+        return self._report.end("not started", code, f"cannot run {program!r}: {why}")
+
+
+def _describe_kill(grace: float) -> str:
+    return "" if math.isinf(grace) else f", with SIGKILL in {grace:g} s if it has not ended by then"

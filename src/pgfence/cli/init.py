@@ -36,7 +36,7 @@ from pgfence.migrations import _environment as environment
     cls=Option,
     default="sync",
     metavar="NAME",
-    help=f"One of {', '.join(environment.list_templates())}. Default: sync.",
+    help=f"Template of the environment: {', '.join(environment.list_templates())}. Default: sync.",
 )
 @click.option(
     "--config",
@@ -46,7 +46,7 @@ from pgfence.migrations import _environment as environment
     type=click.Path(path_type=Path),
     default=Path("alembic.ini"),
     metavar="FILE",
-    help="The ini file; an existing file is kept. Default: alembic.ini.",
+    help="The ini file. An existing file is kept. Default: alembic.ini.",
 )
 @click.option(
     "--path",
@@ -56,7 +56,9 @@ from pgfence.migrations import _environment as environment
 )
 @options.quiet
 def init(directory: Path | None, template: str, ini: Path, path: bool, quiet: bool) -> None:
-    """Create an Alembic environment in which every pod may run `alembic upgrade head` at the same time.
+    """Create an Alembic environment in which all pods can start `alembic upgrade head` at the same time.
+
+    One pod migrates, and the others wait.
 
     Use it instead of `alembic init`. The command does not contact a server.
     """
@@ -66,11 +68,13 @@ def init(directory: Path | None, template: str, ini: Path, path: bool, quiet: bo
         print(environment.TEMPLATES / template)
         return
     if directory is None:
-        raise MisuseError("give the directory to create, for example `pgfence init migrations`")
+        raise MisuseError("DIR is missing: give the directory to create, for example `pgfence init migrations`")
     if not is_unicode(f"{directory}{ini}"):
-        raise MisuseError("DIR and --config must be valid Unicode")
+        raise MisuseError("DIR or --config is not valid Unicode: give another name")
     if "%" in str(directory):
-        raise MisuseError(f"{directory}: a percent sign has a special meaning in the ini file; choose another name")
+        raise MisuseError(
+            f"{str(directory)!r} contains a percent sign, which has a special meaning in the ini file: choose another name for DIR"
+        )
     kept = ini.exists()
     _make(directory, template, ini)
     if kept and (instead := _find_other_environment(ini, directory)):
@@ -96,18 +100,20 @@ def _find_other_environment(ini: Path, directory: Path) -> str | None:
 
 def _make(directory: Path, template: str, ini: Path) -> None:
     if ini.exists() and not ini.is_file():
-        raise MisuseError(f"{ini} is not a file: pass the path of the ini file to --config")
+        raise MisuseError(f"{str(ini)!r} is not a file: pass the path of the ini file to --config")
     made = directory.resolve()
     if not ini.parent.is_dir() and ini.resolve().parent not in {made, *made.parents}:
-        raise MisuseError(f"cannot create {ini}: the directory {ini.parent} does not exist")
+        raise MisuseError(f"cannot create {str(ini)!r}: the directory {str(ini.parent)!r} does not exist")
     try:
         environment.make(directory, template, ini)
-    except ImportError as error:  # also raised if a folder named alembic is the only `alembic` that can be imported
+    except ImportError as error:  # also raised if a directory named alembic is the only `alembic` that can be imported
         if error.name != "alembic":
             raise
-        Console().warn("Alembic is not installed: pip install 'pgfence[alembic]'")
+        Console().warn("Alembic is not installed: run pip install 'pgfence[alembic]'")
         raise CommandExit(Code.REFUSED) from None
     except FileExistsError:
-        raise MisuseError(f"{directory} already exists and is not an empty directory: choose another name") from None
+        raise MisuseError(
+            f"{str(directory)!r} already exists and is not an empty directory: choose another name for DIR"
+        ) from None
     except OSError as error:
-        raise MisuseError(f"cannot create {error.filename or directory}: {error.strerror}") from None
+        raise MisuseError(f"cannot create {str(error.filename or directory)!r}: {error.strerror}") from None

@@ -11,7 +11,7 @@ from pgfence.cli import options
 from pgfence.cli.codes import MisuseError
 from pgfence.cli.parser import Command, Option
 from pgfence.cli.report import Console, exit_on_error
-from pgfence.cli.server import open_engine
+from pgfence.cli.server import check_names, open_engine
 from pgfence.config import DEFAULT
 
 
@@ -64,7 +64,7 @@ def install(
     nothing.
     """
     if sql and (dsn or engine):
-        raise MisuseError("--sql contacts no server: use it without --dsn and --engine")
+        raise MisuseError("--sql does not contact a server: omit --dsn and --engine")
     if sql:
         print(_build_script(schema, prefix), end="")
         return
@@ -77,7 +77,6 @@ def install(
 
 
 def _build_script(schema: str | None, prefix: str | None) -> str:
-    try:
-        return tables.sql(schema=schema, prefix=DEFAULT.prefix if prefix is None else prefix)
-    except ValueError as error:
-        raise MisuseError(f"--schema, --prefix: {error}") from None
+    prefix = DEFAULT.prefix if prefix is None else prefix
+    check_names(schema=schema, prefix=prefix)
+    return tables.sql(schema=schema, prefix=prefix)

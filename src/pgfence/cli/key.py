@@ -51,7 +51,7 @@ _PAIR = re.compile(r"(-?\d+)\s*,\s*(-?\d+)")
     "--who",
     cls=Option,
     metavar="NUMBER",
-    help="Print what this key is for. Give a number, or a pair (classid and objid) as A,B.",
+    help="Print what this key is for. Give a number or, for a lock whose objsubid is 2, the pair classid,objid.",
 )
 @options.add_database_options
 @options.as_json
@@ -90,8 +90,10 @@ def key(
 
 
 def _show_key(names: tuple[str, ...], namespace: str, *, as_json: bool) -> None:
-    if len(names) != 1:
-        raise MisuseError("give one NAME, or --who NUMBER; see `pgfence key --help`")
+    if not names:
+        raise MisuseError("NAME is missing: give the name of a lock, or --who NUMBER; see `pgfence key --help`")
+    if len(names) > 1:
+        raise MisuseError(f"give one NAME, not {len(names)}: only --who accepts several; see `pgfence key --help`")
     try:
         value = LockKey.of(names[0], namespace=namespace).value
     except ValueError as error:
@@ -120,22 +122,25 @@ def _quote(text: str) -> str:
 def _parse_key(text: str) -> LockKey:
     if not re.fullmatch(r"-?\d+", text) and not _PAIR.fullmatch(text.strip("() ")):
         raise MisuseError(f"--who must be a number, or a pair of numbers such as 12,34, not {text!r}")
+    pair = _PAIR.fullmatch(text.strip("() "))
     try:
-        if (pair := _PAIR.fullmatch(text.strip("() "))) is not None:
+        if pair is not None:
             # pg_locks shows the halves of a key as unsigned numbers.
             return LockKey.pair(
                 *(int(half) - (1 << 32) if 1 << 31 <= int(half) < 1 << 32 else int(half) for half in pair.groups())
             )
         return LockKey.raw(int(text))
-    except ValueError as error:
-        raise MisuseError(f"--who {text}: {error}") from None
+    except ValueError:
+        size = "a signed 64-bit integer" if pair is None else "a pair of 32-bit integers"
+        raise MisuseError(f"--who {text!r} is not the key of a lock, because it does not fit into {size}") from None
 
 
 def _recognize(wanted: LockKey, names: tuple[str, ...], namespace: str, database: str) -> str | None:
+    where = f" in the namespace {namespace!r}" if namespace else ""
     for name in names:
         try:
             candidates = [
-                (LockKey.of(name, namespace=namespace), f"pgfence lock {name!r}"),
+                (LockKey.of(name, namespace=namespace), f"pgfence lock {name!r}{where}"),
                 *list_keys_of_libraries(name),
             ]
         except ValueError as error:

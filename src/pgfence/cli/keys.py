@@ -91,7 +91,7 @@ def keys(
     if context.invoked_subcommand is not None:
         sources = {name: context.get_parameter_source(name) for name in context.params}
         if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
-            raise MisuseError(f"write {_build_option(given[0])} after `{context.invoked_subcommand}`")
+            raise _misplaced_error(given[0], context.invoked_subcommand)
         return
     check_seconds(older_than, "--older-than")
     with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target, exit_on_error():
@@ -173,8 +173,12 @@ def free(
     report.show(as_json=as_json, target={"scope": scope, "key": key}, found={"found": found})
 
 
-def _build_option(parameter: str) -> str:
-    return "--json" if parameter == "as_json" else f"--{parameter.replace('_', '-')}"
+def _misplaced_error(parameter: str, command: str) -> MisuseError:
+    """Return the error for an option of `pgfence keys` that precedes a subcommand."""
+    option = "--json" if parameter == "as_json" else f"--{parameter.replace('_', '-')}"
+    if any(option in each.opts for each in keys.commands[command].params):
+        return MisuseError(f"write {option} after `{command}`")
+    return MisuseError(f"`pgfence keys {command}` has no option {option}: omit it, or omit `{command}` to list keys")
 
 
 class _Freeing:
@@ -199,15 +203,15 @@ class _Freeing:
         seen = stuck_keys.to_stuck_key(row)
         if dry_run:
             return AdminReport("seen", Code.OK, [_format_line(seen), "Nothing was done."], seen)
-        if not yes and not confirm([_format_line(seen)], "Free it?"):
+        if not yes and not confirm([_format_line(seen)], "Free this key?"):
             return AdminReport("declined", Code.DECLINED, ["nothing was done"], seen)
         # Another attempt may start before the user confirms. Free only the attempt that was shown.
         freed = perform(self._engine, statements.free, replace(self._order, only=row))
         if freed is None or freed.claim_id != row.claim_id:
             now = None if freed is None else stuck_keys.to_stuck_key(freed)
-            said = (
-                f"the key has changed, so nothing was done; {f'it is now {now}' if now else 'it is not stuck any more'}"
-            )
+            said = f"another attempt has started, so nothing was done: {now}"
+            if now is None:
+                said = f"{self._order} is no longer stuck, so nothing was done"
             return AdminReport("changed", Code.BUSY, [said], now)
         done = f"The key was freed. The change is recorded in the audit table. The next caller runs attempt {seen.attempt + 1}."
         return AdminReport("freed", Code.OK, [_format_line(seen), done], seen)

@@ -115,11 +115,11 @@ def rename_arguments(message: str) -> str:
         return f"--{message}"
     if not _TIMES.match(message):
         return message
-    message = message.replace("pass None", "leave it out")
-    return _TIMES.sub(lambda found: f"--{found[0].replace('_', '-')}", message)
+    message = message.replace("pass None", "omit it")
+    return _TIMES.sub(lambda found: f"--{found[1].replace('_', '-')}", message)
 
 
-_TIMES = re.compile(r"\b(?:ttl|min_hold|max_hold)\b")
+_TIMES = re.compile(r"\b(?:the )?(ttl|min_hold|max_hold)\b")
 
 
 def build_variables(held: Held | None) -> dict[str, str]:
@@ -151,7 +151,7 @@ def note(held: Held, report: Report) -> None:
 
 
 def find_repeated_release(held: Held | None) -> RepeatedRelease | None:
-    """Return the release of a slot that pgfence repeats because the first one got no response, or None if there is none.
+    """Return the release that pgfence repeats until the server responds, or None if no release is pending.
 
     Until the release gets a response, the slot may not be recorded as done.
     """

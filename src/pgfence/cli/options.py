@@ -93,4 +93,11 @@ actor = click.option(
     metavar="TEXT",
     help="Your name, written to the audit table. Default: the OS user and host.",
 )
-yes = click.option("--yes", "-y", cls=Option, heading=AUDIT, is_flag=True, help="Do not ask for confirmation.")
+yes = click.option(
+    "--yes",
+    "-y",
+    cls=Option,
+    heading=AUDIT,
+    is_flag=True,
+    help="Do not ask for confirmation. Required without a terminal, except with --dry-run.",
+)

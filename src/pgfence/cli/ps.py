@@ -74,7 +74,7 @@ _STATES = {state.replace(" ", "-"): state for state in STATES}
     default=100,
     show_default=False,
     metavar="NUMBER",
-    help="List at most this many rows; 0 lists all. Default: 100.",
+    help="List up to NUMBER rows; 0 lists all rows. Default: 100.",
 )
 @click.option(
     "--watch", "watched", cls=Option, heading=options.OUTPUT, is_flag=True, help="Refresh until you press Ctrl-C."

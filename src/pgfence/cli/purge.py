@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     type=int,
     default=1000,
     metavar="NUMBER",
-    help="Number of keys deleted in one transaction. Default: 1000.",
+    help="Number of keys deleted in one transaction, from 1 to 100,000. Default: 1000.",
 )
 @options.add_table_options
 @options.as_json
@@ -87,5 +87,9 @@ def _perform(engine: Engine, batch: int) -> tuple[int | None, Code, str]:
     except PgfenceError as error:
         return None, choose_code(error), str(error)
     except DBAPIError as error:
-        return None, Code.BUSY, f"{message_of(error)}. Keys that were already purged stay deleted"
-    return purged, Code.OK, f"deleted {purged} expired keys"
+        return (
+            None,
+            Code.BUSY,
+            f"the server ended the purge: {message_of(error)}. Keys that were already purged stay deleted",
+        )
+    return purged, Code.OK, f"deleted {purged} expired {'key' if purged == 1 else 'keys'}"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _LISTED = 5
 _QUERY = 60
-_HIDDEN = "This role cannot see the sessions of other roles. To allow it, run GRANT pg_read_all_stats TO <role>"
+_HIDDEN = "This role cannot see the sessions of other roles. To allow this, run GRANT pg_read_all_stats TO <role>."
 
 
 @click.command(
@@ -40,9 +40,9 @@ _HIDDEN = "This role cannot see the sessions of other roles. To allow it, run GR
     codes=[
         ("0", "The sessions were ended or, with --dry-run, shown."),
         ("64", "The command was misused, or there is no terminal and --yes is missing."),
-        ("67", "No session holds a leaked lock. Nothing was done."),
+        ("67", "No session that holds a leaked lock has been idle for that long. Nothing was done."),
         ("69", "The server did not respond."),
-        ("75", "All of the sessions were used again after they were shown. Nothing was done."),
+        ("75", "All of the sessions were used again, or have ended, since they were shown. Nothing was done."),
         ("77", "You did not confirm. Nothing was done."),
         ("78", "A permission is missing, or the server is read-only."),
     ],
@@ -107,18 +107,23 @@ class _Release:
     def _run(self, *, dry_run: bool, yes: bool) -> AdminReport[Sequence[LeakedSession]]:
         seen = perform(self._engine, leaks.look, self._order)
         if not seen:
-            nothing = f"No session that holds a leaked lock has been idle for {self._order.idle_for:g} s."
+            nothing = f"No session that holds a leaked lock has been idle for at least {self._order.idle_for:g} s."
             hidden = [] if perform(self._engine, leaks.is_reader_of_all_stats, self._order) else [_HIDDEN]
             return AdminReport("nobody", Code.NOBODY, [nothing, *hidden], seen)
         lines = [_format_line(session) for session in seen]
         if dry_run:
             return AdminReport("seen", Code.OK, [*lines, "Nothing was done."], seen)
-        if not yes and not confirm(lines, "End these sessions?"):
+        if not yes and not confirm(lines, "End this session?" if len(seen) == 1 else "End these sessions?"):
             return AdminReport("declined", Code.DECLINED, ["nothing was done"], seen)
         # A session may be used again before the user confirms. End only the sessions that were shown.
         done = perform(self._engine, leaks.release, replace(self._order, only=seen))
         if not done.sessions:
-            return AdminReport("changed", Code.BUSY, ["the sessions are in use again, so nothing was done"], seen)
+            changed = (
+                "the session was used again, or has ended, since it was shown, so nothing was done"
+                if len(seen) == 1
+                else "all of the sessions were used again, or have ended, since they were shown, so nothing was done"
+            )
+            return AdminReport("changed", Code.BUSY, [changed], seen)
         recorded = (
             " and recorded this in the audit table"
             if done.audited

@@ -48,11 +48,17 @@ _FAILURES = "If the lock is lost or no server can be reached"
             "65",
             "With --once-per, a slot that has not begun is recorded as done, or the rules for --tz differ between host and server.",
         ),
-        ("69", "The server could not be reached, rejected the login or has no room for another lock."),
+        (
+            "69",
+            "The server could not be reached by the end of --wait, rejected the login or has no room for another lock.",
+        ),
         ("70", "An unexpected error; its traceback is printed."),
         ("75", "Busy: another process holds the lock, or the slot is done. Change this code with -E."),
         ("76", "The lock was lost before it was released; a command that was still running was stopped."),
-        ("78", "Locks are not safe on this server (a pooler, a standby or not PostgreSQL), or tables are missing."),
+        (
+            "78",
+            "Locks are not safe on this server (a pooler, a standby or not PostgreSQL), or tables or permissions are missing.",
+        ),
         ("126", "The command could not be executed."),
         ("127", "The command was not found."),
         ("128 + N", "Signal N was received before the command was started."),
@@ -73,7 +79,8 @@ _FAILURES = "If the lock is lost or no server can be reached"
     cls=Option,
     heading=_HELD,
     metavar="day|hour|minute|CRON",
-    help="Run once in each slot of time, on one of the hosts. The server's clock determines the slot.",
+    help="Run once in each slot of time, on one of the hosts. The server's clock determines the slot. CRON is a crontab's five fields,"
+    " such as '30 2 * * 1-5', or a nickname such as @daily.",
 )
 @click.option(
     "--tz",
@@ -96,7 +103,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     heading=_HELD,
     type=SECONDS,
     metavar="SECONDS",
-    help="Keep the lease for at least SECONDS, even if the command ends sooner.",
+    help="Keep the lease for at least SECONDS, up to the TTL, even if the command ends sooner.",
 )
 @click.option(
     "--max-hold",
@@ -104,7 +111,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     heading=_HELD,
     type=SECONDS,
     metavar="SECONDS",
-    help="Give up the lease after SECONDS, even if the command is still running.",
+    help="End the lease after SECONDS. A command that is still running is stopped, unless --on-lost is warn.",
 )
 @click.option(
     "--wait",
@@ -113,7 +120,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     heading=_BUSY,
     type=SECONDS,
     metavar="SECONDS",
-    help="Wait for the lock; inf waits indefinitely. Default: do not wait.",
+    help="Wait up to SECONDS for the lock; inf waits indefinitely. Default: do not wait.",
 )
 @click.option("--nonblock", "-n", cls=Option, heading=_BUSY, is_flag=True, help="Do not wait. This is the default.")
 @click.option(
@@ -139,7 +146,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     heading=_FAILURES,
     type=click.Choice([each.value for each in OnLost]),
     default=OnLost.STOP.value,
-    help="When the lock is lost, stop the command, or print a warning and let it continue. Default: stop.",
+    help="When the lock is lost, stop the command and exit with 76, or print a warning and let the command continue. Default: stop.",
 )
 @click.option(
     "--on-unreachable",

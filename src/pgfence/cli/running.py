@@ -56,7 +56,7 @@ def build_grace_option(heading: str) -> Callable[[_Command], _Command]:
         type=SECONDS,
         default=10.0,
         metavar="SECONDS",
-        help="Time between SIGTERM and SIGKILL when the command is stopped. Default: 10.",
+        help="Time between SIGTERM and SIGKILL when the command is stopped. With inf, no SIGKILL is sent. Default: 10.",
     )
 
 
@@ -91,7 +91,7 @@ def check_seconds(value: float, option: str) -> float:
         MisuseError: the value is negative or not a number.
     """
     if math.isnan(value) or value < 0:
-        raise MisuseError(f"{option} must be 0 seconds or more")
+        raise MisuseError(f"{option} must be 0 or more seconds, not {value:g}")
     return value
 
 

@@ -106,7 +106,9 @@ def _build_row(figures: Figures) -> tuple[str, ...]:
 def _format_lost(figures: Figures) -> str:
     if not figures.accounts_off:
         return "nothing lost"
-    return f"{figures.cents_lost:,} cents lost in {figures.accounts_off} accounts"
+    cents = "cent" if figures.cents_lost == 1 else "cents"
+    accounts = "account" if figures.accounts_off == 1 else "accounts"
+    return f"{figures.cents_lost:,} {cents} lost in {figures.accounts_off} {accounts}"
 
 
 def _format_duration(seconds: float | None) -> str:
@@ -129,9 +131,11 @@ def _describe_verdict(figures: Figures, verdict: Verdict) -> list[str]:
     if verdict is Verdict.CONTROL_FAILED:
         return [f"{figures.title}: lost nothing, so the other acts prove nothing."]
     lines = [f"{figures.title}: {_format_lost(figures)}."] if figures.cents_lost else []
-    after = [f"{each.fault} {_format_duration(each.seconds)}" for each in figures.takeovers if each.seconds is not None]
+    after = [
+        f"{_format_duration(each.seconds)} after {each.fault}" for each in figures.takeovers if each.seconds is not None
+    ]
     if after:
-        lines.append(f"Lock taken over after {', '.join(after)}.")
+        lines.append(f"Lock taken over {', '.join(after)}.")
     lines += [f"{each.fault}: no process took over the lock." for each in figures.takeovers if each.seconds is None]
     if figures.retries:
         retries = ", ".join(f"{number} after {name}" for name, number in figures.retries.items())

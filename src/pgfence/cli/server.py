@@ -22,8 +22,9 @@ from sqlalchemy.exc import ArgumentError
 
 from pgfence._sql.addresses import describe_server
 from pgfence.cli.codes import MisuseError
-from pgfence.config import config_of, configure
+from pgfence.config import DEFAULT, config_of, configure, expect_place
 from pgfence.errors import PoolerError
+from pgfence.keys import LockKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -68,14 +69,32 @@ def settle(engine: Engine, **given: str | None) -> None:
     said: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if not said:
         return
-    if said.get("schema") == "":
-        raise MisuseError("--schema is empty: give a name, or leave the option out to use the search path")
+    check_names(**{name: said[name] for name in ("namespace", "schema", "prefix") if name in said})
     known = config_of(engine)
     # `events` is not compared, because it is not an argument of configure().
     try:
         configure(engine, **{each.name: getattr(known, each.name) for each in fields(known) if each.compare} | said)
+    except ValueError:  # the values were checked, so the engine has other ones
+        options = [f"--{name}" for name in said if getattr(known, name) != said[name]]
+        verb, them = ("contradicts", "it") if len(options) == 1 else ("contradict", "them")
+        raise MisuseError(
+            f"{' and '.join(options)} {verb} the settings of the application's engine: omit {them}, or change the application's"
+            " call of configure()"
+        ) from None
+
+
+def check_names(*, namespace: str = "", schema: str | None = None, prefix: str = DEFAULT.prefix) -> None:
+    """Raise MisuseError if --namespace, --schema or --prefix cannot be used."""
+    if schema == "":
+        raise MisuseError("--schema is empty: give a name, or omit --schema to use the search path")
+    try:
+        expect_place(schema, prefix)
     except ValueError as error:
-        raise MisuseError(f"{', '.join(f'--{name}' for name in said)}: {error}") from None
+        raise MisuseError(f"--{error}") from None
+    try:
+        LockKey.of("any", namespace=namespace)
+    except ValueError as error:
+        raise MisuseError(f"--namespace: {error}") from None
 
 
 def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str], name: str = "") -> Engine:
@@ -93,7 +112,7 @@ def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str]
     if dsn is not None and path is not None:
         raise MisuseError("give --dsn or --engine, not both")
     if dsn == "":
-        raise MisuseError("--dsn is empty: give a database URL, or leave the option out")
+        raise MisuseError("--dsn is empty: give a database URL, or omit --dsn")
     if path is not None:
         return _import(path)
     for text, source in ((dsn, "--dsn"), (environ.get("DATABASE_URL"), "DATABASE_URL")):
@@ -140,7 +159,7 @@ def _parse(text: str, source: str) -> URL:
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
-        raise MisuseError(f"{source} is not a database URL; write it as postgresql://user@host:port/database") from None
+        raise MisuseError(f"{source} is not a database URL: write it as postgresql://user@host:port/database") from None
     if url.get_backend_name() not in {"postgresql", "postgres"}:
         raise MisuseError(f"{source} is a URL for {url.get_backend_name()}: pgfence needs PostgreSQL")
     return url
@@ -154,7 +173,9 @@ def _create(url: URL, source: str, name: str) -> Engine:
             " write postgresql://... or postgresql+psycopg://..."
         )
     if driver and driver not in DRIVERS:
-        raise MisuseError(f"{source} selects the driver {driver}: the command line supports {' and '.join(DRIVERS)}")
+        raise MisuseError(
+            f"{source} selects the driver {driver}, but the command line supports only {' and '.join(DRIVERS)}"
+        )
     url = url.set(drivername=f"postgresql+{_find_driver(driver)}")
     # Other processes see this text as the holder of the lock, unless the user has set an application name.
     arguments = {"fallback_application_name": _build_application_name(name)}
@@ -165,7 +186,7 @@ def _create(url: URL, source: str, name: str) -> Engine:
         # Looking up the hstore type would take three round trips, and no command reads one.
         return create_engine(url, connect_args=arguments, use_native_hstore=False)
     except (ArgumentError, TypeError):
-        raise MisuseError(f"{source} contains an option that SQLAlchemy does not accept; remove the option") from None
+        raise MisuseError(f"{source} contains an option that SQLAlchemy does not accept: remove the option") from None
 
 
 def _build_application_name(name: str) -> str:
@@ -177,36 +198,48 @@ def _build_application_name(name: str) -> str:
 
 
 def _find_driver(wanted: str) -> str:
+    missing = f"the driver {wanted} is not installed" if wanted else "no PostgreSQL driver is installed"
     for driver in (wanted,) if wanted else DRIVERS:
         try:
             importlib.import_module(driver)
-        except ImportError:
+        except ImportError as error:
+            if not (
+                isinstance(error, ModuleNotFoundError) and error.name == driver
+            ):  # for example, psycopg without libpq
+                missing = f"the driver {driver} cannot be imported ({error})"
             continue
         return driver
-    missing = f"the driver {wanted} is not installed" if wanted else "no PostgreSQL driver is installed"
-    raise MisuseError(f"{missing}: pip install 'pgfence[{wanted or DRIVERS[0]}]'")
+    raise MisuseError(f"{missing}: run pip install 'pgfence[{wanted or DRIVERS[0]}]'")
 
 
 def _import(path: str) -> Engine:
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
-        raise MisuseError(f"--engine {path}: write it as package.module:attribute")
-    # `python -m` does this, too. In a console script, the first entry of the path is the folder of the script.
+        raise MisuseError(f"--engine must be written as package.module:attribute, not {path!r}")
+    # `python -m` does this, too. In a console script, the first entry of the path is the directory of the script.
     with suppress(FileNotFoundError):  # the directory has been deleted
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
-        if callable(found) and not inspect.iscoroutinefunction(found):
+        if returned := callable(found) and not inspect.iscoroutinefunction(found):
             found = found()
     except (Exception, SystemExit) as error:  # a script may call sys.exit() at its end
-        raise MisuseError(f"--engine {path}: {type(error).__name__}: {error}") from error
+        raise MisuseError(f"cannot load --engine {path!r}: {type(error).__name__}: {error}") from error
     if hasattr(found, "sync_engine"):
         raise MisuseError(
-            f"--engine {path} is an AsyncEngine, and the command line has no event loop: give an Engine, or use --dsn"
+            f"--engine {path!r} is an AsyncEngine, and the command line has no event loop: give an Engine, or use --dsn"
             " or DATABASE_URL"
         )
-    if not isinstance(found, Engine):
+    if inspect.iscoroutinefunction(found):
         raise MisuseError(
-            f"--engine {path} is neither an Engine nor a function that returns one, but of the type {type(found).__name__}"
+            f"--engine {path!r} is a coroutine function, and the command line has no event loop: give an Engine, or a function"
+            " that returns one"
+        )
+    if not isinstance(found, Engine):
+        kind = type(found).__name__
+        raise MisuseError(
+            f"the function of --engine {path!r} must return an Engine, not {kind}"
+            if returned
+            else f"--engine {path!r} is neither an Engine nor a function that returns one, but of the type {kind}"
         )
     return found

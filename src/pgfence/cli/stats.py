@@ -1,4 +1,4 @@
-"""`pgfence stats`: sample the list of holders repeatedly, and show which names were waited for most and held longest."""
+"""`pgfence stats`: sample the list of holders repeatedly, and show the names with the longest total wait and the longest holds."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class HoldSamples:
 
 @click.command(
     "stats",
-    short_help="Show which names are waited for most and held longest.",
+    short_help="Show the names with the longest waits and holds.",
     cls=Command,
     usage="[OPTIONS] [PREFIX]",
     arguments={"PREFIX": "Sample only names that begin with PREFIX, as `pgfence ps` shows them. Default: all."},
@@ -125,7 +125,7 @@ class HoldSamples:
     type=SECONDS,
     default=10.0,
     metavar="SECONDS",
-    help="How long to sample. Default: 10.",
+    help="Sample for SECONDS, or until you press Ctrl-C. Default: 10.",
 )
 @click.option(
     "--interval", cls=Option, type=SECONDS, default=1.0, metavar="SECONDS", help="Time between two samples. Default: 1."
@@ -147,7 +147,7 @@ def stats(
     prefix: str | None,
     as_json: bool,
 ) -> None:
-    """Sample the list of `pgfence ps` repeatedly, and show which names were waited for most and held longest.
+    """Sample the output of `pgfence ps` repeatedly, and show which names had the longest total wait and the longest holds.
 
     Use it to find the lock that slows an application down. The command takes no lock and writes nothing.
     """
@@ -202,7 +202,7 @@ def _collect_samples(read: Callable[[], Listing], length: float, interval: float
 def _show(samples: HoldSamples, top: int) -> None:
     tty = sys.stdout.isatty()
     console = open_console(sys.stdout)
-    lines = [f"Samples: {samples.count}{f' ({samples.errors} failed)' if samples.errors else ''}."]
+    lines = [f"Samples: {samples.count}{f', and {samples.errors} that failed' if samples.errors else ''}."]
     if samples.limited:
         lines.append(f"Only the first {SAMPLED} rows of each sample were counted.")
     waits, holds = samples.list_longest_waits(top), samples.list_longest_holds(top)

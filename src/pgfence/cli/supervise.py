@@ -2,7 +2,8 @@
 
 Guarantees:
 
-- The command gets the descriptors that were open and inheritable when this process started, and none that this process opened.
+- The command gets the descriptors that were open and inheritable when this process started, and none that this process opened,
+  except the null device in place of a closed stdin, stdout or stderr (see `running.fill_standard_descriptors`).
 - The exit status of the command is returned as in shells.
 - Each HUP, INT, QUIT, TERM, USR1, USR2, CONT or WINCH signal that this process receives is delivered exactly once to the
   command and to what it started in its process group. A signal that was ignored at the start (nohup) stays ignored for this
@@ -230,7 +231,7 @@ class Supervisor:
 
     @contextmanager
     def allow_interrupts(self) -> Iterator[None]:
-        """Let HUP, INT, QUIT and TERM raise `Interrupted` in the block, also those that were received before it.
+        """Let HUP, INT, QUIT and TERM raise `Interrupted` in the block, including signals that were received before it.
 
         Outside of the block, these signals are kept for the command.
         """

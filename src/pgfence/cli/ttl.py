@@ -66,7 +66,7 @@ class Sample:
 
 
 def advise(engine: Engine, name: str, *, as_json: bool) -> NoReturn:
-    """Measure for at most about 5 seconds, print the advice, and end the command.
+    """Measure renewals and pauses for up to about 5 seconds, print the advised TTL, and exit.
 
     Raises:
         ValueError: the name cannot be used.
@@ -124,7 +124,7 @@ def _show(
     print()
     write_wrapped(f"Renewals: {renewals}.", indent=2)
     write_wrapped(f"Pauses of this process: {pauses}.", indent=2)
-    write_wrapped(f"The lease: {_describe_lease(lease)}.", indent=2)
+    write_wrapped(f"The lease {_describe_lease(lease)}.", indent=2)
     write_wrapped(
         "Not measured: the pauses of your application (its `paused` events, its longest garbage collection, CPU limits and"
         " calls that keep the GIL), and failovers.",
@@ -147,11 +147,11 @@ def _compute_outage(ttl: float) -> float:
 
 def _describe_lease(lease: RenewalHistory | None) -> str:
     if lease is None:
-        return "it was never acquired"
-    ttl = "no TTL" if lease.ttl is None else f"TTL {lease.ttl:g} s"
+        return "was never acquired"
+    ttl = "no TTL" if lease.ttl is None else f"a TTL of {lease.ttl:g} s"
     if not lease.held:
-        return f"{ttl} when it was last held; it is not held now"
-    return f"{ttl}, held; the last renewal was {lease.age:.1f} s ago"
+        return f"is not held now, and had {ttl} when it was last held"
+    return f"is held, and has {ttl}; its last renewal was {lease.age:.1f} s ago"
 
 
 def _format(seconds: float) -> str:
