@@ -36,7 +36,7 @@ from pgfence.migrations import _environment as environment
     cls=Option,
     default="sync",
     metavar="NAME",
-    help=f"Template of the environment: {', '.join(environment.list_templates())}. Default: sync.",
+    help=f"Template of the environment: {' or '.join(environment.list_templates())}. Default: sync.",
 )
 @click.option(
     "--config",

@@ -86,7 +86,7 @@ def keys(
     """List idempotency keys whose effect was started but not finished, with the attempts that are running or lost.
 
     Use it when requests with a key get "in progress" responses for too long. The command takes no lock and never
-    shows stored results.
+    shows stored results. It lists only the keys of one namespace (see --namespace) or, if there is none, those without one.
     """
     if context.invoked_subcommand is not None:
         sources = {name: context.get_parameter_source(name) for name in context.params}

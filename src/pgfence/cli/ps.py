@@ -113,7 +113,8 @@ def ps(
 ) -> None:
     """List who holds which lock, lease or key, and who waits for it. Locks that others wait for come first.
 
-    The command takes no lock and writes nothing. A role without privileges sees less, and the list says what is missing.
+    Use it when something hangs. The command takes no lock and writes nothing. A role without privileges sees less, and the list
+    says what is missing.
     """
     if not 0 <= limit <= LARGEST_LIMIT:
         raise MisuseError(f"--limit must be from 0 to {LARGEST_LIMIT}, not {limit}")

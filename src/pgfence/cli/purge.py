@@ -64,7 +64,8 @@ def purge(
 ) -> None:
     """Delete expired idempotency keys in small batches.
 
-    Use it in a crontab or a scheduled job. Several hosts may run it at the same time.
+    Use it in a crontab or a scheduled job. Several hosts may run it at the same time. The command deletes the keys of all
+    namespaces, and the names of locks that no process has started to use for 30 days.
     """
     try:
         check_int(batch, "batch", LARGEST_BATCH)
