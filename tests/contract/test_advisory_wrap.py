@@ -166,6 +166,10 @@ async def test_a_name_that_is_no_template_is_named(world: World, name: str) -> N
     decorate = lock(world, world.engine(), f"{name}:{{").wrap()
     with pytest.raises(ValueError, match=f"{name}:{{' is not a valid template .*To write a literal brace, double it"):
         decorate(work_of(world, []))
+    with pytest.raises(
+        ValueError, match=rf"'{name}:{{}}' contains the field {{}}, but a field must name an argument of"
+    ):
+        lock(world, world.engine(), f"{name}:{{}}").wrap()(work_of(world, []))
 
 
 async def test_functions_that_a_lock_cannot_cover_are_rejected(world: World, name: str) -> None:

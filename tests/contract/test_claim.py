@@ -301,7 +301,7 @@ def test_wrong_arguments_are_rejected(jobs: Jobs) -> None:
             with pytest.raises(TypeError, match=advice):
                 claim(session, Job, criterion)
         for extra in ({"order_by": Job.id}, {}):
-            with pytest.raises(TypeError, match=r"add where\(\) and order_by\(\)"):
+            with pytest.raises(TypeError, match=r"call where\(\) and order_by\(\)"):
                 claim(session, select(Job), *(() if extra else (Job.id == 1,)), **extra)
         assert not session.in_transaction()
         for wrong in (jobs.engine, session.connection(), None):
@@ -322,5 +322,5 @@ def test_a_table_without_a_primary_key_is_rejected(jobs: Jobs) -> None:
         __table__ = Table("loose", Other.metadata, Column("id", Integer))
         __mapper_args__ = {"primary_key": [__table__.c.id]}  # noqa: RUF012
 
-    with jobs.session() as session, pytest.raises(ValueError, match="loose has no primary key"):
+    with jobs.session() as session, pytest.raises(ValueError, match="the table .loose. has no primary key"):
         claim(session, Loose)

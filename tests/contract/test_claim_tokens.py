@@ -306,12 +306,12 @@ def test_wrong_arguments_of_claims_with_tokens_are_rejected(jobs: Jobs) -> None:
 
     with jobs.session() as session:
         for args, ttl, kind, advice in (
-            ((Job,), 60, TypeError, "put the mixin Claimable on Job"),
+            ((Job,), 60, TypeError, "Job has no columns .*: put the mixin Claimable on the class"),
             ((Task,), None, TypeError, "call claim.. with the class itself and ttl="),
             ((select(Task),), None, TypeError, "call claim.. with the class itself and ttl="),
             ((select(Task),), 60, TypeError, "takes a class"),
             ((Counted,), 60, TypeError, "only the mode 'client'"),
-            ((Task,), 0, ValueError, "ttl must be from 0.3 s"),
+            ((Task,), 0, ValueError, "ttl must be from 0.3 s .* even a short pause of the worker"),
             ((Task,), -1, ValueError, "ttl must be 0 or more"),
             ((Task,), 100_000, ValueError, "timedelta"),
             ((Task,), float("inf"), ValueError, "ttl must be"),

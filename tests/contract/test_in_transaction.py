@@ -141,7 +141,7 @@ def test_unusable_arguments_are_rejected_at_once(source: Any, fn: Any, match: st
 
 def test_an_attempt_argument_is_rejected_with_the_right_form() -> None:
     """The TypeError for an `attempt` argument says that the session has the number."""
-    with pytest.raises(TypeError, match=r"also requires attempt.*session\.info\['pgfence_attempt'\]"):
+    with pytest.raises(TypeError, match=r"also requires 'attempt'.*session\.info\['pgfence_attempt'\]"):
         run_transaction(UNUSED, asks)
 
 

@@ -207,7 +207,9 @@ async def test_a_deleted_row_is_a_conflict_with_nothing_found(desk: Desk, expect
     await desk.make(cls, cls(id=1, title="old"))
     await desk.do(lambda session: session.delete(session.get_one(cls, 1)))
     async with desk.open() as session:
-        with pytest.raises(VersionConflictError, match="it no longer exists") as refused:
+        with pytest.raises(
+            VersionConflictError, match="it does not exist, or is hidden .* Tell the client that"
+        ) as refused:
             await desk.load(session, cls, 1, expected)
     (item,) = refused.value.items
     assert (item.pk, item.found, refused.value.http_status) == ((1,), None, 412)

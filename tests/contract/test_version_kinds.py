@@ -294,8 +294,8 @@ def _mapped(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("many-to-one", "Book.shelf has post_update, which writes book.shelf_id"),
-        ("one-to-many", "Shelf.books has post_update, which writes book.shelf_id"),
+        ("many-to-one", "Book.shelf has post_update, which writes 'book.shelf_id'"),
+        ("one-to-many", "Shelf.books has post_update, which writes 'book.shelf_id'"),
         ("secondary", "Shelf.items adds and deletes rows of Place"),
     ],
 )

@@ -125,7 +125,7 @@ def child_of(running: Any) -> int:
         try:
             running.check()
         except IdempotencyMisuseError as error:
-            os._exit(0 if "parent of this forked child" in str(error) else 1)
+            os._exit(0 if "parent process of this forked child" in str(error) else 1)
         os._exit(2)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

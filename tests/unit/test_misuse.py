@@ -135,7 +135,7 @@ def test_several_names_are_unpacked(several: Any) -> None:
     for make in (lambda: pgfence.Lease(ENGINE, several, ttl=5), lambda: pgfence.Once(ENGINE, several, cron="@daily")):
         with pytest.raises(TypeError, match="must be a str"):
             make()
-    with pytest.raises(TypeError, match="several resources as a mapping"):
+    with pytest.raises(TypeError, match="several resources were passed as a .*: pass a mapping"):
         pgfence.fence(Session(ENGINE), several, 1)
 
 

@@ -158,18 +158,20 @@ def compile_templates(
     Raises:
         ValueError: a name is not a valid template, or a field of a template is not an argument of `fn`.
     """
-    texts = {name for name in names if isinstance(name, str)}
-    fields = {field for text in texts for field in _list_all_fields(text)}
+    texts = list(dict.fromkeys(name for name in names if isinstance(name, str)))
+    fields = [(text, field) for text in texts for field in _list_all_fields(text)]
     if not fields and not any("{" in text or "}" in text for text in texts):
         return None
     signature = inspect.signature(fn)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for field in fields:
+    for text, field in fields:
         root = field.replace("[", ".").split(".", 1)[0]
         if root not in signature.parameters and not (takes_any and root.isidentifier()):
+            function, arguments = describe_function(fn), ", ".join(signature.parameters)
+            missing = f"{function} has no argument {root!r}" if root else f"a field must name an argument of {function}"
             raise ValueError(
-                f"the field {{{field}}} of a name is not an argument of {describe_function(fn)}, whose arguments"
-                f" are ({', '.join(signature.parameters)}). To write a literal brace, double it"
+                f"the template {text!r} contains the field {{{field}}}, but {missing}:"
+                f" {f'its arguments are ({arguments})' if arguments else 'it has no arguments'}. To write a literal brace, double it"
             )
 
     def choose_names(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Name]:
@@ -190,9 +192,7 @@ def _list_all_fields(text: str) -> list[str]:
     try:
         return list(_list_fields(text))
     except ValueError as error:
-        raise ValueError(
-            f"the name {text!r} is not a valid template ({error}). To write a literal brace, double it"
-        ) from None
+        raise ValueError(f"{text!r} is not a valid template ({error}). To write a literal brace, double it") from None
 
 
 def _list_fields(text: str) -> Iterator[str]:

@@ -159,8 +159,9 @@ class Rules:
         life, record = ttl_of(ttl), check_keep(keep)
         if record < life:
             raise ValueError(
-                f"keep={record:g} must not be shorter than ttl={life:g}, because the response would expire before the claim of a dead"
-                " request"
+                f"keep={record:g} is shorter than ttl={life:g}: a client that retries when the claim of an earlier request expires, up"
+                " to ttl seconds later, could find that the response was already deleted, and the request would be handled again."
+                " Pass a longer keep= or a shorter ttl="
             )
         return cls(
             principal=principal,

@@ -159,7 +159,10 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             TypeError: the lock was created with an AsyncConnection.
         """
         if hasattr(self._engine, "sync_connection"):
-            raise TypeError("connect() opens a dedicated connection: create the lock with an AsyncEngine")
+            raise TypeError(
+                "connect() opens a dedicated connection, but this lock was created with an open connection: create it with an"
+                " AsyncEngine"
+            )
         return AsyncSafeContext(self._connect(timeout))
 
     @asynccontextmanager

@@ -93,7 +93,9 @@ class LockNames:
             TypeError: the name is a LockKey, which has no text.
         """
         if len(self._names) != 1:
-            raise ValueError("token=True takes exactly one name, because a token belongs to one resource")
+            raise ValueError(
+                f"token=True takes exactly one name, not {len(self._names)}, because a token belongs to one resource"
+            )
         return qualify_name(self._names[0], namespace, "the name of a lock with a token")
 
     def __repr__(self) -> str:

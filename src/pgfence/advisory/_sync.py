@@ -199,7 +199,10 @@ class AdvisoryLock(LockNames, LockBase[H]):
             TypeError: the lock was created with a Connection.
         """
         if isinstance(self._engine, Connection):
-            raise TypeError("connect() opens a dedicated connection: create the lock with an Engine")
+            raise TypeError(
+                "connect() opens a dedicated connection, but this lock was created with an open connection: create it with an"
+                " Engine"
+            )
         return SafeContext(self._connect(timeout))
 
     @contextmanager

@@ -185,7 +185,7 @@ def _read_query(entity: Any, criteria: Sequence[Any], order_by: Any, ttl: object
         return build_query(entity, criteria, order_by)
     if criteria or order_by is not None:
         raise TypeError(
-            "claim() with a select() takes no argument but limit: add where() and order_by() to the select()"
+            "claim() takes no criteria and no order_by= besides a select(): call where() and order_by() on the select()"
         )
     query, mapper = prepare_query(entity)
     if ttl is not None:

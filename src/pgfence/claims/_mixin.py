@@ -86,7 +86,7 @@ def _reject_assigned(_mapper: Mapper[object], _connection: Connection, row: obje
         if state.get_history(name, PassiveFlag.PASSIVE_NO_INITIALIZE).has_changes():
             raise ValueError(
                 f"{type(row).__name__}.{name} was assigned, or merged from another instance: only claim(), extend_claim() and"
-                " finish_claim() write it. Pass them the instance that claim() returned; an update() can clear a claim"
+                " finish_claim() write this column. Pass them the instance that claim() returned; an update() can clear a claim"
             )
 
 

@@ -35,13 +35,14 @@ MOST_ROWS = 10_000
 
 # Clauses of a SELECT that cannot be combined with a claim, each with what to do instead.
 _CLAUSES = {
-    "_limit_clause": "LIMIT: pass limit= to claim()",
-    "_fetch_clause": "FETCH FIRST: pass limit= to claim()",
-    "_offset_clause": "OFFSET: the rows that it skips change with every claim of another worker, so remove it",
+    "_limit_clause": "a LIMIT: pass limit= to claim()",
+    "_fetch_clause": "a FETCH FIRST: pass limit= to claim()",
+    "_offset_clause": "an OFFSET: the rows that it skips change with every claim of another worker, so remove it",
     "_for_update_arg": "FOR UPDATE: remove with_for_update(), because claim() chooses the lock",
     "_group_by_clauses": "GROUP BY: a group is not a row that can be locked. Use a subquery in where()",
     "_having_criteria": "HAVING: a group is not a row that can be locked. Use a subquery in where()",
-    "_distinct": "DISTINCT: PostgreSQL cannot lock the rows of SELECT DISTINCT. Replace the join with where(Job.tags.any(...))",
+    "_distinct": "DISTINCT: PostgreSQL cannot lock the rows of SELECT DISTINCT. Replace the join with where(), as in"
+    " where(Job.tags.any(...))",
 }
 # The limit is a parameter, so that one statement serves every limit and is built once.
 _LIMIT = bindparam("pgfence_limit", type_=Integer)
@@ -92,12 +93,13 @@ def _lock_rows(query: AnySelect, mapper: Mapper[Any]) -> AnySelect:
     if not isinstance(mapper.selectable, (Table, Join)):
         raise TypeError(
             f"the rows of {mapper.class_.__name__} are not in one table ({type(mapper.selectable).__name__}), and PostgreSQL"
-            " cannot lock them: claim rows of a subclass"
+            " cannot lock them: claim rows of a class that is mapped to a table, such as a subclass"
         )
     table = mapper.base_mapper.local_table
     if not isinstance(table, Table) or not table.primary_key.columns:
         raise ValueError(
-            f"{table.description} has no primary key, so two of its rows could become one object: add a primary key to the table"
+            f"the table {table.description!r} has no primary key, so two of its rows could become one object: add a primary"
+            " key to the table"
         )
     # These are the tables of a joined subclass and of its bases. Other tables of the statement are not locked.
     tables = list(dict.fromkeys(each.local_table for each in mapper.iterate_to_root()))

@@ -74,7 +74,9 @@ def check_form(mapper: Mapper[Any], ttl: Seconds | None) -> float | None:
             )
         return None
     if not claimable:
-        raise TypeError(f"ttl needs columns for the claim: put the mixin Claimable on {mapper.class_.__name__}")
+        raise TypeError(
+            f"{mapper.class_.__name__} has no columns for a claim with a TTL: put the mixin Claimable on the class, or omit ttl="
+        )
     if getattr(mapper.class_, "__version_mode__", "client") != "client":
         raise TypeError(
             f"every claim would change the version of {mapper.class_.__name__}, and the next flush would fail: with Claimable,"
@@ -87,9 +89,13 @@ def _check_ttl(ttl: Seconds) -> float:
     life = seconds(ttl, "ttl")
     most = _YEAR if isinstance(ttl, timedelta) else _DAY
     if not _SHORTEST <= life <= most:
+        why = (
+            ": even a short pause of the worker would let the claim expire"
+            if life < _SHORTEST
+            else ": if a worker dies, its row stays claimed until the ttl has passed. For longer work, call extend_claim()"
+        )
         raise ValueError(
-            f"ttl must be from {_SHORTEST:g} s to a day, or up to a year as a timedelta, not {life:g} s: if a"
-            " worker dies, its row stays claimed until the ttl has passed. For longer work, call extend_claim()"
+            f"ttl must be from {_SHORTEST:g} s to a day, or up to a year as a timedelta, not {life:g} s{why}"
         )
     return life
 

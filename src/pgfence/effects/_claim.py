@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from pgfence._sql.params import ParamStyle
     from pgfence._sql.storage import TableNames
 
-FREEING = "check for its effects, then free the key with `pgfence keys free` or monitoring.free_key()"
+FREEING = (
+    "check for its effects, then free the key with `pgfence keys free SCOPE KEY --reason TEXT` or monitoring.free_key()"
+)
 _LONGEST_NOTE = 200
 
 

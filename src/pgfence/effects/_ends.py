@@ -49,7 +49,8 @@ def in_progress_error(wanted: EffectKey, busy: Busy, timeout: float) -> Idempote
     """
     waited = f", and did not end within {timeout:g} s" if timeout else ""
     if busy.holder is None:
-        message = f"another transaction is using {wanted}{waited}"
+        waited = f", which did not end within {timeout:g} s" if timeout else ""
+        message = f"{wanted} is in use by another transaction{waited}"
         return IdempotencyInProgressError(message, scope=wanted.scope, key=wanted.key)
     who = f"attempt {busy.holder.token} at {wanted} ({busy.holder})"
     ttl = busy.ttl if isinstance(busy, Taken) and busy.ttl else wanted.ttl
@@ -116,5 +117,5 @@ def _describe_next(wanted: EffectKey, attempt: int, remaining: float, until: dat
         return f"The key becomes free {when}: the next call then runs attempt {attempt + 1}"
     return (
         f"Its claim ends {when}, and no other attempt follows (takeover=False). From then on, calls raise AttemptLostError."
-        f" To run it again, {FREEING}"
+        f" To run the work again, {FREEING}"
     )

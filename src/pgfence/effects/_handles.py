@@ -85,7 +85,9 @@ class _Attempt:
         """Check a step, and return its key for the provider."""
         self._check_function(fn)
         if ":" in check_key(name, "the name of a step"):
-            raise ValueError(f"the name of a step must not contain a colon, which separates it from the key: {name!r}")
+            raise ValueError(
+                f"the name of a step must not contain a colon, which separates the key from the name: {name!r}"
+            )
         return f"{self._running.wanted.key}:{name}"
 
     def _load(self, name: str, *, unsaved: bool = False) -> object:

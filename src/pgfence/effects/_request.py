@@ -78,8 +78,9 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         )
         if self._wanted.keep < self._wanted.ttl:
             raise ValueError(
-                f"keep={self._wanted.keep:g} must not be shorter than ttl={self._wanted.ttl:g}, because the result would be deleted"
-                " before the claim of a dead attempt expires"
+                f"keep={self._wanted.keep:g} is shorter than ttl={self._wanted.ttl:g}: a caller that retries when the claim of an"
+                " attempt expires, up to ttl seconds later, could find that the result was already deleted, and run the work again."
+                " Pass a longer keep= or a shorter ttl="
             )
         self._codec = Codec.of(result)
         self._reached = None if result is None else frozenset(self._codec.classes.values())
@@ -131,8 +132,8 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
             if attempt._completed is not NOTHING:
                 if not await running.confirm():
                     raise IdempotencyMisuseError(
-                        f"{attempt!r} was completed in a transaction that was not committed before the function returned: nothing"
-                        " is stored"
+                        f"{attempt!r} was completed in a transaction that was not committed before the function returned, so no"
+                        " result is stored: commit the transaction inside the function"
                     )
                 return cast("T", attempt._completed)
             text = self._encode(value, attempt)

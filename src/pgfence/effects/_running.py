@@ -267,7 +267,11 @@ class RunningAttempt:
         return lost_error(self._wanted, self.number, max(newest or 0, self.number), sqlstate)
 
     def _ended_error(self) -> IdempotencyMisuseError:
-        why = "has already ended" if self._grant.ours else "belongs to the parent of this forked child"
+        why = (
+            "has already ended: use an attempt only inside the function that run() calls"
+            if self._grant.ours
+            else "belongs to the parent process of this forked child: call run() in the child"
+        )
         return IdempotencyMisuseError(f"{self} {why}")
 
     def _unanswered_error(self, error: BaseException) -> UnreachableError | None:

@@ -27,7 +27,7 @@ from pgfence.errors import StaleFencingTokenError, TransactionStateError
 from pgfence.keys import qualify_name, unqualify_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
@@ -76,10 +76,16 @@ def tokens_of(resource: object, token: object) -> dict[str, int]:
     """Return the token of each resource, under the names that the caller uses."""
     if isinstance(resource, Mapping):
         if token is not None:
-            raise TypeError("a mapping already contains the tokens: fence(session, {resource: token})")
+            raise TypeError(
+                "a token was passed besides a mapping, which already contains the tokens: pass only the mapping, as in"
+                " fence(session, {resource: token})"
+            )
         found: list[tuple[object, object]] = list(resource.items())
     elif isinstance(resource, (tuple, list, set, frozenset)):
-        raise TypeError("pass several resources as a mapping, each with its token: fence(session, {resource: token})")
+        raise TypeError(
+            f"several resources were passed as a {type(resource).__name__}: pass a mapping with the token of each, as in"
+            " fence(session, {resource: token})"
+        )
     else:
         found = [(resource, token)]
     if not found:
@@ -91,7 +97,7 @@ def tokens_of(resource: object, token: object) -> dict[str, int]:
             raise TypeError(f"the token for {name!r} must be an int, not {type(number).__name__}")
         if not 0 < number < 2**63:
             raise ValueError(
-                f"a fencing token is a bigint of 1 or more, not {number}: pass the token of the lease or lock"
+                f"the token for {name!r} must be a bigint of 1 or more, not {number}: pass the token of the lease or lock"
             )
         tokens[text] = number
     return tokens
@@ -133,7 +139,7 @@ def check_still_open(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
     """Raise an error if the transaction of a block has ended inside it."""
     if stay.has_ended():
         raise TransactionStateError(
-            f"the transaction that had entered the gate of {_quote_names(tokens)} ended inside the block of fenced(): what the block"
+            f"the transaction that had entered {_name_gates(tokens)} ended inside the block of fenced(): what the block"
             " did after that was not fenced. Commit or roll back after the block, or use lease.begin(...), which commits at"
             " its end"
         )
@@ -167,7 +173,7 @@ def _enter(
     # last holder wrote.
     if not (first or unseen or record.first):
         raise TransactionStateError(
-            f"the gate of {_quote_names(missing)} must be entered by the first statement of the transaction, because anything read"
+            f"{_name_gates(missing)} must be entered by the first statement of the transaction, because anything read"
             " earlier may predate the last holder's commit. Enter all resources at once, right after BEGIN; or use"
             " lease.begin(...); or, if no write depends on what was read, call fence(session, resource, token, after_reads=True)"
         )
@@ -252,8 +258,8 @@ def _get_record(connection: Connection, tokens: Mapping[str, int], *, fresh: boo
     state = sql.read_driver_state(connection)
     if state.autocommit:
         raise TransactionStateError(
-            f"the gate of {_quote_names(tokens)} was not entered, because the connection is in autocommit, where the gate would be"
-            " left at the end of the statement that enters it. Use a connection without AUTOCOMMIT"
+            f"cannot enter {_name_gates(tokens)}, because the connection is in autocommit, where a gate would be left at the end"
+            " of the statement that enters it. Use a connection without AUTOCOMMIT"
         )
     if state.pipeline:
         raise TransactionStateError(
@@ -273,6 +279,10 @@ def _get_record(connection: Connection, tokens: Mapping[str, int], *, fresh: boo
 
 def _quote_names(names: Iterable[str]) -> str:
     return ", ".join(repr(unqualify_name(name)) for name in names)
+
+
+def _name_gates(names: Collection[str]) -> str:
+    return f"the {'gate' if len(names) == 1 else 'gates'} of {_quote_names(names)}"
 
 
 def begin_fenced(

@@ -168,7 +168,9 @@ def _read_newest(flush: _Flush, mapper: Mapper[object], connection: Connection, 
     if found is None:
         found = _lock_rows(connection, mapper, [key[1]]).get(key)
     if found is None:  # a newer holder may have deleted and re-created the row
-        raise StaleDataError(f"cannot write the row {key[1]!r} of {type(target).__name__}, because it no longer exists")
+        raise StaleDataError(
+            f"cannot write the row {key[1]!r} of {type(target).__name__}, because it no longer exists, or is hidden from this role"
+        )
     return found
 
 

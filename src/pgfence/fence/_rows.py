@@ -59,11 +59,11 @@ def check_settings(cls: type[Guarded]) -> None:
         qualify_name(asked, "", f"{cls.__name__}.__fence_resource__")
     elif not callable(asked):
         raise TypeError(
-            f"{cls.__name__}.__fence_resource__ must be a str, or a static method that takes the row and returns a str"
+            f"{cls.__name__}.__fence_resource__ must be a str, or a static method that takes the row and returns a str, not {asked!r}"
         )
     name: object = cls.__fence_column__
     if not isinstance(name, str) or not name:
-        raise TypeError(f"{cls.__name__}.__fence_column__ must be the name of a column")
+        raise TypeError(f"{cls.__name__}.__fence_column__ must be the name of a column, not {name!r}")
 
 
 def has_single_resource(cls: type[Guarded]) -> bool:
@@ -100,7 +100,7 @@ class View:
             return found.__get__(self, self._cls) if hasattr(found, "__get__") else found
         why = _explain_unusable(attributes[name])
         if why is not None:
-            raise AttributeError(f"{self._cls.__name__}.__fence_resource__ may use only columns, and {name} {why}")
+            raise AttributeError(f"{self._cls.__name__}.__fence_resource__ may use only columns, and {name!r} {why}")
         return self._look(name)
 
     if not TYPE_CHECKING:  # type checkers must see a View
@@ -110,7 +110,9 @@ class View:
             """The class of the row, so that isinstance() works."""
             if not self._exact and len(list(mapped(self._cls).self_and_descendants)) > 1:
                 raise undetermined_error(
-                    self._cls, "the resource of a row depends on its class, which the statement does not determine"
+                    self._cls,
+                    "the resource of a row depends on its class, which the statement does not determine",
+                    _NO_CLASS,
                 )
             return self._cls
 
@@ -119,7 +121,8 @@ class View:
             if inspect.getattr_static(mapper.class_, name, _MISSING) is not found:
                 raise undetermined_error(
                     self._cls,
-                    f"the resource of a row depends on {name}, which differs in the subclass {mapper.class_.__name__}",
+                    f"the resource of a row depends on {name!r}, which differs in the subclass {mapper.class_.__name__}",
+                    _NO_CLASS,
                 )
 
 
@@ -144,13 +147,18 @@ def _is_unsteady(cls: type[Guarded]) -> bool:
     return found
 
 
-def view_of(cls: type[Guarded], values: Mapping[str, object]) -> View:
-    """Return a view of a row with these values. Reading any other column of the row raises FenceRequiredError."""
+def view_of(cls: type[Guarded], values: Mapping[str, object], way: str) -> View:
+    """Return a view of a row with these values. Reading any other column of the row raises FenceRequiredError.
+
+    `way` says how to make the value of such a column known.
+    """
 
     def read(name: str) -> object:
         if name not in values:
             raise undetermined_error(
-                cls, f"the resource of a row depends on {name}, which is not known before the statement runs"
+                cls,
+                f"the resource of a row depends on {name!r}, whose value is not known before the statement runs",
+                f"{FLUSH}, or {way}",
             )
         return values[name]
 
@@ -208,12 +216,15 @@ def _find_held_token(name: str, place: TableNames) -> int | None:
     return None
 
 
-def undetermined_error(cls: type[Guarded], why: str) -> FenceRequiredError:
-    """Return the error for a statement whose rows cannot be determined in advance."""
-    return FenceRequiredError(
-        f"{cls.__name__} is fenced, and {why}: write such rows through a flush, or with insert() and values, update() or"
-        " delete() of the class"
-    )
+FLUSH = "write such rows through a flush"
+_NO_CLASS = f"{FLUSH}, or let __fence_resource__ use the discriminator column instead of the class"
+NO_UPSERT = f"{FLUSH}, or with update() and an insert() without ON CONFLICT"
+NO_SELECT = f"{FLUSH}, or with insert() and values()"
+
+
+def undetermined_error(cls: type[Guarded], why: str, way: str) -> FenceRequiredError:
+    """Return the error for a statement whose rows cannot be determined in advance. `way` says what to do instead."""
+    return FenceRequiredError(f"{cls.__name__} is fenced, and {why}: {way}")
 
 
 def read_schema_options(options: Mapping[str, object]) -> dict[str, object]:
@@ -243,12 +254,17 @@ def on_insert(cls: type[Guarded], context: DefaultExecutionContext) -> int:
     """Return the token for a row that is inserted outside a flush. The column calls this function as its default for each row."""
     statement = context.compiled and context.compiled.statement
     if upsert_of(statement) is not None and not (has_single_resource(cls) and cls.__fence__ == "gate"):
-        raise undetermined_error(cls, "the rows that an upsert conflicts with cannot be determined before it runs")
+        raise undetermined_error(
+            cls, "the rows that an upsert conflicts with cannot be determined before it runs", NO_UPSERT
+        )
     if has_single_resource(cls):
         return choose_token(cls, resource_of(cls, None), context.root_connection)
     if getattr(statement, "select", None) is not None:
-        raise undetermined_error(cls, "the rows of an INSERT from SELECT cannot be determined before it runs")
-    return choose_token(cls, resource_of(cls, view_of(cls, _collect_given(cls, context))), context.root_connection)
+        raise undetermined_error(
+            cls, "the rows of an INSERT from SELECT cannot be determined before it runs", NO_SELECT
+        )
+    given = view_of(cls, _collect_given(cls, context), "pass the value in values()")
+    return choose_token(cls, resource_of(cls, given), context.root_connection)
 
 
 def _collect_given(cls: type[Guarded], context: DefaultExecutionContext) -> dict[str, object]:

@@ -29,6 +29,9 @@ from sqlalchemy.orm.exc import StaleDataError
 from pgfence._orm import find_value_name, get_key_columns, set_on_conflict, upsert_of
 from pgfence.fence._rows import (
     ATTRIBUTE,
+    FLUSH,
+    NO_SELECT,
+    NO_UPSERT,
     Guarded,
     choose_token,
     column_of,
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _NEW = "pgfence_new_"
+_NOT_DEFERRED = "map the column without deferred()"
 
 
 class Work(NamedTuple):
@@ -88,6 +92,7 @@ def guard(state: ORMExecuteState) -> AnyResult | None:
         raise undetermined_error(
             work.cls,
             "the rows of a statement that runs once for each set of parameters cannot be determined before it runs",
+            f"{FLUSH}, or execute the statement separately for each set of parameters",
         )
     return _guard_batch(work)
 
@@ -96,16 +101,26 @@ def _guard_insert(work: Work) -> None:
     """Reject the inserts that the default of the column, which is called for each row, cannot check."""
     statement, cls = work.state.statement, work.cls
     if not isinstance(statement, Insert):
-        raise undetermined_error(cls, "an INSERT inside another statement cannot be given a token")
-    if statement.select is not None and not (
-        has_single_resource(cls) and statement.include_insert_from_select_defaults
-    ):
-        raise undetermined_error(cls, "the rows of this INSERT from SELECT cannot be determined before it runs")
+        raise undetermined_error(
+            cls, "an INSERT inside another statement cannot be given a token", "execute the insert() separately"
+        )
+    if statement.select is not None and not has_single_resource(cls):
+        raise undetermined_error(
+            cls, "the rows of an INSERT from SELECT cannot be determined before it runs", NO_SELECT
+        )
+    if statement.select is not None and not statement.include_insert_from_select_defaults:
+        raise undetermined_error(
+            cls,
+            "an INSERT from SELECT without defaults writes no token",
+            "call from_select() without include_defaults=False",
+        )
     upsert = upsert_of(statement)
     if upsert is None:
         return
     if not has_single_resource(cls) or cls.__fence__ == "row":
-        raise undetermined_error(cls, "the rows that an upsert conflicts with cannot be determined before it runs")
+        raise undetermined_error(
+            cls, "the rows that an upsert conflicts with cannot be determined before it runs", NO_UPSERT
+        )
     assert isinstance(statement, postgresql.Insert)
     token = column_of(work.mapper)
     work.state.statement = set_on_conflict(
@@ -141,11 +156,13 @@ def _bind_to_rows(work: Work) -> None:
     assert isinstance(parameters, Mapping)
     if not isinstance(statement, (Update, Delete)):
         raise undetermined_error(
-            work.cls, "the rows of a statement inside another one cannot be determined before it runs"
+            work.cls,
+            "the rows of a statement inside another statement cannot be determined before it runs",
+            "execute the update() or delete() separately",
         )
     inside = token.table is work.mapper.local_table
     if work.cls.__fence__ == "row" and not inside:
-        raise undetermined_error(work.cls, "its fencing column is in a table that this statement does not write")
+        raise undetermined_error(work.cls, "its fencing column is in a table that this statement does not write", FLUSH)
     query = _build_query(work, _collect_changes(work)).where(*statement._where_criteria)
     rows = _read(work, query, parameters)
     tokens = [_choose_token(work, row) for row in rows]
@@ -196,7 +213,7 @@ def _collect_changes(work: Work) -> dict[str, object]:
 def _choose_token(work: Work, row: AnyRow, given: Mapping[str, object] | None = None) -> int:
     """Return the token for one row, checked for its resource before and after the change."""
     cls, old = work.cls, dict(row._mapping)
-    resource = resource_of(cls, view_of(cls, old))
+    resource = resource_of(cls, view_of(cls, old, _NOT_DEFERRED))
     token = choose_token(cls, resource, work.connection)
     if cls.__fence__ == "row" and old[ATTRIBUTE] > token:
         reject_stale(work.connection, resource, token, old[ATTRIBUTE])
@@ -204,7 +221,7 @@ def _choose_token(work: Work, row: AnyRow, given: Mapping[str, object] | None = 
         return token
     new = old | {key.removeprefix(_NEW): value for key, value in old.items() if key.startswith(_NEW)}
     new |= _collect_given(work) if given is None else given
-    return choose_token(cls, resource_of(cls, view_of(cls, new)), work.connection)
+    return choose_token(cls, resource_of(cls, view_of(cls, new, _NOT_DEFERRED)), work.connection)
 
 
 def _collect_given(work: Work) -> dict[str, object]:
@@ -257,6 +274,8 @@ def _guard_batch(work: Work) -> AnyResult:
     }
     # A row that appears between this read and the UPDATE would be written without a check.
     if missing := [key for key in wanted if key not in found]:
-        raise StaleDataError(f"cannot write rows of {work.cls.__name__} that no longer exist: {missing[:5]}")
+        raise StaleDataError(
+            f"cannot write rows of {work.cls.__name__}, because they do not exist, or are hidden from this role: {missing[:5]}"
+        )
     tokens = [_choose_token(work, found[key], given) for key, given in zip(wanted, parameters, strict=True)]
     return work.state.invoke_statement(params=[{ATTRIBUTE: token} for token in tokens])

@@ -68,13 +68,15 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
     columns = get_key_columns(mapped(cls), table)
     # Without the whole key, the statement may write several rows, of several resources.
     if not named.keys() >= set(columns):
-        raise undetermined_error(cls, "the rows of this UPDATE cannot be determined before it runs")
+        raise undetermined_error(cls, "the rows of this UPDATE cannot be determined before it runs", _describe_way(cls))
     query = select(*table.c).where(*[column == named[column] for column in columns]).with_for_update()
     options = read_schema_options(context.execution_options)
     row = context.root_connection.execute(query, execution_options=options).one_or_none()
     if row is None:  # a row that appears before the UPDATE runs would be written without a check
         key = tuple(named[column] for column in columns)
-        raise _RowGoneError(f"cannot write the row {key!r} of {cls.__name__}, because it no longer exists")
+        raise _RowGoneError(
+            f"cannot write the row {key!r} of {cls.__name__}, because it does not exist, or is hidden from this role"
+        )
     return row
 
 
@@ -110,7 +112,9 @@ def _class_of(row: AnyRow, mapper: Mapper[Guarded]) -> type[Guarded]:
     discriminator = mapper.polymorphic_on
     if discriminator is None or discriminator not in row._mapping:
         raise undetermined_error(
-            mapper.class_, "the class of a row cannot be determined from the table with the fencing column"
+            mapper.class_,
+            "the class of a row cannot be determined from the table with the fencing column",
+            _describe_way(mapper.class_),
         )
     return mapper.polymorphic_map.get(row._mapping[discriminator], mapper).class_
 
@@ -123,8 +127,14 @@ def _find_column(cls: type[Guarded], name: str) -> Column[object]:
         if isinstance(column, Column) and column.table is table:
             return column
     raise undetermined_error(
-        cls, f"the resource of a row depends on {name}, which is not in the table of the fencing column"
+        cls,
+        f"the resource of a row depends on {name!r}, which is not in the table of the fencing column",
+        _describe_way(cls),
     )
+
+
+def _describe_way(cls: type[Guarded]) -> str:
+    return f"write such rows through a flush without post_update, or with session.execute(update({cls.__name__})...)"
 
 
 def _read_changed(cls: type[Guarded], context: DefaultExecutionContext, row: AnyRow, column: Column[object]) -> object:
@@ -133,5 +143,7 @@ def _read_changed(cls: type[Guarded], context: DefaultExecutionContext, row: Any
     if column.key in parameters:
         return parameters[column.key]
     if column.key in dict(values_of(context.compiled and context.compiled.statement)):
-        raise undetermined_error(cls, f"the resource of a row depends on {column.key}, which an expression computes")
+        raise undetermined_error(
+            cls, f"the resource of a row depends on {column.key!r}, which an expression computes", _describe_way(cls)
+        )
     return row._mapping[column]

@@ -233,7 +233,7 @@ def _claim_error(call: KeyName, outcome: str) -> PgfenceError:
             )
     return IdempotencyInProgressError(  # "snapshot"
         f"{call} was claimed by a transaction that committed after this one's snapshot (REPEATABLE READ, SERIALIZABLE):"
-        " only a new transaction can see its result",
+        " only a new transaction can see its result, so roll back and retry in a new one",
         scope=call.scope,
         key=call.key,
         sqlstate=SERIALIZATION_FAILURE,

@@ -34,7 +34,7 @@ class _RequiredFields(string.Formatter):
         found: tuple[object, str] = super().get_field(field_name, args, kwargs)
         if found[0] is None:
             raise ValueError(
-                f"{{{field_name}}} in the key or the scope is None, so this call has no key: pass a value for it"
+                f"the field {{{field_name}}} in the key or the scope is None, so this call has no key: pass a value other than None"
             )
         return found
 
@@ -180,7 +180,7 @@ def _resolve_hints(fn: Callable[..., object]) -> tuple[dict[str, object], set[st
 def _find_session(fn: Callable[..., object], signature: inspect.Signature, hints: dict[str, object]) -> str:
     found = [name for name in signature.parameters if _is_session(hints.get(name))]
     if len(found) != 1:
-        count = " and ".join(found) if found else "none"
+        count = ", ".join(map(repr, found)) if found else "none"
         raise TypeError(
             f"{describe_function(fn)} needs exactly one parameter annotated as a Session or AsyncSession, because the work runs"
             f" in that session's transaction; it has {count}"

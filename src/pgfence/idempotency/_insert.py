@@ -109,7 +109,7 @@ def _build_query(
     if not any(set(columns) == unique for unique in _find_unique(columns)):
         raise ValueError(
             f"{mapper.class_.__name__} declares no primary key, unique constraint or non-partial unique index on"
-            f" ({', '.join(names)}), and without one of these PostgreSQL would insert a duplicate"
+            f" ({', '.join(names)}), and without one of these PostgreSQL would insert a duplicate: add a unique constraint"
         )
     values = {name: getattr(instance, name) for name in names}
     if empty := [name for name, value in values.items() if value is None]:

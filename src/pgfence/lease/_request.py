@@ -148,10 +148,12 @@ def _check_reference(reference: object) -> tuple[str, str, int]:
         ValueError: the reference is damaged.
     """
     if not isinstance(reference, dict) or not {"name", "lease_id", "token"} <= reference.keys():
-        raise TypeError("adopt() needs the dict that hand_over() returned, with name, lease_id and token")
+        raise TypeError("adopt() needs the dict that hand_over() returned, with 'name', 'lease_id' and 'token'")
     name, lease_id, token = reference["name"], reference["lease_id"], reference["token"]
     if type(token) is not int or not isinstance(name, str) or not isinstance(lease_id, str):
-        raise TypeError("this lease reference is damaged: name and lease_id must be str, and token must be an int")
+        raise TypeError(
+            "this lease reference is damaged: 'name' and 'lease_id' must be str, and 'token' must be an int"
+        )
     try:
         UUID(lease_id)
     except ValueError:

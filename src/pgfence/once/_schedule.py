@@ -32,8 +32,13 @@ def schedule_of(
     every: timedelta | None, cron: str | None, at: datetime | str | None, tz: str, catch_up: CatchUp
 ) -> Schedule | datetime:
     """Return the slots, or the one slot that the caller passes."""
-    if sum(given is not None for given in (every, cron, at)) != 1:
-        raise TypeError("Once needs exactly one of every= (how often), cron= (when) and at= (which slot)")
+    options = {"every": every, "cron": cron, "at": at}
+    given = [f"{name}=" for name, value in options.items() if value is not None]
+    if len(given) != 1:
+        raise TypeError(
+            "Once needs exactly one of every= (how often), cron= (when) and at= (which slot), not"
+            f" {' and '.join(given) if given else 'none of them'}"
+        )
     check_choice("catch_up", catch_up, ("none", "last", "all"))
     if at is not None:
         return _parse_instant(at)

@@ -156,7 +156,7 @@ class Partitions:
         Raises:
             TypeError: `serve` is a coroutine function, or `owner` or `address` is not a str.
         """
-        reject_coroutine(serve, "a Worker runs it on a thread. Use AsyncPartitions")
+        reject_coroutine(serve, "a Worker runs it in a thread. Use AsyncPartitions")
         return Worker(self._options.with_owner(owner, address), serve)
 
     def __repr__(self) -> str:

@@ -139,7 +139,7 @@ class Balancer(Generic[OwnershipT]):
             pause = await self._balance()
         except Refused as refusal:
             self.error = refusal.__cause__ if isinstance(refusal.__cause__, Exception) else refusal
-            log.log(logging.ERROR, "the worker ends: %s", self.error)
+            log.log(logging.ERROR, "the worker of %s ends: %s", format_names((self._options._name,)), self.error)
             self._ending = True
             return 0.0
         except Exception as error:
@@ -204,8 +204,9 @@ class Balancer(Generic[OwnershipT]):
             self._is_aside = True
             stuck = tuple(f"{self._options._name}/{run.number}" for run in runs if run.lost_at is not None)
             log.error(
-                "the function that serves %s has not returned within a TTL after the loss of its partition. The worker gives up all"
-                " its partitions until the function returns",
+                "the worker of %s lost %s, but the function that serves it has not returned within a TTL. The worker gives up all its"
+                " partitions until the function returns",
+                format_names((self._options._name,)),
                 format_names(stuck),
             )
         for run in runs:

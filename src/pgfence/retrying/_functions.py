@@ -189,7 +189,10 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
 
         def bind(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[[object], object]:
             for given in args[:1]:
-                _reject_session(given, f"{plan.name} opens a session for each attempt: omit the session in the call")
+                if isinstance(given, _find_session_classes()):
+                    way = f"{plan.name} opens a session for each attempt: omit the {type(given).__name__} in the call"
+                    _reject_open(given, way)
+                    raise TypeError(way)
             return lambda session: fn(session, *args, **kwargs)
 
         @functools.wraps(fn)
@@ -216,7 +219,10 @@ def _is_async(sessionmaker: object) -> bool:
     if is_sessionmaker(sessionmaker):
         return False
     way = "each attempt needs a separate session, so pass a sessionmaker or an async_sessionmaker"
-    _reject_session(sessionmaker, way)
+    if isinstance(sessionmaker, _find_scoped_classes()):
+        way += " (session_factory of a scoped session)"
+    if isinstance(sessionmaker, _find_session_classes()):
+        _reject_open(sessionmaker, way)
     raise TypeError(f"{way}, not {type(sessionmaker).__name__}")
 
 
@@ -229,19 +235,25 @@ def _check_function(fn: object, *, asynchronous: bool) -> None:
         reject_coroutine(fn, "a sync session cannot be awaited. Pass an async_sessionmaker")
 
 
-def _reject_session(given: object, way: str) -> None:
-    """Reject a session or a connection, because nothing can be retried inside its transaction."""
-    scoped = find_loaded_classes(_ORM, "scoped_session") + find_loaded_classes(_ASYNCIO, "async_scoped_session")
-    plain: tuple[type, ...] = (
+def _find_scoped_classes() -> tuple[type, ...]:
+    return find_loaded_classes(_ORM, "scoped_session") + find_loaded_classes(_ASYNCIO, "async_scoped_session")
+
+
+def _find_session_classes() -> tuple[type, ...]:
+    """Return the classes of sessions and connections, in whose transaction nothing can be retried."""
+    return (
         Connection,
         *find_loaded_classes(_ORM, "Session"),
         *find_loaded_classes(_ASYNCIO, "AsyncSession", "AsyncConnection"),
+        *_find_scoped_classes(),
     )
+
+
+def _reject_open(given: object, way: str) -> None:
+    """Raise an error if the transaction of a session or a connection is open."""
     work: Any = given
-    if not isinstance(work, scoped + plain):
-        return
-    if isinstance(work, scoped):
-        way += " (session_factory of a scoped session)"
+    scoped = isinstance(given, _find_scoped_classes())
+    if scoped:
         work = work.registry() if work.registry.has() else None
     if work is not None and work.in_transaction():
         raise TransactionStateError(
@@ -249,7 +261,6 @@ def _reject_session(given: object, way: str) -> None:
             " keeps the snapshot, so that SQLSTATE 40001 occurs again in each attempt. To do the work in it once, call the"
             " function itself: fn(session, ...); if it is decorated, fn.__wrapped__(session, ...)"
         )
-    raise TypeError(f"{way}, not {type(given).__name__}")
 
 
 def _check_session_argument(fn: Callable[..., object]) -> inspect.Signature | None:
@@ -260,7 +271,9 @@ def _check_session_argument(fn: Callable[..., object]) -> inspect.Signature | No
         return None
     first = next(iter(signature.parameters.values()), None)
     if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        raise TypeError(f"the first argument of {describe_function(fn)} must be the session")
+        raise TypeError(
+            f"{describe_function(fn)} has no positional argument for the session: make the session its first argument"
+        )
     if first.name in ("self", "cls"):
         raise TypeError(
             f"the first argument of {describe_function(fn)} must be the session, but a method gets its instance or class first:"
@@ -276,6 +289,6 @@ def _check_session_alone(fn: Callable[..., object]) -> None:
     asked = [p.name for p in further if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if asked:
         raise TypeError(
-            f"{describe_function(fn)} is called only with the session, but also requires {', '.join(asked)}: bind arguments with a"
-            f" lambda or functools.partial, or use in_transaction. The number of the attempt is session.info[{NUMBER!r}]"
+            f"{describe_function(fn)} is called only with the session, but also requires {', '.join(map(repr, asked))}: bind"
+            f" arguments with a lambda or functools.partial, or use in_transaction. The number of the attempt is session.info[{NUMBER!r}]"
         )

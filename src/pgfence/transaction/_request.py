@@ -155,7 +155,7 @@ class TransactionLockBase(Guided):
 
     def _autocommit_error(self) -> TransactionStateError:
         return TransactionStateError(
-            f"the lock {format_names(self._list_labels())} was not requested, because the connection is in autocommit, where the lock"
+            f"the lock on {format_names(self._list_labels())} was not requested, because the connection is in autocommit, where the lock"
             " would end with its own statement. Use a connection without AUTOCOMMIT, and commit and roll back through SQLAlchemy;"
             " or use AdvisoryLock"
         )
@@ -164,7 +164,7 @@ class TransactionLockBase(Guided):
         held = {key: record.is_shared(key) for key in keys}
         if not self._shared and (read := tuple(key.label for key in keys if held[key])):
             raise TransactionStateError(
-                f"this transaction holds {format_names(read)} shared, and cannot acquire the exclusive lock too: two such"
+                f"this transaction holds the shared lock on {format_names(read)}, and cannot acquire the exclusive lock too: two such"
                 " transactions would deadlock. Acquire the exclusive lock first, instead of the shared one"
             )
         return tuple(key for key in keys if held[key] is None)

@@ -31,8 +31,8 @@ _METHODS = ("sqlmodel_update", "model_copy", "copy")
 def assigned_error(cls: type[object]) -> AttributeError:
     """Return the error for a version that is assigned to an instance of a class."""
     return AttributeError(
-        f"{cls.__name__}.{ATTRIBUTE} is incremented automatically, and assigning it would check nothing: to check the version"
-        " that a client has seen, use load_for_version(session, Model, pk, expected)"
+        f"{cls.__name__}.{ATTRIBUTE} cannot be assigned, because it changes automatically and an assignment would check nothing:"
+        f" to check the version that a client has seen, use load_for_version(session, {cls.__name__}, pk, expected)"
     )
 
 

@@ -21,8 +21,15 @@ from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 from pgfence._orm import find_key_in_update, identity_of, will_send_update
 from pgfence._sql.transaction import read_driver_state
 from pgfence.errors import TransactionStateError
-from pgfence.versions._conflicts import WrittenRow, identify, not_counted_error, not_written_error, read_failed_rows
-from pgfence.versions._mapping import ATTRIBUTE, get_version_column, is_versioned
+from pgfence.versions._conflicts import (
+    WrittenRow,
+    identify,
+    not_counted_error,
+    not_locked_error,
+    not_written_error,
+    read_failed_rows,
+)
+from pgfence.versions._mapping import ATTRIBUTE, get_version_column, is_versioned, name_row
 from pgfence.versions._rows import check_transaction, lock_rows, versions_of
 
 if TYPE_CHECKING:
@@ -196,7 +203,7 @@ def batch_of(state: State) -> Flush | None:
     if state.session is not flush.session:
         raise TransactionStateError(
             "another session is flushing versioned rows of a table while a VersionedSession writes a batch of rows of that table:"
-            ' flush the other session afterwards, or pass conflict_check="row" to the VersionedSession'
+            ' flush the other session before or after the VersionedSession, or pass conflict_check="row" to the VersionedSession'
         )
     return flush
 
@@ -259,9 +266,9 @@ def compare(flush: Flush, states: list[State], *, deleting: bool = False, connec
     barred: list[str] = []
     for mapper, some in _group_by_table(states):
         where = connection or flush.session.connection(bind_arguments={"mapper": mapper})
-        check_transaction(where, 'conflict_check="row"')
+        check_transaction(where, 'pass conflict_check="row" to the VersionedSession')
         found, seen = lock_rows(where, mapper, [identity_of(state) for state in some], deleting=deleting)
-        barred += [f"{mapper.class_.__name__} {key}" for key in seen]
+        barred += [name_row(mapper.class_, key) for key in seen]
         flush.locked.update(zip(some, found, strict=True))
         rows = [(state, state.dict.get(ATTRIBUTE), version) for state, version in zip(some, found, strict=True)]
         differing = [row for row in rows if row[2] is None or row[1] not in (None, row[2])]
@@ -269,7 +276,7 @@ def compare(flush: Flush, states: list[State], *, deleting: bool = False, connec
     if flush.failed_rows:
         raise StaleDataError("rows are not at the versions at which their instances were read")
     if barred:
-        raise not_written_error(f"Rows could not be locked: {', '.join(barred)}.")
+        raise not_locked_error(barred)
 
 
 def _confirm(flush: Flush) -> None:
@@ -286,16 +293,16 @@ def _confirm(flush: Flush) -> None:
             if version == before and not mapper.version_id_generator:
                 raise not_counted_error(mapper, version)
             if version is None or version == before:
-                unwritten.append(f"{state.class_.__name__} {key}")
+                unwritten.append(name_row(state.class_, key))
             else:
                 set_committed_value(state.obj(), ATTRIBUTE, version)
     for mapper, some in _group_by_table(flush.deleted):
         where = flush.session.connection(bind_arguments={"mapper": mapper})
         found = versions_of(where, mapper, [identity_of(state) for state in some])
         left = [state for state, version in zip(some, found, strict=True) if version is not None]
-        unwritten += [f"{state.class_.__name__} {identity_of(state)}" for state in left]
+        unwritten += [name_row(state.class_, identity_of(state)) for state in left]
     if unwritten:
-        raise not_written_error(f"Rows were sent but remain unchanged: {', '.join(unwritten)}.")
+        raise not_written_error(f"The flush sent an UPDATE or DELETE that changed nothing in {', '.join(unwritten)}.")
 
 
 def _group_by_table(states: list[State]) -> list[tuple[Mapper[object], list[State]]]:

@@ -14,7 +14,7 @@ from pgfence._orm import identity_of, will_send_update
 from pgfence._process.events import emit_event
 from pgfence.config import events_of
 from pgfence.errors import PgfenceError, SchemaError, VersionConflict, VersionConflictError
-from pgfence.versions._mapping import get_version_column, get_version_table, is_versioned, version_of
+from pgfence.versions._mapping import get_version_column, get_version_table, is_versioned, name_row, version_of
 from pgfence.versions._own_writes import find_overtaken
 from pgfence.versions._rows import find_written_here, versions_of
 
@@ -188,12 +188,11 @@ def conflict_error(
 ) -> VersionConflictError:
     """Return the error for rows that another process has written, and emit the events."""
     emit_conflicts(session, items)
-    way = (
-        "show the current row to the client" if precondition else "roll back, and read the rows again before you retry"
-    )
+    rows, were = ("the row", "it was") if len(items) == 1 else ("the rows", "they were")
+    way = "show the client what is stored now" if precondition else f"roll back, and read {rows} again before you retry"
     return VersionConflictError(
-        f"another transaction has written the rows since they were read: {_describe_all(items)}. No change of this transaction"
-        f" was committed: {way}",
+        f"another transaction has written {rows} since {were} read: {_describe_all(items)}. No change of this transaction was"
+        f" committed: {way}",
         items=items,
         precondition=precondition,
     )
@@ -213,9 +212,19 @@ def own_statement_error(items: Sequence[VersionConflict]) -> PgfenceError:
 def not_written_error(what: str) -> PgfenceError:
     """Return the error for rows that were not written although no other process has changed them."""
     return PgfenceError(
-        f"{what} No other process has written the rows, so this is not a conflict, and retrying would fail the same way: a"
-        " BEFORE trigger that returns NULL or a row-level security policy keeps rows from being written, or this session's own"
-        " statement has changed or deleted them without synchronizing the session"
+        f"{what} This is not a conflict with another process, and retrying would fail the same way. Either a BEFORE trigger that"
+        " returns NULL or a row-level security policy prevents the write: change it, or write with another role. Or this"
+        " session's own statement has changed or deleted rows without synchronizing the session: call session.refresh() after such a"
+        " statement"
+    )
+
+
+def not_locked_error(rows: Sequence[str]) -> PgfenceError:
+    """Return the error for rows that could not be locked although this role can read them."""
+    them = "it" if len(rows) == 1 else "them"
+    return PgfenceError(
+        f"could not lock {', '.join(rows)}, because a row-level security policy allows this role only to read {them}. This is not a"
+        " conflict with another process, and retrying would fail the same way: change the policy, or write with another role"
     )
 
 
@@ -224,7 +233,8 @@ def not_counted_error(mapper: Mapper[object], version: object) -> SchemaError:
     table = get_version_table(mapper)
     command = f"pgfence.schema.add_version_trigger(engine, {mapper.base_mapper.class_.__name__})"
     return SchemaError(
-        f"a row of {table.fullname} was updated and its version is still {version}: the trigger that increments it is missing."
+        f"a row of the table {table.fullname!r} was updated, but its version is still {version}: the trigger that increments the"
+        " version is missing or disabled."
         f" No change of this flush was committed. To create the trigger, call {command}",
         command=command,
     )
@@ -236,17 +246,18 @@ def _describe_all(items: Sequence[VersionConflict]) -> str:
 
 
 def _describe(item: VersionConflict) -> str:
-    key = ", ".join(map(repr, item.pk))
     now = "has been deleted, or is hidden from this role" if item.found is None else f"is at version {item.found}"
-    return f"{item.model.__name__} {key} was read at version {item.expected} and {now}"
+    # The version is unknown if the instance was expired when the row was deleted.
+    read = "" if item.expected is None else f"was read at version {item.expected} and "
+    return f"{name_row(item.model, item.pk)} {read}{now}"
 
 
 def switched_class_error(state: State, replaced: State) -> PgfenceError:
     """Return the error for a new instance that has the key of a deleted instance of another class."""
     name, other = state.class_.__name__, replaced.class_.__name__
     return PgfenceError(
-        f"{name} {identity_of(replaced)} was added with the key of a row of class {other} that the same flush deletes. SQLAlchemy"
-        " sends one UPDATE for both, which cannot move the row to the tables of another class: call flush() after the"
+        f"{name_row(state.class_, identity_of(replaced))} was added with the key of a row of class {other} that the same"
+        " flush deletes. SQLAlchemy sends one UPDATE for both, which cannot move the row to the tables of another class: call flush() after the"
         f" delete, and then add the {name}"
     )
 
@@ -258,6 +269,7 @@ def missing_version_error(mapper: Mapper[object], key: Key) -> SchemaError:
     version = "gen_random_uuid()" if isinstance(column.type, Uuid) else "1"
     command = backfill(Target(table.name, table.schema).quoted, column.name, version)
     return SchemaError(
-        f"{mapper.class_.__name__} {key} has no version, so a write cannot be checked. To fill the column, run: {command}",
+        f"{name_row(mapper.class_, key)} has no version, so a write cannot be checked. To fill the column"
+        f" {column.name!r}, run: {command}",
         command=command,
     )

@@ -12,7 +12,7 @@ from pgfence._orm import identity_of, sends_update
 from pgfence.errors import VersionRequiredError
 from pgfence.versions._batch import NOW, batch_of, compare
 from pgfence.versions._conflicts import missing_version_error, switched_class_error
-from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, get_version_column, mode_of, version_of
+from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, get_version_column, mode_of, name_row, version_of
 from pgfence.versions._rows import versions_of
 
 if TYPE_CHECKING:
@@ -134,7 +134,9 @@ def _touch_switched(state: State, replaced: State) -> None:
     if name is None:
         if mode_of(state.mapper) != "server":
             raise TypeError(
-                f"{state.class_.__name__}: a row that has only key columns cannot be replaced in one flush. Call flush() after the delete"
+                f"{name_row(state.class_, identity_of(replaced))} was deleted and added again in one flush, which cannot be sent as"
+                f" an UPDATE, because the table {get_version_column(state.mapper).table.name!r} has only key columns: call flush() after"
+                " the delete"
             )
         name = ATTRIBUTE
     # The value is the column itself, because the new instance does not have the value that is in the table.
@@ -151,8 +153,8 @@ def _column_of(target: object) -> str:
         return name
     if mode_of(mapper) == "server":
         raise TypeError(
-            f"{mapper.class_.__name__}: {get_version_column(mapper).table} has only its key and its version, so no UPDATE could"
-            " make the trigger increment the version. Add another column to the table"
+            f"the version of {mapper.class_.__name__} cannot be incremented: the table {get_version_column(mapper).table.name!r} has"
+            " only the key and the version, so no UPDATE could make the trigger run. Add another column to the table"
         )
     return str(mapper.get_property_by_column(mapper.primary_key[0]).key)
 
@@ -214,7 +216,7 @@ def check_read(mapper: Mapper[object], state: State) -> None:
     for name in set(mapper.column_attrs.keys()) - keys:
         if name in state.dict and state.committed_state.get(name) is not NO_VALUE:
             raise VersionRequiredError(
-                f"{mapper.class_.__name__} {tuple(state.identity or ())} was read without its version, so changes that other"
+                f"{name_row(mapper.class_, tuple(state.identity or ()))} was read without its version, so changes that other"
                 f" sessions have made since would be lost: select {mapper.class_.__name__}.{ATTRIBUTE} as well, or call"
                 " session.refresh() before you change the instance"
             )

@@ -75,9 +75,9 @@ class Join:
             if value is _UNKNOWN and name in self._pairs:
                 cls = state.class_.__name__
                 raise TypeError(
-                    f"{cls}.{name} refers to a row that counts changes of its {self.prop.key!r}, but the value of {name} is known only"
-                    f" after the {cls} has been written, because it is a SQL expression or the column's default: assign the"
-                    " value, or add the row through the relationship"
+                    f"a change of {cls} counts as a change of its {self.prop.parent.class_.__name__}, but {cls}.{name}, which"
+                    " determines the owner, is known only after the row has been written, because its value is a SQL expression or the"
+                    f" column's default: assign the value, or add the row through {self.prop}"
                 )
         return values
 
@@ -118,9 +118,9 @@ def register_join(prop: RelationshipProperty[object]) -> None:
             joins[prop] = Join(prop)
         except UnmappedColumnError as error:
             raise ValueError(
-                f"{prop} cannot count as a change of its {prop.parent.class_.__name__}, because the owner of a changed"
-                f" {prop.mapper.class_.__name__} cannot be found by its columns ({error}): {way}, or remove the relationship"
-                " from __version_relationships__"
+                f"changes of {prop} cannot count as changes of the {prop.parent.class_.__name__}, because the owner of a changed"
+                f" {prop.mapper.class_.__name__} cannot be found by the columns of the {prop.mapper.class_.__name__} ({error}): {way},"
+                f" or remove {prop.key!r} from __version_relationships__"
             ) from error
 
 

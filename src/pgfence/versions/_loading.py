@@ -145,13 +145,14 @@ def _conflict_error(
     session: Session, mapper: Mapper[object], key: Key, expected: object, version: object
 ) -> VersionConflictError:
     wanted = str(expected) if isinstance(expected, IfMatch) else expected
-    now = "it no longer exists" if version is None else f"it is at version {version}"
-    named = ", ".join(map(repr, key))
+    if version is None:
+        now = "it does not exist, or is hidden from this role. Tell the client that there is no such row"
+    else:
+        now = f"it is at version {version}. Show the current row to the client"
     item = VersionConflict(mapper.class_, key, wanted, version)
     emit_conflicts(session, [item])
     return VersionConflictError(
-        f"{mapper.class_.__name__} {named} is not at the expected version ({str(wanted)[:_SHOWN]}): {now}. Show the current"
-        " row to the client",
+        f"{_mapping.name_row(mapper.class_, key)} is not at the expected version ({str(wanted)[:_SHOWN]}): {now}",
         items=[item],
         precondition=True,
     )

@@ -11,7 +11,7 @@ from sqlalchemy.orm.base import NO_VALUE
 if TYPE_CHECKING:
     from sqlalchemy.orm import Mapper
 
-    from pgfence._orm import State
+    from pgfence._orm import Key, State
 
     Mode = Literal["client", "server", "xmin"]
 
@@ -27,6 +27,11 @@ class VersionedBase:
     __version_column__: ClassVar[str] = ATTRIBUTE
     __version_mode__: ClassVar[Mode] = "client"
     __version_relationships__: ClassVar[tuple[str, ...]] = ()
+
+
+def name_row(cls: type, key: Key) -> str:
+    """Return the class and the key of a row, for messages."""
+    return f"{cls.__name__} {', '.join(map(repr, key))}"
 
 
 def is_versioned(mapper: Mapper[object]) -> bool:

@@ -12,6 +12,7 @@ from uuid import UUID, uuid4
 from sqlalchemy import BigInteger, FetchedValue, Table, Uuid, event, text
 from sqlalchemy.orm import Mapper, RelationshipDirection, declared_attr, mapped_column, validates
 
+from pgfence._api.inputs import check_choice
 from pgfence.versions import _relationships, _statements  # noqa: F401
 from pgfence.versions._assigned import assigned_error
 from pgfence.versions._mapper import VersionedMapper
@@ -137,7 +138,8 @@ class VersionedUUID(_Guarded):
             _check_settings(cls)
             if cls.__version_mode__ != "client":
                 raise ValueError(
-                    f"{cls.__name__}: VersionedUUID supports only the mode 'client'; use Versioned for the other modes"
+                    f"{cls.__name__}.__version_mode__ is {cls.__version_mode__!r}, but VersionedUUID supports only the mode 'client':"
+                    " use Versioned for the other modes"
                 )
             return _make_column(cls.__version_column__, Uuid, insert_default=uuid4)
 
@@ -148,13 +150,10 @@ def _make_column(name: str, kind: type[TypeEngine[_T]], **options: Any) -> Mappe
 
 
 def _check_settings(cls: type[VersionedBase]) -> None:
-    if cls.__version_mode__ not in MODES:
-        raise ValueError(
-            f"{cls.__name__}.__version_mode__ must be one of {', '.join(MODES)}, not {cls.__version_mode__!r}"
-        )
+    check_choice(f"{cls.__name__}.__version_mode__", cls.__version_mode__, MODES)
     name: object = cls.__version_column__
     if not isinstance(name, str) or not name:
-        raise TypeError(f"{cls.__name__}.__version_column__ must be the name of a column")
+        raise TypeError(f"{cls.__name__}.__version_column__ must be the name of a column, not {name!r}")
 
 
 def _configure(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
@@ -174,13 +173,14 @@ def _configure(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
             " mixin on each of the classes, and shared attributes on a base that is not mapped"
         )
     if name not in table.c or _OURS not in table.c[name].info:
-        raise _two_columns_error(
-            cls, f"leave the attribute {ATTRIBUTE!r} to the mixin; __version_column__ names its column"
+        raise TypeError(
+            f"{cls.__name__} has no version column, or one that the mixin did not create: leave the attribute {ATTRIBUTE!r} to the"
+            " mixin, and set __version_column__ if its column must have another name"
         )
     if name == XMIN and isinstance(table, Table) and table.dialect_options["postgresql"]["partition_by"]:
         raise ValueError(
             f"{cls.__name__}: PostgreSQL does not return the xmin of a row that it inserts into the partitioned table"
-            f" {table.fullname}: use the mode 'client' or 'server'"
+            f" {table.fullname!r}: use the mode 'client' or 'server'"
         )
     mapper.version_id_col = table.c[name]
     if cls.__version_mode__ != "client":
@@ -193,7 +193,7 @@ def _check_inherited(mapper: Mapper[object], cls: type[VersionedBase], base: Map
     if not issubclass(base.class_, VersionedBase):
         raise TypeError(
             f"{cls.__name__} has a version, but its base class {base.class_.__name__} has none, so a change of the columns in"
-            f" {base.local_table.description} would not count: put the mixin on the base class"
+            f" the table {base.local_table.description!r} would not count: put the mixin on the base class"
         )
     if cls.__version_mode__ != base.class_.__version_mode__:
         raise ValueError(
@@ -202,8 +202,8 @@ def _check_inherited(mapper: Mapper[object], cls: type[VersionedBase], base: Map
         )
     if cls.__version_mode__ == "xmin" and mapper.local_table is not base.local_table:
         raise ValueError(
-            f"{cls.__name__}: a change of {mapper.local_table.description} alone does not change xmin in"
-            f" {base.local_table.description}: with joined inheritance, use the mode 'client' or 'server'"
+            f"{cls.__name__}: an UPDATE of the table {mapper.local_table.description!r} alone does not change xmin in the table"
+            f" {base.local_table.description!r}: with joined inheritance, use the mode 'client' or 'server'"
         )
 
 
@@ -223,8 +223,8 @@ def _check_relationships(mapper: Mapper[object], cls: type[VersionedBase]) -> No
             for _, column in prop.synchronize_pairs:
                 if column.table is not table and not column.primary_key:
                     raise TypeError(
-                        f"{named} has post_update, which writes {column} and leaves {table.fullname}, which has the version,"
-                        f" unchanged: put the foreign key into {table.fullname}, or remove post_update"
+                        f"{named} has post_update, which writes '{column}' and leaves the table {table.fullname!r}, which has the"
+                        f" version, unchanged: put the foreign key into {table.fullname!r}, or remove post_update"
                     )
         found = None if prop.secondary is None else _statements.find_mapper_of_table(prop.secondary)
         if found is not None:

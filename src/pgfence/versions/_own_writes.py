@@ -120,7 +120,7 @@ def _is_pending(session: Session, state: State) -> bool:
 
 def _lock_current(connection: Connection, base: Mapper[object], known: dict[State, object]) -> list[State]:
     """Lock rows, and return the instances that were read at the version that their row has now."""
-    check_transaction(connection, "flush() before the statement")
+    check_transaction(connection, "call flush() before the statement")
     found, barred = lock_rows(connection, base, list(map(identity_of, known)))
     now = dict(zip(known, found, strict=True))
     differing = [each for each, version in known.items() if now[each] not in (None, version)]

@@ -104,7 +104,7 @@ def check_transaction(connection: Connection, way: str) -> None:
     """Raise an error unless a row lock lasts until the row is written."""
     if read_driver_state(connection).autocommit:
         raise TransactionStateError(
-            "a versioned row was not locked, because the connection is in autocommit, in which the lock would end before the row is"
+            "a versioned row was not locked, because the connection is in autocommit, where the lock would end before the row is"
             f" written: use a connection without AUTOCOMMIT, or {way}"
         )
 

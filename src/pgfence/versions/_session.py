@@ -10,11 +10,12 @@ from sqlalchemy import event, inspect
 from sqlalchemy.orm import InstanceState, Session
 from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 
+from pgfence._api.inputs import check_choice
 from pgfence._api.transactions import ATTEMPT
 from pgfence.errors import VersionConflict, VersionRequiredError
 from pgfence.versions._batch import NOW, Flush
 from pgfence.versions._conflicts import conflict_error, explain_failure
-from pgfence.versions._mapping import ATTRIBUTE, is_versioned, mode_of
+from pgfence.versions._mapping import ATTRIBUTE, is_versioned, mode_of, name_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -90,8 +91,7 @@ class VersionedSession(Session):
         **session_options: Any,
     ) -> None:
         for name, value, known in (("bulk", bulk, POLICIES), ("conflict_check", conflict_check, CHECKS)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+            check_choice(name, value, known)
         super().__init__(bind=bind, **session_options)
         self.bulk = bulk
         self.conflict_check: Literal["auto", "row", "batch"] = conflict_check
@@ -178,11 +178,10 @@ def _find_conflicts(session: Session, state: State) -> list[VersionConflict]:
         return []
     version, pk = state.dict.get(ATTRIBUTE), tuple(key[1])
     if there is not None and (version is None or mode_of(mapper) == "xmin"):
-        named = f"{mapper.class_.__name__} {', '.join(map(repr, pk))}"
         why = "has no version" if version is None else "has a version that is valid only in the session that read it"
         raise VersionRequiredError(
-            f"{named} {why}, and merge() would overwrite changes of other transactions: use load_for_version(session,"
-            f" {mapper.class_.__name__}, pk, expected) and assign to what it returns"
+            f"{name_row(mapper.class_, pk)} {why}, and merge() would overwrite changes of other transactions: use"
+            f" load_for_version(session, {mapper.class_.__name__}, pk, expected) and assign to what it returns"
         )
     found = None if there is None else getattr(there, ATTRIBUTE)
     return [] if found == version else [VersionConflict(mapper.class_, pk, version, found)]

@@ -32,8 +32,16 @@ from sqlalchemy.sql.lambdas import StatementLambdaElement
 
 from pgfence._orm import find_value_name, set_on_conflict, upsert_of
 from pgfence.errors import VersionConflict, VersionRequiredError
-from pgfence.versions._conflicts import conflict_error, not_written_error, own_statement_error
-from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, get_version_column, is_local, is_versioned, mode_of
+from pgfence.versions._conflicts import conflict_error, not_locked_error, not_written_error, own_statement_error
+from pgfence.versions._mapping import (
+    ATTRIBUTE,
+    VersionedBase,
+    get_version_column,
+    is_local,
+    is_versioned,
+    mode_of,
+    name_row,
+)
 from pgfence.versions._own_writes import collect_instances, expire, expire_written, find_deleted_here, follow
 from pgfence.versions._rows import find_written_here, lock_rows
 
@@ -98,14 +106,13 @@ def find_mapper_of_table(table: FromClause) -> Mapper[object] | None:
     return found() if found else None
 
 
-def _unversioned_error(mapper: Mapper[object], reason: str, way: str = "") -> VersionRequiredError:
+_FLUSH = "Load the rows, change the instances and flush"
+
+
+def _unversioned_error(mapper: Mapper[object], reason: str, way: str) -> VersionRequiredError:
     return VersionRequiredError(
         f"a statement that changes {mapper.class_.__name__} must check or increment the version of each row, and this one does not:"
-        f" {reason}. "
-        + (
-            way
-            or 'Load the rows and flush them, or map the class with mode "server", whose trigger sees every statement'
-        )
+        f" {reason}. {way}"
     )
 
 
@@ -122,6 +129,7 @@ def _raise_versions(
         raise _unversioned_error(
             mapper,
             f"the versions are in the table {get_version_column(mapper).table.name!r}, which the statement does not change",
+            _FLUSH,
         )
     if mode_of(mapper) != "client":
         return
@@ -131,7 +139,11 @@ def _raise_versions(
     if given:
         return
     if refuse:
-        raise _unversioned_error(mapper, 'the session has bulk="refuse"')
+        raise _unversioned_error(
+            mapper,
+            'the session has bulk="refuse"',
+            f'{_FLUSH}; or map the class with the mode "server", whose trigger sees every statement',
+        )
     if isinstance(statement, Insert):
         version, upsert = get_version_column(mapper), upsert_of(statement)
         assert upsert is not None
@@ -186,13 +198,16 @@ def _find_written_inside(statement: object, *, refuse: bool) -> set[Mapper[objec
             if mapper is None:
                 continue
             if refuse and mode_of(mapper) == "client" and not _raises_itself(part, mapper):
-                raise _unversioned_error(
-                    mapper,
-                    "it is inside another statement",
-                    f"Execute it separately, or set {ATTRIBUTE} in its values()",
-                )
+                value = _describe_value(mapper)
+                others = f", or set {ATTRIBUTE!r} to {value} in its values()" if isinstance(part, Update) else ""
+                raise _unversioned_error(mapper, "it is inside another statement", f"Execute it separately{others}")
             found.add(mapper)
     return found
+
+
+def _describe_value(mapper: Mapper[object]) -> str:
+    is_uuid = isinstance(get_version_column(mapper).type, Uuid)
+    return "func.gen_random_uuid()" if is_uuid else f"{mapper.class_.__name__}.{ATTRIBUTE} + 1"
 
 
 def _raises_itself(statement: object, mapper: Mapper[object]) -> bool:
@@ -208,7 +223,11 @@ def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[obj
     rows = state.parameters
     assert isinstance(rows, list)
     if mode_of(mapper) == "xmin":
-        raise _unversioned_error(mapper, "xmin cannot be among the values of a row")
+        raise _unversioned_error(
+            mapper,
+            'in the mode "xmin", the version cannot be among the parameters of a row',
+            f'{_FLUSH}; or map the class with the mode "client" or "server"',
+        )
     if statement._where_criteria:
         raise _unversioned_error(
             mapper,
@@ -256,7 +275,7 @@ def _compare(state: ORMExecuteState, mapper: Mapper[object], keys: list[Key], ex
         ]
         raise conflict_error(session, others) if others else own_statement_error(differing)
     if barred:
-        raise not_written_error(f"Rows of {mapper.class_.__name__} could not be locked: {barred}.")
+        raise not_locked_error([name_row(mapper.class_, key) for key in barred])
 
 
 # ------------------------------------------------------------ instances in the session

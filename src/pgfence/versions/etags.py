@@ -87,9 +87,12 @@ def etag(instance: object, /) -> str:
         )
     name = state.class_.__name__
     if _mapping.mode_of(state.mapper) == "xmin":
-        raise TypeError(f"the version of {name} is xmin, which does not survive a dump: an ETag needs a version column")
+        raise TypeError(
+            f"the version of {name} is xmin, which does not survive a dump, so it cannot be an ETag: use the mode 'client' or"
+            " 'server', which have a version column"
+        )
     if state.key is None or (state.session is not None and state.session.is_modified(instance)):
-        raise ValueError(f"{name} has unflushed changes: call commit() first, then etag()")
+        raise ValueError(f"this {name} is new, or has unflushed changes: call commit() first, then etag()")
     version = getattr(instance, _mapping.ATTRIBUTE)
     if version is None:
         from pgfence.versions._conflicts import missing_version_error
