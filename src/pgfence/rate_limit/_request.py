@@ -140,7 +140,7 @@ def _check_limit(value: object) -> int:
         raise TypeError(f"limit must be an int, not {type(value).__name__}")
     if not 1 <= value <= HIGHEST_LIMIT:
         why = ": each unit is stored as a row" if value > HIGHEST_LIMIT else ""
-        raise ValueError(f"limit must be from 1 to {HIGHEST_LIMIT}, not {value}{why}")
+        raise ValueError(f"limit must be between 1 and {HIGHEST_LIMIT}, not {value}{why}")
     return value
 
 
