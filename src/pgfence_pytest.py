@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Define the setting of this plugin."""
     parser.addini(
         "pgfence_skew",
-        "start the temporary server of pgfence_server with libfaketime, for pgfence_faults.skew()",
+        "start the temporary server of pgfence_server with libfaketime, for pgfence_faults.skew() (default: false)",
         type="bool",
         default=False,
     )

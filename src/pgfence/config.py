@@ -96,7 +96,7 @@ def configure(
     if max_lock_connections < 1:
         raise ValueError(f"max_lock_connections must be 1 or more, not {max_lock_connections}")
     if pooler not in get_args(PoolerSetting):
-        raise ValueError(f"pooler must be one of {', '.join(get_args(PoolerSetting))}, not {pooler!r}")
+        raise ValueError(f"pooler must be one of {', '.join(map(repr, get_args(PoolerSetting)))}, not {pooler!r}")
     expect_place(schema, prefix)
     if lock_engine is not None and not callable(lock_engine):
         _get_dialect(lock_engine, "lock_engine must be an Engine, an AsyncEngine or a function that returns one")
@@ -138,7 +138,7 @@ def expect_place(schema: str | None, prefix: str) -> None:
         raise ValueError("schema must not be empty: pass None to use the search path")
     if len(prefix.encode()) > LONGEST_PREFIX:
         raise ValueError(
-            f"prefix must not be longer than {LONGEST_PREFIX} bytes, because PostgreSQL would truncate the names of the tables"
+            f"prefix must not be longer than {LONGEST_PREFIX} bytes, because PostgreSQL would otherwise truncate the names of the tables"
         )
     if "\0" in prefix + (schema or ""):
         raise ValueError("schema and prefix must not contain NUL")

@@ -170,9 +170,11 @@ class Locked:
 
     def __init__(self, *names: str, session: Callable[..., Any], timeout: Seconds | None = None) -> None:
         self._fields = {field for name in names for _, field, _, _ in Formatter().parse(name) if field is not None}
-        if not names or not all(map(str.isidentifier, self._fields)):
+        if not names:
+            raise ValueError("Locked needs at least one name")
+        if bad := sorted(field for field in self._fields if not field.isidentifier()):
             raise ValueError(
-                f"Locked needs at least one name, and a field in a name must be just the name of a path parameter, not {names}"
+                f"a field in a name of Locked must be just the name of a path parameter, not {', '.join(map(repr, bad))}"
             )
         self._names, self._session, self._timeout = names, session, timeout
         self.__signature__ = build_signature(request=Request, session=Depends(session, scope="function"))

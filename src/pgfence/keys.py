@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SEPARATOR = "\x1f"
 
 
-def _check_text(value: object, what: str, for_several: str = "pass one of them") -> str:
+def _check_text(value: object, what: str, for_several: str = "pass one of its items") -> str:
     if not isinstance(value, str):
         way = "use str() if that is what you mean"
         if isinstance(value, (tuple, list, set, frozenset)):
@@ -85,7 +85,9 @@ class LockKey:
     _hashed: str | None
 
     def __init__(self) -> None:
-        raise TypeError("use LockKey.of(name), LockKey.raw(number), LockKey.pair(a, b) or LockKey.family(name)")
+        raise TypeError(
+            "LockKey() cannot be called: use LockKey.of(name), LockKey.raw(number), LockKey.pair(a, b) or LockKey.family(name)"
+        )
 
     @classmethod
     def _make(cls, value: int, space: Literal["bigint", "pair"], name: str | None, hashed: str | None) -> LockKey:

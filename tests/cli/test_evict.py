@@ -354,3 +354,14 @@ def test_asking_without_a_leader(
     assert err.count("\n") == 1
     assert f"{name!r} is held by a lease, not by the leader of an election: omit --ask" in err
     assert (audited(admin, name), newest(admin, name)) == ([], token)
+
+
+def test_asking_the_holder_of_an_advisory_lock_is_a_misuse(
+    name: str, dsn: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The message names the kind of lock with its article."""
+    with elsewhere(dsn, name):
+        assert main(["evict", name, "--ask", *WHY, "--yes"]) == 64
+    assert (
+        f"{name!r} is held by an advisory lock, not by the leader of an election: omit --ask" in capfd.readouterr().err
+    )

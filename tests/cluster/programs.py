@@ -52,7 +52,9 @@ def find_programs() -> Programs:
     if patroni is None:
         faults.append(f"patroni: pip install 'patroni[etcd3,psycopg3]>=4.1', or set {PATRONI} to the program")
     if bindir is not None and not (bindir / "pg_rewind").exists():
-        faults.append(f"pg_rewind: not in {bindir}; set {_binaries.VARIABLE} to the folder of a complete installation")
+        faults.append(
+            f"pg_rewind: not in {bindir}; set {_binaries.VARIABLE} to the directory of a complete installation"
+        )
     if faults or patroni is None or bindir is None:
         raise ProgramsMissingError(_join(faults))
     programs = {name: path for name, path in found.items() if path is not None}

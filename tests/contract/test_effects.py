@@ -619,7 +619,7 @@ async def test_a_role_needs_the_rights_that_its_error_names(
         ({"keep": 30}, "keep=30 is shorter than ttl=60"),
         ({"ttl": timedelta(days=2)}, "keep=86400 is shorter than ttl=172800"),
         ({"timeout": -1}, "timeout must be 0 or more"),
-        ({"payload": float("nan")}, "has no value to compare"),
+        ({"payload": float("nan")}, "its numbers must be finite"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_rejected(options: dict[str, Any], message: str) -> None:

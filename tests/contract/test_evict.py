@@ -514,5 +514,5 @@ async def test_a_semaphore_is_evicted_by_its_permits(world: World, name: str, ad
     (holder,) = await world.call(monitoring.evict, engine, f"{name}#1", reason="hung")
     assert (holder.kind, holder.token) == ("permit", permit.token)
     admin.execute("UPDATE pgfence_lease SET name = %s, kind = 'partition' WHERE name = %s", [f"{name}/0", f"{name}#1"])
-    with pytest.raises(ValueError, match="is a name of partitions"):
+    with pytest.raises(ValueError, match="is a set of partitions"):
         await world.call(monitoring.evict, engine, name, reason="hung")

@@ -69,7 +69,9 @@ async def test_without_a_schema_the_error_names_the_search_path(world: World, na
     """The error names the search path, because the tables are often in another schema or database."""
     engine = world.engine()
     configure(engine, prefix="absent_")
-    there = f"in database {world.dsn.rpartition('/')[2]!r}, search path '\"$user\", public': run `pgfence install"
+    there = (
+        f"in database {world.dsn.rpartition('/')[2]!r}, on the search path '\"$user\", public': run `pgfence install"
+    )
     for error in await refused(world, engine, name):
         assert there in str(error)
 

@@ -165,9 +165,7 @@ async def test_older_tables_are_named(world: World, name: str, admin: psycopg.Co
     engine = world.engine()
     configure(engine, schema=place.schema)
     try:
-        with pytest.raises(
-            SchemaError, match=r"have version 4, but this release needs version 5: run `pgfence install"
-        ):
+        with pytest.raises(SchemaError, match=r"have version 4, but version 5 is needed: run `pgfence install"):
             await world.call(rate(world, engine, name).try_take)
     finally:
         admin.execute(f"DROP SCHEMA {place.schema} CASCADE".encode())

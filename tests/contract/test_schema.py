@@ -170,7 +170,7 @@ async def test_a_search_path_that_leads_nowhere_says_what_to_do(world: World, pl
         await given(open_connection.execute(text("SET LOCAL search_path = nowhere")))
         with pytest.raises(
             SchemaError,
-            match=r"^no schema in search path 'nowhere' exists in database .* or .*USAGE.*configure\(engine, schema=",
+            match=r"^database '.*' has no usable schema on the search path 'nowhere': .* the USAGE privilege .*configure\(engine, schema=",
         ):
             await given(schema.create_all(open_connection))
 

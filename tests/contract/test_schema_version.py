@@ -88,7 +88,7 @@ def test_a_lease_of_an_older_release_is_respected(
         configure(engine, schema=place.schema)
         lease = Lease(engine, name, ttl=30)
         with pytest.raises(
-            SchemaError, match=rf"version {version}, but this release needs version {LEASES}: run `pgfence install"
+            SchemaError, match=rf"version {version}, but version {LEASES} is needed: run `pgfence install"
         ):
             lease.try_acquire()
         schema.create_all(engine)
@@ -278,4 +278,4 @@ def test_an_older_version_is_not_taken_for_the_newest(
     engine.dispose()
     assert error
     assert error.needed == VERSION
-    assert f"have version 1, but this release needs version {VERSION}: run `pgfence install" in str(error)
+    assert f"have version 1, but version {VERSION} is needed: run `pgfence install" in str(error)

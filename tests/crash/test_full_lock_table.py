@@ -163,7 +163,7 @@ async def test_raising_more_gates_than_there_is_room_for_is_a_capacity_error(wor
             [GATES],
         )
     async with session(world, engine) as work:
-        with pytest.raises(CapacityError, match="Enter fewer gates in one transaction") as caught:
+        with pytest.raises(CapacityError, match="enter fewer gates in one transaction") as caught:
             await world.call(fence, work, dict.fromkeys(names(GATES), 2))
         assert caught.value.sqlstate == "53200"
     async with session(world, engine) as work:

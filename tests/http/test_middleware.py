@@ -518,7 +518,7 @@ async def test_without_a_response_of_the_database_nothing_is_handled(
     [
         ("53100", "key_not_claimed", "not now"),
         ("57014", "key_not_claimed", "not now"),
-        ("25006", "database_read_only", "is read-only"),
+        ("25006", "database_read_only", "rejected a write"),
     ],
 )
 async def test_a_claim_that_the_server_rejects_is_a_problem(

@@ -99,7 +99,7 @@ def test_a_long_wait_is_found_with_the_session_that_blocks_it(
         waiting.result(20)
         assert found is not None
         assert f"backend {waiter.info.backend_pid} for" in found
-        assert f"blocked by {admin.info.backend_pid}" in found
+        assert f"blocked by backend {admin.info.backend_pid}" in found
     assert find(engine, "long-wait") is None
     engine.dispose()
 

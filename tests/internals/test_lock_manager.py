@@ -124,7 +124,7 @@ async def test_a_notification_during_an_outage_causes_one_more_question(
         event.listen(sync_engine, "do_connect", lambda *_: asked.append(1))
         proxy.refuse()
         proxy.cut()
-        await eventually(lambda: "server unreachable while waiting" in caplog.text)
+        await eventually(lambda: "cannot reach the primary while waiting" in caplog.text)
         heartbeat._on_notify(TableNames().channel, name)
         with pytest.raises(UnreachableError, match="it was held"):
             await waiting

@@ -190,8 +190,11 @@ def test_the_wrong_twin_is_named() -> None:
         ),
         (lambda: pgfence.TransactionLock(ASYNC_ENGINE, "a"), r"use AsyncTransactionLock\.begin\(\)"),
         (lambda: pgfence.AsyncTransactionLock(ENGINE, "a"), r"use TransactionLock\.begin\(\)"),
-        (lambda: pgfence.Lease(ASYNC_ENGINE, "a", ttl=5), r"create_engine\(\), or its async counterpart"),
-        (lambda: pgfence.AsyncLease(ENGINE, "a", ttl=5), r"create_async_engine\(\), or its sync counterpart"),
+        (lambda: pgfence.Lease(ASYNC_ENGINE, "a", ttl=5), r"create_engine\(\), or the async counterpart of Lease"),
+        (
+            lambda: pgfence.AsyncLease(ENGINE, "a", ttl=5),
+            r"create_async_engine\(\), or the sync counterpart of AsyncLease",
+        ),
         (lambda: pgfence.ReadWriteLock(ASYNC_ENGINE, "a"), "^ReadWriteLock needs an Engine.*async counterpart"),
         (lambda: pgfence.AsyncReadWriteLock(ENGINE, "a"), "^AsyncReadWriteLock needs an AsyncEngine.*sync counterpart"),
         (lambda: pgfence.ReadWriteLock(Session(ENGINE), "a"), "^ReadWriteLock needs an Engine.*pass the engine"),
@@ -219,7 +222,7 @@ def test_messages_name_no_private_class() -> None:
     ("given", "advice"),
     [
         (7, "not int: use str\\(\\) if that is what you mean"),
-        (("a", "b"), "not tuple: pass one of them"),
+        (("a", "b"), "not tuple: pass one of its items"),
         (pgfence.LockKey.of("a"), "not LockKey: pass the name itself"),
     ],
 )

@@ -89,7 +89,7 @@ def perform_on(
     # In autocommit each statement would commit separately, and an error would leave behind only some of the objects.
     if read_driver_state(connection).autocommit:
         raise TransactionStateError(
-            "tables and functions are created in one transaction, but this Connection is in autocommit. Pass the engine. In a"
+            "tables and functions are created in one transaction, but this Connection is in autocommit. Pass the engine instead. In a"
             " migration, use neither autocommit_block() nor an env.py that sets autocommit"
         )
     try:

@@ -262,7 +262,7 @@ def _list_hidden(query: HoldQuery, access: Access) -> Iterable[str]:
     if access.is_readable("idempotency_key") and not statements.should_list_attempts(query, access):
         yield (
             f"{query.place.name('idempotency_key')} has about {access.tables['idempotency_key']:,.0f} rows, so it was not read."
-            " To read it, request the kind idempotency"
+            ' To read it, pass kind="idempotency" or, on the command line, --kind idempotency'
         )
     # By default, missing tables are normal, because advisory locks need none.
     if query.place != TableNames() and all(rows == statements.MISSING for rows in access.tables.values()):

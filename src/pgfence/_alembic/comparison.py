@@ -108,7 +108,7 @@ def _list_wanted(context: AutogenContext, connection: Connection, home: TableNam
                 yield AddVersionTrigger(table.name, column=column, **where)
         except (TypeError, ValueError) as error:
             raise CommandError(
-                f"the fence or version trigger that table {table} declares cannot be created: {error}"
+                f"the fence or version trigger that table {str(table)!r} declares cannot be created: {error}"
             ) from error
 
 

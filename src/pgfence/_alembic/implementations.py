@@ -49,7 +49,8 @@ def _perform(
     context = operations.migration_context
     if not _is_postgresql(operations):
         _log.info(
-            "operation skipped on %s, because pgfence's tables and triggers require PostgreSQL", context.dialect.name
+            "the operation was skipped on %s, because pgfence's tables and triggers require PostgreSQL",
+            context.dialect.name,
         )
     elif context.as_sql:
         indexes.write(operations, script)

@@ -65,7 +65,7 @@ def _read_resource(model: Any) -> str:
         for column in attributes[name].columns:
             if column.table is column_of(inspect(model)).table:
                 return _Symbol(column)
-        raise TypeError(f"the column of {name} is in another table")
+        raise TypeError(f"the column of {name!r} is in another table")
 
     try:
         text = model.__fence_resource__(View(model, look))

@@ -85,7 +85,7 @@ def check_version(version: int) -> int:
     """
     if type(version) is not int or version not in range(1, VERSION + 1):
         raise ValueError(
-            f"this release of pgfence supports its tables up to version {VERSION}, not version {version!r}"
+            f"version must be an int from 1 to {VERSION}, the newest version of the tables in this release of pgfence, not {version!r}"
         )
     return version
 

@@ -28,7 +28,7 @@ class CancelOnLoss:
         """Cancel the running task's block when the lock of this handle is lost."""
         task = asyncio.current_task()
         if task is None:
-            raise RuntimeError("hold() must be called in a task")
+            raise RuntimeError("an async hold() must be entered in an asyncio task")
         self._handle = handle
         self._task = task
         self._cancelled = False

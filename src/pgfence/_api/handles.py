@@ -318,7 +318,7 @@ def _note_dropped(hold: BaseHold, manager: HoldManager[BaseHold], handle: _Handl
         noun, names = hold.noun, format_names(hold.names)
         MONITOR.post(lambda: log.warning("the %s %s was dropped without release(); releasing it now", noun, names))
         warnings.warn(
-            f"the lock {format_names(hold.names)} was dropped without release()",
+            f"the {noun} {names} was dropped without release()",
             ResourceWarning,
             source=handle,
             stacklevel=2,

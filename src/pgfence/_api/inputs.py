@@ -114,7 +114,7 @@ def check_engine_source(engine: object, what: str, why: str = LEASE_OUTLIVES.for
         TypeError: the argument is neither an Engine nor a function.
     """
     if not isinstance(engine, Engine):
-        instead = "create_engine(), or its async counterpart" if hasattr(engine, "sync_engine") else ""
+        instead = f"create_engine(), or the async counterpart of {what}" if hasattr(engine, "sync_engine") else ""
         _check_source(engine, f"{what} needs an Engine", why, instead)
     return cast("EngineSource", engine)
 
@@ -124,7 +124,7 @@ def check_async_engine_source(
 ) -> AsyncEngineSource:
     """Return what the caller passed as an engine, after checking that it is an AsyncEngine or a function."""
     if not is_async_engine(engine):
-        instead = "create_async_engine(), or its sync counterpart" if isinstance(engine, Engine) else ""
+        instead = f"create_async_engine(), or the sync counterpart of {what}" if isinstance(engine, Engine) else ""
         _check_source(engine, f"{what} needs an AsyncEngine", why, instead)
     return cast("AsyncEngineSource", engine)
 

@@ -250,7 +250,7 @@ def select_foreign(place: TableNames, target: Target) -> str:
 def _expect_own(connection: Connection, place: TableNames, target: Target) -> None:
     if (found := execute_plain(connection, select_foreign(place, target)).first()) is not None:
         raise ValueError(
-            f"{found.place} has an unrelated trigger named {found.tgname!r}: rename it, or use another prefix"
+            f"{found.place} has an unrelated trigger named {found.tgname!r}: rename it, or use another prefix for pgfence"
         )
 
 

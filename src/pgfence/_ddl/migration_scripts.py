@@ -154,7 +154,8 @@ def build_installed_check(place: TableNames) -> str:
     """Return a statement that fails if pgfence is not installed."""
     return block(
         f"BEGIN\n    IF pg_catalog.to_regproc({quote_literal(place.name('enter_gate_v1'))}) IS NULL THEN\n"
-        f"        RAISE EXCEPTION 'pgfence is not installed as %', {quote_literal(place.name('schema_version'))};\n"
+        f"        RAISE EXCEPTION 'pgfence''s tables are not installed: there is no function %. Create the tables first',"
+        f" {quote_literal(place.name('enter_gate_v1'))};\n"
         "    END IF;\nEND"
     )
 
@@ -189,7 +190,7 @@ def build_unused_check(place: TableNames, read_version: int = 0) -> str:
         f"    IF pg_catalog.to_regclass({quote_literal(place.name(name))}) IS NOT NULL THEN\n"
         f"        SELECT {column} INTO found FROM {place.name(name)} WHERE {condition} LIMIT 1;\n"
         "        IF found IS NOT NULL THEN\n"
-        f"            RAISE EXCEPTION '{what} % is held: stop its holder first', found;\n"
+        f"            RAISE EXCEPTION '{what} " % " is held: stop its holder first', found;\n"
         "        END IF;\n    END IF;\n"
         for name, (what, column, condition) in _USE.items()
         if not read_version or name not in list_column_types(read_version)
@@ -230,7 +231,7 @@ def build_fence_addition(place: TableNames, target: Target, parts: tuple[str, ..
         "DECLARE\n    part text;\n"
         f"BEGIN\n{_build_refusal(select_foreign(place, target), target)}{columns}"
         f"    IF EXISTS ({select_contradicting(place, target, parts)}) THEN\n"
-        f"        RAISE EXCEPTION '% and a partition or its parent have different fences', {quote_literal(str(target))};\n"
+        f"        RAISE EXCEPTION '% and its parent or one of its partitions would have different fences', {quote_literal(str(target))};\n"
         f"    END IF;\n{_build_condition(place, target)}{_build_trigger_removal(place, target)}"
         f"    IF {'' if one else 'true OR '}(SELECT {kinds} AS i WHERE i.inhrelid = c.oid)"
         f" FROM pg_catalog.pg_class AS c WHERE c.oid = {quote_literal(target.quoted)}::pg_catalog.regclass) THEN\n"
@@ -356,7 +357,7 @@ def build_index_comparison(table: Target, called: str, creation: str, definition
         f"DECLARE\n    found text := {described.format(quote_literal(called))};\n    wanted text;\nBEGIN\n"
         f"    IF found = {quote_literal(definition)} THEN\n        RETURN;\n    END IF;\n"
         f"    BEGIN\n        CREATE TEMPORARY TABLE {like} (LIKE {table.quoted});\n        EXECUTE {quote_literal(creation)};\n"
-        "    EXCEPTION WHEN OTHERS THEN\n        RAISE EXCEPTION USING ERRCODE = SQLSTATE, MESSAGE = SQLERRM || '; it is ' || found;\n"
+        "    EXCEPTION WHEN OTHERS THEN\n        RAISE EXCEPTION USING ERRCODE = SQLSTATE, MESSAGE = SQLERRM || '; the existing index is ' || found;\n"
         "    END;\n"
         f"    wanted := {described.format(quote_literal(f'pg_temp.{WANTED}'))};\n    DROP TABLE {like};\n"
         "    IF found IS DISTINCT FROM wanted THEN\n"

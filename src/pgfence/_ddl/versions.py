@@ -88,7 +88,8 @@ def add(connection: Connection, place: TableNames, target: Target, column: str) 
     if found is not None and found.copied:
         if not same:
             raise ValueError(
-                f"{target} is a partition, and the version trigger of the partitioned table uses a column other than {column!r}"
+                f"{target} is a partition, and the version trigger of the partitioned table uses a column other than {column!r}:"
+                " pass that column as column="
             )
         execute_plain(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quote(trigger_name(place))}")
         return
@@ -137,7 +138,8 @@ def _find_trigger(connection: Connection, place: TableNames, target: Target) -> 
     ).one_or_none()
     if found is not None and not found.proname.startswith(f"{place.prefix}version_v"):
         raise ValueError(
-            f"{target} has an unrelated trigger named {trigger_name(place)!r}: rename it, or use another prefix"
+            f"{target} has an unrelated trigger named {trigger_name(place)!r}: rename it, or use another prefix for"
+            " pgfence"
         )
     return found
 

@@ -96,7 +96,7 @@ def cancel_here() -> CancelEvent | None:
 def build_cancelled_error(names: tuple[str, ...]) -> WaitCancelledError:
     quoted = ", ".join(repr(name) for name in names)
     return WaitCancelledError(
-        f"the wait for {quoted} was cancelled by the event of cancel_waits(); nothing is held", names=names
+        f"the wait for {quoted} was cancelled by the event of cancel_waits(); nothing was acquired", names=names
     )
 
 

@@ -28,7 +28,7 @@ def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
     root = _find_root(scope)
     if _is_generator(root.call):
         raise TypeError(
-            f"the endpoint of {scope['path']} is a generator, so its session would end before the generator begins. Return"
+            f"the endpoint of {scope['path']!r} is a generator, so its session would end before the generator begins. Return"
             " the result instead"
         )
     asked = [one for one in walk_parts(root) if one.call == session]
@@ -36,13 +36,13 @@ def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
         if one.scope != "function" or not one.use_cache:
             how = 'without scope="function"' if one.scope != "function" else "with use_cache=False"
             raise TypeError(
-                f'{scope["path"]} also requests its session {how}, so it would get two sessions. Write Depends(..., scope="function")'
-                " wherever the session is requested"
+                f"the endpoint of {scope['path']!r} also requests its session {how}, so it would get two sessions. Write"
+                ' Depends(..., scope="function") wherever the session is requested'
             )
     if len({_cache_key_of(one) for one in asked}) > 1:
         raise TypeError(
-            f"{scope['path']} also requests its session under Security(scopes=...), so it would get two sessions. Request the"
-            " session outside Security()"
+            f"the endpoint of {scope['path']!r} also requests its session under Security(scopes=...), so it would get two"
+            " sessions. Request the session outside Security()"
         )
     return root
 
@@ -87,7 +87,9 @@ def find_parameter(root: Dependant, field: str) -> ModelField:
         for one in part.path_params:
             if one.alias == field:
                 return one
-    raise TypeError(f"{{{field}}} is not a path parameter that the endpoint or one of its dependencies declares")
+    raise TypeError(
+        f"the field {{{field}}} in a name of Locked is not a path parameter that the endpoint or one of its dependencies declares"
+    )
 
 
 def build_signature(**wanted: object) -> inspect.Signature:

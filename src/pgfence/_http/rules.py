@@ -274,12 +274,12 @@ def _check_methods(methods: Collection[str]) -> frozenset[str]:
         raise TypeError(f"methods must be a collection of methods: pass methods=[{methods!r}]")
     found = frozenset(str(method).upper() for method in methods)
     if not found:
-        raise ValueError("methods=[] would apply to no request")
+        raise ValueError("methods=[] would apply to no request: pass at least one method, such as 'POST'")
     for method in found:
         if not _TOKEN.fullmatch(method):
             raise ValueError(f"{method!r} is not an HTTP method")
         if method in _SAFE:
-            raise ValueError(f"{method} requests change nothing, so they can be sent again without a key")
+            raise ValueError(f"methods must not contain {method!r}: such requests change nothing, so they need no key")
     return found
 
 

@@ -52,7 +52,9 @@ def translate_failure(asker: Asker, error: Exception, claim: AcquireRequest, *, 
 
 def _translate(asker: Asker, error: Exception, place: TableNames, needed: int | None) -> PgfenceError | None:
     # A pooled connection can survive a switch-over that has turned its server into a standby.
-    context = ErrorContext(needed or asker.needed, on_primary="pgfence writes its rows on the primary")
+    context = ErrorContext(
+        needed or asker.needed, on_primary="Connect to the primary, where pgfence can write its rows"
+    )
     return translate_error(error, place, context, asker.engine)
 
 

@@ -93,7 +93,7 @@ def ttl_of(value: Seconds) -> float:
     ttl = seconds(value, "ttl")
     if ttl < SHORTEST_TTL:
         raise ValueError(
-            f"ttl must be at least {SHORTEST_TTL:g} s, not {ttl:g}: the lease is renewed every ttl/3, and even a short pause"
+            f"ttl must be at least {SHORTEST_TTL:g} s, not {ttl:g} s: the lease is renewed every ttl/3, and even a short pause"
             " would lose it. A ttl of 30 to 60 s suits most jobs"
         )
     if ttl > LONGEST_TTL and not isinstance(value, timedelta):

@@ -176,9 +176,11 @@ class Acquisition(Generic[W]):
             return False
         queue.dequeue(entry)
         if circle:
+            held = _list_held_names(owner)
             raise SelfDeadlockError(
                 f"waiting for {format_names(self.names)} would deadlock: its holder in this process is waiting for"
-                f" {format_names(_list_held_names(owner))}, which is held here. Acquire both names with one lock",
+                f" {'one of ' if len(held) > 1 else ''}{format_names(held)}, which this {owner.kind} holds. Acquire them in the same"
+                " order everywhere, or all names with one AdvisoryLock",
                 names=self.names,
             )
         return None
@@ -280,7 +282,7 @@ class Acquisition(Generic[W]):
 
     def build_timeout_error(self, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
         owner, held_here = self.owner, _list_held_names(self.owner)
-        by = f"; held by {', '.join(map(str, holders))}" if holders else ""
+        by = f"; held by {' and by '.join(map(str, holders))}" if holders else ""
         if self.waits or why:  # for a call that does not wait, `refuse` has emitted the event
             self._emit_end("timeout")
         if self.is_held_by_caller():
@@ -314,7 +316,7 @@ class Acquisition(Generic[W]):
         """Log the holders that the call is waiting for."""
         if log.isEnabledFor(level):
             keys = f" ({', '.join(str(key.value) for key in self.wanted.keys)})" if self.wanted.keys else ""
-            by = ", ".join(map(str, holders)) or "an unknown holder"
+            by = " and by ".join(map(str, holders)) or "an unknown holder"
             what = f"{self.noun} {format_names(self.names)}{keys}"
             fields = build_log_fields("waiting", ", ".join(self.names))
             log.log(level, "waiting for %s for %.1f s, held by %s", what, age, by, extra=fields)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pgfence._sql.advisory import LockSql
 
-NO_CONNECTION = ": all connections for locks are in use. Increase max_lock_connections, or hold fewer at a time"
+NO_CONNECTION = ": all connections for locks are in use. Increase max_lock_connections, or hold fewer locks at a time"
 
 
 def translate_lock_error(session: LockConnection, error: Exception, sql: LockSql) -> Exception:
@@ -49,6 +49,6 @@ def build_collision_error(names: Iterable[str], other: str) -> KeyCollisionError
     mine = ", ".join(map(repr, names))
     return KeyCollisionError(
         f"a 64-bit key of the lock on {mine} is also the key of the lock name {other!r}, so the locks exclude each other. Nothing"
-        " is held. Rename one of them, or use another namespace",
+        " was acquired. Rename one of them, or use another namespace",
         names=(*names, other),
     )

@@ -50,7 +50,9 @@ class Patience:
         self.failures += 1
         if self.failures == 1:
             log.warning(
-                "server unreachable while waiting for %s, retrying until the timeout: %s", format_names(names), error
+                "cannot reach the primary while waiting for %s, retrying until the timeout: %s",
+                format_names(names),
+                error,
             )
         longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.failures, 20))
         return min(left, longest * between(0.5, 1.0))
@@ -59,17 +61,18 @@ class Patience:
         """Return the error that ends a wait for an unreachable server. It includes the server's last response."""
         if self.heard_at is None and not self.failures:
             return error
+        standby = isinstance(error, StandbyError)
         reason = str(error).removesuffix(LOCK_OUTCOME_UNKNOWN).rstrip(" .")
         reason += " " if reason.endswith("?") else ". "  # libpq's last line may be a question
         message = f"{reason}Waited {timeout:g} s for {format_names(names)}: "
         if self.heard_at is None:
-            message += f"the server could not be reached. {LOCK_OUTCOME_UNKNOWN}"
+            what = "no primary was found" if standby else "the server could not be reached"
+            message += f"{what}. {LOCK_OUTCOME_UNKNOWN}"
         else:
-            by = f" by {', '.join(map(str, self.holders))}" if self.holders else ""
-            message += (
-                f"{clock() - self.heard_at:.1f} s ago it was held{by}; since then, the server has been unreachable"
-            )
-        if isinstance(error, StandbyError):
+            by = f" by {' and by '.join(map(str, self.holders))}" if self.holders else ""
+            what = "no primary has been found" if standby else "the server has been unreachable"
+            message += f"{clock() - self.heard_at:.1f} s ago it was held{by}; since then, {what}"
+        if standby:
             return StandbyError(message, sqlstate=error.sqlstate)
         return UnreachableError(message, sqlstate=error.sqlstate, retryable=error.retryable)
 
@@ -77,5 +80,5 @@ class Patience:
 def build_gone_error(names: tuple[str, ...], gone: ConnectionGoneError) -> UnreachableError:
     """Return the error for a call whose connection was lost during the statement."""
     return UnreachableError(
-        f"the connection was lost while acquiring {format_names(names)}: {gone.__cause__}. Nothing is held; try again"
+        f"the connection was lost while acquiring {format_names(names)}: {gone.__cause__}. Nothing was acquired; try again"
     )

@@ -121,6 +121,12 @@ def build_lease_holder(name: str, row: Row) -> Holder:
     )
 
 
+def describe_kind(kind: str) -> str:
+    """Return the kind of a holder with its article, for messages such as "it is held by a lease"."""
+    noun = "advisory lock" if kind == "advisory" else kind
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
 def with_token(sessions: Iterable[Holder], rows: Iterable[Holder]) -> list[Holder]:
     """Return the holders of a key. The holder with a token also gets the kind, token, client and time of its lease row."""
     known = {row.backend_pid: row for row in rows if row.kind == "session lock"}

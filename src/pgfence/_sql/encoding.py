@@ -82,8 +82,8 @@ def _iterate_texts(values: object) -> Iterator[str]:
             yield from _iterate_texts(value)
 
 
-def _find_culprit(said: str, texts: list[str]) -> str:
-    """Return an excerpt of the text that the server rejected."""
+def _find_culprit(said: str, texts: list[str]) -> str | None:
+    """Return an excerpt of the text that the server rejected, or None if no text of the statement explains the error."""
     # In every language, the server's message contains the bytes of one character in UTF-8.
     letter = bytes(int(byte, 16) for byte in re.findall(_BYTE, said)).decode(errors="ignore")[:1]
     forms = (letter, json.dumps(letter)[1:-1]) if letter else ()
@@ -92,10 +92,12 @@ def _find_culprit(said: str, texts: list[str]) -> str:
             if form in text:
                 at = text.index(form)
                 return text[max(0, at - _SHOWN // 2) : at + len(form) + _SHOWN // 2]
-    return next((text for text in texts if not text.isascii() or "\\u" in text), "a text")
+    return next((text for text in texts if not text.isascii() or "\\u" in text), None)
 
 
-def _cut(text: str) -> str:
+def _cut(text: str | None) -> str:
+    if text is None:
+        return "a text in this statement"
     plain = re.sub(_ESCAPES, lambda found: str(json.loads(f'"{found[0]}"')), text)
     return repr(plain if len(plain) <= _SHOWN * 2 else f"{plain[: _SHOWN * 2]}...")
 

@@ -32,7 +32,7 @@ from pgfence._sql.sqlstate import (
     SWITCHING,
     sqlstate_of,
 )
-from pgfence._sql.storage import KEYS, LIMITS, VERSION
+from pgfence._sql.storage import KEYS, LIMITS, VERSION, quote
 from pgfence.errors import (
     CapacityError,
     DeadlockError,
@@ -88,7 +88,7 @@ class ErrorContext(NamedTuple):
 _NO_CONTEXT = ErrorContext()
 FENCE = ErrorContext(
     on_primary="A gate can be entered only where rows can be written. Begin on the primary, in a read-write transaction",
-    fewer_locks="Enter fewer gates in one transaction",
+    fewer_locks="enter fewer gates in one transaction",
 )
 
 
@@ -106,8 +106,8 @@ def translate_error(
     if state == READ_ONLY and context.on_primary:
         where = "this server" if engine is None else describe_server(engine)
         return context.read_only(
-            f"{where} is read-only ({message_of(error)}): it is a standby, or a primary that is configured as read-only."
-            f" {context.on_primary}. {SWITCHING}",
+            f"{where} rejected a write ({message_of(error)}): it is a standby, or the transaction is read-only, for example because"
+            f" of default_transaction_read_only. {context.on_primary}. {SWITCHING}",
             sqlstate=state,
         )
     if state == DEADLOCK_DETECTED and context.deadlock:
@@ -170,6 +170,10 @@ def _denial_error(said: str, place: TableNames, context: ErrorContext) -> Schema
     audit = place.prefix + "audit" in said
     key_rights = context.key_rights if context.version == KEYS else ""
     grants = build_grants(place, "<role>", key_rights=key_rights, audit=audit, limits=context.version == LIMITS)
+    if re.search("permission denied for function ", said):
+        grants.append(
+            f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {quote(place.schema) if place.schema else '<schema>'} TO <role>"
+        )
     command = "; ".join(build_audit_grants(place, "<role>", context.audit_rights) if context.audit_rights else grants)
     return SchemaError(
         f"permission denied on pgfence's tables ({said}). As the owner of the tables, run: {command}",
@@ -339,7 +343,7 @@ def translate_connect_error(
     told = f"cannot connect to {where}: {reason}"
     # With a list of hosts, another host may respond, so the error is retryable.
     if is_login_rejected(state, reason) or (is_host_unknown(error, reason) and "," not in where):
-        advice = "Check host, user, password, database and pg_hba.conf"
+        advice = "Check host, user, password, database, TLS settings and pg_hba.conf"
         return UnreachableError(f"{told} {advice}", sqlstate=state, retryable=False)
     return UnreachableError(f"{told} {otherwise}", sqlstate=state)
 

@@ -124,10 +124,10 @@ def look(connection: Connection, order: EvictionRequest) -> Found:
 def _reject_name_of_parts(connection: Connection, order: EvictionRequest) -> None:
     for part, kind in _run(connection, order.place, _PART, f"{order.name}#1", f"{order.name}/0"):
         name, one = unqualify_name(order.name), unqualify_name(part)
-        what, source = ("semaphore", "holders()") if kind == "permit" else ("name of partitions", "owner_of()")
+        what, source = ("semaphore", "holders()") if kind == "permit" else ("set of partitions", "owner_of()")
         raise ValueError(
-            f"{name!r} is a {what}, and each {kind} is held under its own name, such as {one!r}: evict one of these names."
-            f" `pgfence ps` and {source} show which of them are held"
+            f"{name!r} is a {what}, and each {kind} is held under its own name, such as {one!r}: to end a hold, evict"
+            f" one of these names. `pgfence ps` and {source} show which of them are held"
         )
 
 
@@ -160,7 +160,7 @@ def evict(connection: Connection, order: EvictionRequest) -> Found:
             failures += 1
             if failures > _RETRIES:
                 raise LockTimeoutError(
-                    f"{unqualify_name(order.name)!r} is acquired faster than it can be evicted; nothing was done",
+                    f"{unqualify_name(order.name)!r} is acquired faster than it can be evicted, and nothing was done: try again",
                     names=(unqualify_name(order.name),),
                 ) from None
         except DBAPIError as error:
@@ -232,7 +232,8 @@ def _occupied_error(connection: Connection, order: EvictionRequest) -> LockTimeo
         )
         for pid, application, host, since in rows
     ]
-    inside = f" (one of {'; '.join(map(str, writers))})" if writers else ""
+    listed = "; ".join(map(str, writers))
+    inside = f" ({'probably' if len(writers) == 1 else 'one of'} {listed})" if writers else ""
     return LockTimeoutError(
         f"{unqualify_name(order.name)!r} was not evicted, and nothing was done: a transaction that writes with its token was still"
         f" open after 2 s{inside}. End it (SELECT pg_terminate_backend(...)), then evict again",

@@ -70,7 +70,7 @@ class Doing(NamedTuple):
             return f"running {self.query!r} since {self.since:%Y-%m-%d %H:%M:%S%z}"
         if not self.state:
             return UNSEEN
-        return f"{self.state}, last {self.query!r}" if self.query else self.state
+        return f"{self.state}, last statement {self.query!r}" if self.query else self.state
 
 
 def describe_sessions(connection: Connection, pids: Sequence[int]) -> dict[int, Doing]:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from pgfence._sql import evict
+from pgfence._sql import activity, evict
 from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.errors import ErrorContext
 from pgfence._sql.params import call, style_of
@@ -52,8 +52,9 @@ def ask_to_resign(connection: Connection, request: ResignRequest) -> Holder | No
         if asked is None:
             return None
         if asked[0] is None:
+            kind = activity.describe_kind(found.holders[0].kind if found.holders else "lease")
             raise ValueError(
-                f"{unqualify_name(request.name)!r} is held by a {found.holders[0].kind if found.holders else 'lease'}, not by"
-                " the leader of an election: only a leader can be asked to resign. To end this hold, use evict()"
+                f"{unqualify_name(request.name)!r} is held by {kind}, not by the leader of an election: only a leader can be"
+                " asked to resign. To end this hold, use evict()"
             )
         return next((holder for holder in found.holders if holder.token == asked[0]), None)

@@ -191,7 +191,8 @@ def judge_session(
         return refused
     if facts.standby:
         return standby_error(
-            "a lock", " (target_session_attrs=read-write in the URL), or pass its engine as configure(lock_engine=...)"
+            "a lock",
+            " (target_session_attrs=read-write in the URL), or pass its engine as configure(engine, lock_engine=...)",
         )
     direct = "Pass an engine with a direct URL as configure(engine, lock_engine=...)"
     if pooler == "transaction" or other_pid == facts.backend_pid:

@@ -87,11 +87,13 @@ class TableNames(NamedTuple):
 
     def describe(self, database: str | None = None, search_path: str | None = None, schema: str | None = None) -> str:
         """Return a description of the location for error messages, with the parts that are known."""
-        schema = self.schema or schema
-        there = "" if schema is None else f"schema {schema!r}"
-        if self.schema is None:
-            path = "the search path" if search_path is None else f"search path {search_path!r}"
-            there = f"{there} ({path})" if there else path
+        path = "" if search_path is None else f" {search_path!r}"
+        if self.schema is not None:
+            there = f"schema {self.schema!r}"
+        elif schema is not None:
+            there = f"schema {schema!r} (search path{path})" if path else f"schema {schema!r}"
+        else:
+            return f"in database {database!r}, on the search path{path}" if database else f"on the search path{path}"
         return f"in database {database!r}, {there}" if database else f"in {there}"
 
     @property

@@ -197,7 +197,7 @@ def judge(row: Row, place: TableNames, version: int = 1) -> SchemaError | None:
     where = place.describe(*there)
     if found is None or found < version:
         return SchemaError(
-            f"pgfence's tables {where} have version {found or 0}, but this release needs version {version}: run"
+            f"pgfence's tables {where} have version {found or 0}, but version {version} is needed: run"
             f" `{place.command}` or"
             " call pgfence.schema.create_all(engine)",
             found=found,
@@ -283,8 +283,9 @@ def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
     if schema is None:
         row: tuple[str | None, ...] = tuple(execute_plain(connection, WHERE).one())
         raise SchemaError(
-            f"no schema in search path {row[1]!r} exists in database {row[0]!r}, or this role lacks the privilege USAGE on it. Set"
-            " one with pgfence.configure(engine, schema=...) or, on the command line, with --schema",
+            f"database {row[0]!r} has no usable schema on the search path {row[1]!r}: none of these schemas exists, or this role lacks"
+            " the USAGE privilege on them. Select a schema with pgfence.configure(engine, schema=...) or, on the command line, with"
+            " --schema",
             needed=VERSION,
             command=f"{place.command} --schema <schema>",
         )

@@ -226,7 +226,7 @@ def _check_class(one: type[object]) -> None:
             f"it is {forms[0]} and inherits from {builtin[0]}. Only fields are stored, so make the {builtin[0]} a field"
         )
     elif is_model(one) and one.__private_attributes__:
-        names = ", ".join(one.__private_attributes__)
+        names = ", ".join(map(repr, one.__private_attributes__))
         why = f"private attributes are not stored, and it has {names}. Return a model without them"
     else:
         return

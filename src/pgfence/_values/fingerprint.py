@@ -94,7 +94,7 @@ def _canonicalize_number(value: float | Decimal) -> str:
         Decimal(value) if isinstance(value, int) else Decimal(repr(float(value)) if isinstance(value, float) else value)
     )
     if not number.is_finite():
-        raise ValueError(f"a payload cannot contain {value}, because it has no value to compare")
+        raise ValueError(f"a payload cannot contain {value}: its numbers must be finite")
     sign, digits, exponent = number.as_tuple()
     text = "".join(map(str, digits)).lstrip("0")
     stripped = text.rstrip("0")

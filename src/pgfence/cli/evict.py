@@ -10,6 +10,7 @@ import click
 from pgfence._admin import requests
 from pgfence._sql import evict as statements
 from pgfence._sql import resign
+from pgfence._sql.activity import describe_kind
 from pgfence.cli import options
 from pgfence.cli.codes import Code, MisuseError
 from pgfence.cli.parser import Command, Option
@@ -196,7 +197,7 @@ class _Request(_Eviction):
             return f"No process leads the election {self._name!r}, so there is no leader to ask."
         if all(holder.kind != "term" for holder in seen.holders):
             raise MisuseError(
-                f"{self._name!r} is held by a {seen.holders[0].kind}, not by the leader of an election: omit --ask to evict "
+                f"{self._name!r} is held by {describe_kind(seen.holders[0].kind)}, not by the leader of an election: omit --ask to evict "
                 f"the holder"
             )
         return None
@@ -224,10 +225,9 @@ class _Request(_Eviction):
 
 
 def _describe(holder: Holder) -> str:
-    kind = "an advisory lock of " if holder.kind == "advisory" else f"a {holder.kind} of "
     purpose = f", for {holder.purpose!r}" if holder.purpose else ""
     until = f", until {holder.expires_at.isoformat(timespec='seconds')}" if holder.expires_at else ""
-    return f"{kind}{holder}{until}{purpose}"
+    return f"{describe_kind(holder.kind)} of {holder}{until}{purpose}"
 
 
 def _as_data(holder: Holder) -> dict[str, object]:

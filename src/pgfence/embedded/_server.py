@@ -1,4 +1,4 @@
-"""A server and its folders, from start to clean-up."""
+"""A server and its directories, from start to clean-up."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Server:
     """A PostgreSQL server that can be stopped, crashed and restarted with the same data and port.
 
     Attributes:
-        folder: the folder of this run. It contains the log, the Unix socket (which needs no password) and, unless the data is kept,
-            the data.
-        version: the version of the programs, e.g. "18.6".
+        folder: the directory of this run. It contains the log, the Unix socket (which needs no password) and, unless the data is
+            kept, the data.
+        version: the version of the binaries, e.g. "18.6".
         port: the port of both the socket and 127.0.0.1; 0 before the first start.
         password: the password of its superuser `postgres` over TCP.
         environment: variables for the server's process, in addition to those of this process.
@@ -86,13 +86,14 @@ class Server:
                 _cluster.flush_to_disk(self.data, self.bindir)
         elif not (self.data / _cluster.PASSWORD_FILE).is_file():
             raise ValueError(
-                f"data_dir {self.data} is neither empty nor a data folder that pgfence.embedded created: use another folder"
+                f"data_dir '{self.data}' is neither empty nor a data directory that pgfence.embedded created: use another directory"
             )
         major = (self.data / "PG_VERSION").read_text().strip()
         if not re.match(rf"{major}\b", self.version):
             raise ValueError(
-                f"data_dir {self.data} was created by PostgreSQL {major}, but the binaries in {self.bindir} are {self.version}: "
-                f"choose other binaries with {_binaries.VARIABLE}, or use another folder"
+                f"data_dir '{self.data}' was created by PostgreSQL {major}, but the version of the binaries in '{self.bindir}' is"
+                f" {self.version}: set {_binaries.VARIABLE} to the directory of binaries of PostgreSQL {major}, or use another"
+                " data directory"
             )
         self.password = (self.data / _cluster.PASSWORD_FILE).read_text()
         hba = self.folder / "pg_hba.conf"
@@ -131,7 +132,7 @@ class Server:
             self._process = None
 
     def close(self) -> None:
-        """Stop the server and delete the files of this run, but not the data in a folder of the caller."""
+        """Stop the server and delete the files of this run, but not the data in a directory of the caller."""
         if os.getpid() != self._creator:
             return
         self.stop()
@@ -142,7 +143,7 @@ class Server:
         settings = self._settings | {
             "listen_addresses": self.host,
             "port": str(self.port),
-            # The setting is a list, so a comma or a blank in the name of a folder must be quoted.
+            # The setting is a list, so a comma or a blank in the name of a directory must be quoted.
             "unix_socket_directories": '"{}"'.format(str(self.folder).replace('"', '""')),
             "hba_file": str(self.folder / "pg_hba.conf"),
         }
@@ -168,13 +169,13 @@ class Server:
 def _check_settings(settings: Mapping[Any, Any]) -> dict[str, str]:
     for name, value in settings.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"settings must be strings, not {name!r}: {value!r}")
+            raise TypeError(f"the names and values of settings must be strings, not {name!r}: {value!r}")
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name, re.ASCII):
             raise ValueError(f"{name!r} is not a valid name for a server setting: use a name from postgresql.conf")
         if name.lower() in _OURS:
-            raise ValueError(f"pgfence.embedded itself sets {name}: remove it from settings")
+            raise ValueError(f"pgfence.embedded sets {name!r} itself: remove it from settings")
         if "\x00" in value:
-            raise ValueError(f"the value of {name} must not contain NUL")
+            raise ValueError(f"the value of {name!r} must not contain NUL")
     return {name.lower(): value for name, value in settings.items()}
 
 

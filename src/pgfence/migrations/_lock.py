@@ -84,7 +84,7 @@ def migration_lock(
     if not isinstance(connection, Connection):
         raise TypeError(
             f"migration_lock() takes the Connection that migrates, not {type(connection).__name__}: use the engine's connect(), or"
-            " call it in the function that run_sync calls"
+            " call migration_lock() in the function that run_sync() calls"
         )
     if key is not None and not isinstance(key, LockKey):
         raise TypeError(f"key must be a LockKey, such as LockKey.raw(1346918401), not {type(key).__name__}")

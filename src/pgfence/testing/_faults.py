@@ -17,6 +17,7 @@ from pgfence._holds.hold import Hold, format_names
 from pgfence._leases.grant import Grant
 from pgfence._leases.statements import LeaseStatements
 from pgfence._sql import testing as statements
+from pgfence._sql.errors import message_of
 from pgfence._sql.sqlstate import NO_RIGHT, sqlstate_of
 from pgfence._sql.storage import TableNames
 from pgfence.advisory import AdvisoryLock
@@ -125,7 +126,7 @@ class PgfenceFaults:
             LockNotHeldError: no session holds the lock.
             TypeError: the handle belongs to a lease.
             TimeoutError: the holder did not notice the loss within 10 s.
-            FaultUnavailableError: this role may not terminate the session, or the process belongs to another user.
+            FaultUnavailableError: this role may not end the session, or the process belongs to another user.
             ProcessLookupError: there is no such process.
             ValueError: a process object has not been started.
         """
@@ -327,8 +328,8 @@ def _terminate(engine: Engine, pid: int | None) -> None:
         if sqlstate_of(error) != NO_RIGHT:
             raise
         raise FaultUnavailableError(
-            f"this role may not terminate the session {pid}: connect as a superuser or as the session's role, or run: GRANT"
-            f" pg_signal_backend TO {engine.url.username}"
+            f"this role may not end the session of backend {pid}: {message_of(error)}. Run GRANT pg_signal_backend TO <role>, or"
+            " connect as the session's own role (only a superuser can end the session of a superuser)"
         ) from error
 
 

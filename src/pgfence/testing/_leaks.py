@@ -60,7 +60,8 @@ class LockRow(NamedTuple):
         shared = "shared " if self.mode == "ShareLock" else ""
         verb = "held" if self.granted else "still waited for"
         query = textwrap.shorten(self.query or "", 100, placeholder=" ...")
-        session = "" if self.state is None else f"; the session is {self.state}, and its last statement was: {query}"
+        last = f", and its last statement was: {query}" if query else ""
+        session = "" if self.state is None else f"; the session is {self.state}{last}"
         return f"{shared}advisory lock {what}, {verb} by {holder}{session}"
 
 

@@ -46,7 +46,7 @@ def check_leaked_locks(examined: Examined) -> Iterator[Finding]:
             "leaked-locks",
             f"{count_items(len(leaked), 'idle session holds', 'idle sessions hold')} {count_items(locks, 'advisory lock', 'advisory locks')}"
             f" that pgfence did not take: {join_items(listed)}.",
-            'List these sessions with pgfence release-leaked --dry-run --reason "...". To end them, run the command'
+            'List these sessions with `pgfence release-leaked --dry-run --reason "..."`. To end them, run the command'
             " without --dry-run.",
         )
 
@@ -55,16 +55,22 @@ def check_waits(examined: Examined) -> Iterator[Finding]:
     long = [one for one in examined.snapshot.waits if (one["waited"] or 0) >= LONG_WAIT]
     if long:
         listed = [
-            f"backend {one['pid']} for {one['waited']:.0f} s, blocked by"
-            f" {', '.join(map(str, one['blockers'])) or 'no session at the moment'}"
+            f"backend {one['pid']} for {one['waited']:.0f} s, blocked by {_describe_blockers(one['blockers'])}"
             for one in long
         ]
         yield build_finding(
             "long-wait",
             f"{count_items(len(long), 'session has', 'sessions have')} waited for at least {LONG_WAIT:g} s: {join_items(listed)}.",
-            'Find the holder with `pgfence ps`, and evict it with pgfence evict NAME --reason "...". If it holds a'
+            'Find the holder with `pgfence ps`, and evict it with `pgfence evict NAME --reason "..."`. If it holds a'
             " transaction lock, end its session with SELECT pg_terminate_backend(...).",
         )
+
+
+def _describe_blockers(pids: list[int]) -> str:
+    # pg_blocking_pids() returns 0 for a prepared transaction.
+    backends = ", ".join(f"backend {pid}" for pid in pids if pid)
+    prepared = "a prepared transaction" if 0 in pids else ""
+    return " and ".join(filter(None, (backends, prepared))) or "no session at the moment"
 
 
 def check_invalid_indexes(examined: Examined) -> Iterator[Finding]:

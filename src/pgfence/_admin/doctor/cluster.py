@@ -88,8 +88,8 @@ def check_standby_clock(examined: Examined) -> Iterator[Finding]:
         yield build_finding(
             "standby-clock",
             f"{count_items(len(ahead), 'standby has a clock', 'standbys have clocks')} ahead of the server's: {join_items(ahead)}.",
-            "Run a time service (chrony, systemd-timesyncd) on all hosts of the cluster: `timedatectl` shows whether it is"
-            " synchronized.",
+            "Run a time service (chrony, systemd-timesyncd) on all hosts of the cluster: `timedatectl` shows whether the clock"
+            " is synchronized.",
         )
 
 

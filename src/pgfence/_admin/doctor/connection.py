@@ -84,7 +84,8 @@ def check_clock(examined: Examined) -> Iterator[Finding]:
             "clock",
             f"The server's clock is {abs(difference):.1f} s {'ahead of' if difference > 0 else 'behind'} this host's"
             f" (accurate to within {doubt * 1000:.0f} ms).",
-            "Run a time service (chrony, systemd-timesyncd) on both hosts: `timedatectl` shows whether it is synchronized.",
+            "Run a time service (chrony, systemd-timesyncd) on both hosts: `timedatectl` shows whether the clock is"
+            " synchronized.",
         )
 
 

@@ -29,14 +29,14 @@ def check_environment(ini: Path) -> Iterator[Finding]:
     if _LOCK not in names:
         yield build_finding(
             "alembic-lock",
-            f"{script} does not use pgfence's migration_lock.",
+            f"'{script}' does not use pgfence's migration_lock.",
             "Import it from pgfence.migrations, and call context.begin_transaction() inside this block:"
             " with migration_lock(connection, timeout=600): ...",
         )
     if "autogenerate_plugins" not in names | texts or not any(_is_plugin(text) for text in texts):
         yield build_finding(
             "alembic-plugin",
-            f"{script} does not select pgfence's plugin for autogenerate.",
+            f"'{script}' does not select pgfence's plugin for autogenerate.",
             'Add it to the call: context.configure(..., autogenerate_plugins=["alembic.autogenerate.*", "pgfence"])',
         )
 
@@ -53,13 +53,13 @@ def find_script(ini: Path) -> Path:
             parser.read_file(lines)
         location = parser.get("alembic", "script_location")
     except OSError as error:
-        raise ValueError(f"cannot read {ini}: {error.strerror}") from error
+        raise ValueError(f"cannot read '{ini}': {error.strerror}") from error
     except (configparser.NoSectionError, configparser.NoOptionError) as error:
-        raise ValueError(f"{ini} has no script_location in a section [alembic]") from error
+        raise ValueError(f"'{ini}' has no script_location in a section [alembic]") from error
     except (configparser.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{ini} is not a valid ini file: {type(error).__name__}") from error
+        raise ValueError(f"'{ini}' is not a valid ini file: {type(error).__name__}") from error
     if ":" in location and not Path(location).is_absolute():
-        raise ValueError(f"the script_location of {ini} is in a package ({location}), which pgfence does not import")
+        raise ValueError(f"the script_location of '{ini}' is in a package ({location}), which pgfence does not import")
     return ini.parent / location / "env.py"
 
 
@@ -68,9 +68,9 @@ def _read_words(script: Path) -> tuple[set[str], set[str]]:
     try:
         tree = ast.parse(script.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read {script}: {error.strerror}") from error
+        raise ValueError(f"cannot read '{script}': {error.strerror}") from error
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise ValueError(f"{script} is not a Python program: {error}") from error
+        raise ValueError(f"'{script}' is not a Python program: {error}") from error
     names: set[str] = set()
     texts: set[str] = set()
     for node in ast.walk(tree):

@@ -44,7 +44,7 @@ def check_tables(examined: Examined) -> Iterator[Finding]:
     if elsewhere:
         yield build_finding(
             "tables-elsewhere",
-            f"pgfence's tables are in schema {', '.join(map(repr, elsewhere))}, but not where pgfence looks:"
+            f"pgfence's tables are in schema {' and in schema '.join(map(repr, elsewhere))}, but not where pgfence looks:"
             f" {place.describe(seen.database, seen.search_path)}.",
             f"Set the schema: configure(engine, schema={elsewhere[0]!r}), or --schema {elsewhere[0]} on the command line.",
         )
@@ -64,7 +64,7 @@ def check_functions(examined: Examined) -> Iterator[Finding]:
     if missing := sorted(set(read_functions(examined.place)) - there):
         yield build_finding(
             "tables-differ",
-            f"{len(missing)} of pgfence's functions are missing in schema {seen.schema!r}: {', '.join(missing[:3])}"
+            f"{len(missing)} of pgfence's functions {'is' if len(missing) == 1 else 'are'} missing in schema {seen.schema!r}: {', '.join(missing[:3])}"
             f"{', ...' if len(missing) > 3 else ''}.",
             examined.place.command,
         )

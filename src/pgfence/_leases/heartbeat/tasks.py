@@ -237,7 +237,8 @@ def translate_renewal_error(error: Exception, place: TableNames) -> Exception:
     """Return the exception for the caller of `renew()` when a renewal failed."""
     if told := translate_error(error, place):
         return told
-    reason = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
+    # libpq's message has several lines.
+    reason = " ".join(str(getattr(error, "orig", None) or error).split()).rstrip(".") or type(error).__name__
     answer = UnreachableError(
         f"no response to the renewal: {reason}. The lease is held until its deadline; remaining() returns the seconds left"
     )

@@ -69,7 +69,7 @@ def tenants(connection: Connection) -> list[str]:
         return found
     asked = options["tenants"].split(",")
     if missing := [schema for schema in asked if schema not in schemas]:
-        raise CommandError(f"-x tenants: there is no schema {', '.join(map(repr, missing))}")
+        raise CommandError(f"-x tenants: there is no schema {' or '.join(map(repr, missing))}")
     return asked
 
 
