@@ -226,7 +226,7 @@ def test_bases_are_reached_and_private_attributes_are_rejected() -> None:
     same(Lines, Lines(Line()))
     same(Held, Held(1))
     same(list[Kind], [Kind.A])
-    with pytest.raises(TypeError, match="private attributes are not stored, and it has _seen"):
+    with pytest.raises(TypeError, match="private attributes are not stored, and it has '_seen'"):
         Codec.of(Guarded)
 
 
@@ -246,7 +246,7 @@ class Declined(Exception):
 @every_row(
     ("rejected", "why"),
     [
-        (Guarded, "private attributes are not stored, and it has _seen. Return a model without them"),
+        (Guarded, "private attributes are not stored, and it has '_seen'. Return a model without them"),
         (Fee, "it is an enumeration and a dataclass. Return an instance of a class that is only one of these"),
         (Declined, "it is a dataclass and an exception. Return an instance of a class that is only one of these"),
     ],

@@ -172,7 +172,8 @@ class Codec(Generic[T]):
         if missing := [one for one in names if one not in held]:
             raise IdempotencyMisuseError(
                 f"the result contains an instance of {type(value).__qualname__} without a value for"
-                f" {', '.join(map(repr, missing))}, so it cannot be stored. Do not omit fields in model_construct(): validate the model, or give each field a value"
+                f" {', '.join(map(repr, missing))}, so it cannot be stored. Do not omit fields in model_construct():"
+                " validate the model, or give each field a value"
             )
         written: dict[str, object] = {"v": {one: self._write(held[one]) for one in names}}
         if value.__pydantic_fields_set__ != names:
@@ -193,8 +194,8 @@ class Codec(Generic[T]):
         kind = self._known.get(found["$c"])
         if kind is None:
             raise IdempotencyMisuseError(
-                f"the stored result contains an instance of {found['$c']}, which result= (or the annotation of the function) does not refer to."
-                " Keep a renamed class available under its old name as long as results of it are stored"
+                f"the stored result contains an instance of {found['$c']}, which result= (or the annotation of the function)"
+                " does not refer to. Keep a renamed class available under its old name as long as results of it are stored"
             )
         if issubclass(kind, Enum):
             return kind[found["m"]] if "m" in found else kind(found["v"])

@@ -39,7 +39,8 @@ def decode(text: str, record: tuple[type[Exception], ...], codec: Codec[Any], wh
     named = [kind for kind in _with_subclasses(record) if kind.__qualname__ == found["class"]]
     if not named:
         return IdempotencyMisuseError(
-            f"{what} ended with the exception {found['class']}, which record= does not include. Add the class or one of its base classes"
+            f"{what} ended with the exception {found['class']}, which record= does not include. Add"
+            " the class or one of its base classes"
         )
     # The class in the same module is preferred. A class that has moved to another module is still found by its name.
     kind = next((kind for kind in named if kind.__module__ == found.get("module")), named[0])

@@ -197,8 +197,8 @@ class _Request(_Eviction):
             return f"No process leads the election {self._name!r}, so there is no leader to ask."
         if all(holder.kind != "term" for holder in seen.holders):
             raise MisuseError(
-                f"{self._name!r} is held by {describe_kind(seen.holders[0].kind)}, not by the leader of an election: omit --ask to evict "
-                f"the holder"
+                f"{self._name!r} is held by {describe_kind(seen.holders[0].kind)}, not by the leader of an election: omit --ask"
+                " to evict the holder"
             )
         return None
 

@@ -64,8 +64,8 @@ def check_functions(examined: Examined) -> Iterator[Finding]:
     if missing := sorted(set(read_functions(examined.place)) - there):
         yield build_finding(
             "tables-differ",
-            f"{len(missing)} of pgfence's functions {'is' if len(missing) == 1 else 'are'} missing in schema {seen.schema!r}: {', '.join(missing[:3])}"
-            f"{', ...' if len(missing) > 3 else ''}.",
+            f"{len(missing)} of pgfence's functions {'is' if len(missing) == 1 else 'are'} missing in schema {seen.schema!r}:"
+            f" {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}.",
             examined.place.command,
         )
 
