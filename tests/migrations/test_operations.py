@@ -149,11 +149,11 @@ async def test_two_prefixes_fence_one_table_independently(
         (lambda op, at: op.add_fence("Entry", resource="{page}", schema=at, pgfence_schema=at), ValueError, "'page'"),
         (lambda op, at: op.add_fence("Entry", resource="{a.b}", schema=at, pgfence_schema=at), ValueError, "braces"),
         (lambda op, at: op.add_fence("Entry", resource="r", schema=at, prefix="no_"), SchemaError, "--prefix no_"),
-        (lambda op, at: op.create_pgfence(schema=at, version=99), ValueError, "version 99"),
-        (lambda op, at: op.upgrade_pgfence(0, 1, schema=at), ValueError, "version 0"),
+        (lambda op, at: op.create_pgfence(schema=at, version=99), ValueError, "not 99"),
+        (lambda op, at: op.upgrade_pgfence(0, 1, schema=at), ValueError, "from 1 to .*not 0"),
         (lambda op, at: op.upgrade_pgfence(2, 1, schema=at, prefix="no_"), SchemaError, "no pgfence tables"),
         (lambda op, at: op.create_pgfence(schema=""), ValueError, "schema must not be empty"),
-        (lambda op, at: op.create_pgfence(schema=at, version=True), ValueError, "version True"),
+        (lambda op, at: op.create_pgfence(schema=at, version=True), ValueError, "not True"),
         (lambda op, at: op.add_fence(MetaData, resource="r"), TypeError, "must be a str"),
         (lambda op, at: op.add_fence("", resource="r"), ValueError, "must not be empty or contain NUL: ''"),
         (lambda op, at: op.drop_fence("T\0"), ValueError, "must not be empty or contain NUL"),
@@ -278,7 +278,7 @@ def test_a_script_drops_nothing_that_is_still_used(engine: Engine, tmp_path: Pat
         psql.execute(script_of(engine, tmp_path, "op.create_pgfence()"))
         use(psql, "public", what)
         for directive in ("op.drop_pgfence()", "op.upgrade_pgfence(2, 1)")[: 1 if what == "lease" else 2]:
-            with pytest.raises(psycopg.errors.RaiseException, match=f"the {what} .* is held"):
+            with pytest.raises(psycopg.errors.RaiseException, match=f"the {what} '.*' is held: stop its holder first"):
                 psql.execute(script_of(engine, tmp_path, directive))
             psql.execute("ROLLBACK")
         use(psql, "public", what, ended=True)

@@ -190,7 +190,7 @@ def build_unused_check(place: TableNames, read_version: int = 0) -> str:
         f"    IF pg_catalog.to_regclass({quote_literal(place.name(name))}) IS NOT NULL THEN\n"
         f"        SELECT {column} INTO found FROM {place.name(name)} WHERE {condition} LIMIT 1;\n"
         "        IF found IS NOT NULL THEN\n"
-        f"            RAISE EXCEPTION '{what} " % " is held: stop its holder first', found;\n"
+        f"            RAISE EXCEPTION '{what} ''%'' is held: stop its holder first', found;\n"
         "        END IF;\n    END IF;\n"
         for name, (what, column, condition) in _USE.items()
         if not read_version or name not in list_column_types(read_version)
