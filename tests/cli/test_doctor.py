@@ -81,7 +81,7 @@ def test_an_error_is_1_and_the_environment_of_alembic_is_found(
     assert "alembic.ini' has no script_location" in capfd.readouterr().err
     (tmp_path / "alembic.ini").write_text("script_location = migrations\n")
     assert main(["doctor", "--dsn", dsn]) == 64
-    assert "alembic.ini is not a valid ini file: MissingSectionHeaderError" in capfd.readouterr().err
+    assert "alembic.ini' is not a valid ini file: MissingSectionHeaderError" in capfd.readouterr().err
 
 
 def test_the_page_lists_every_finding() -> None:

@@ -237,7 +237,7 @@ def test_a_resource_in_another_table_cannot_be_read_off() -> None:
         id: Mapped[int] = mapped_column(ForeignKey("entry.id"), primary_key=True)
 
     assert fence_of(Base.metadata.tables["entry"]) is None
-    with pytest.raises(CommandError, match="book is in another table"):
+    with pytest.raises(CommandError, match="'book' is in another table"):
         fence_of(Base.metadata.tables["closing"])
     Closing.__fence_resource__ = staticmethod(lambda row: f"entry:{row.id}")
     assert fence_of(Base.metadata.tables["closing"]) == "entry:{id}"
@@ -257,7 +257,7 @@ def test_a_table_argument_that_cannot_be_built_is_named_in_the_error(
     """No traceback, but an error of Alembic's command that names the table."""
     metadata = models(entry="books")
     metadata.tables["entry"].info.update(info)
-    with pytest.raises(CommandError, match=f"table entry .*{told}"):
+    with pytest.raises(CommandError, match=f"table 'entry' .*{told}"):
         Project(tmp_path / "alembic", engine, metadata).generate()
 
 

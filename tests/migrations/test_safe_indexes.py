@@ -121,7 +121,7 @@ def test_an_incomparable_index_is_accepted_by_its_definition(connection: Connect
     before = indexes(connection)
     with pytest.raises(
         ValueError,
-        match=r"does not exist; it is UNIQUE USING btree \(f\(entry\.\*\)\)\): if the two indexes are the same,",
+        match=r"does not exist; the existing index is UNIQUE USING btree \(f\(entry\.\*\)\)\): if the two indexes are the same,",
     ):
         build(connection, "ix", [text("f(entry)")], unique=True)
     build(connection, "ix", [text("f(entry.*)")], unique=True)
