@@ -36,6 +36,7 @@ def text_error(error: BaseException, values: object, driver: Callable[[], object
     SQLAlchemy would replace a lost connection.
     """
     codec, state = _find_encode_error(error), sqlstate_of(error)
+    shown: str | None
     if codec is not None:
         shown = codec.object[max(0, codec.start - _SHOWN // 2) : codec.end + _SHOWN // 2]
         if any("\ud800" <= letter <= "\udfff" for letter in codec.object[codec.start : codec.end]):
