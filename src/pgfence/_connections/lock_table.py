@@ -54,6 +54,9 @@ class LockTable:
             raise judged
         if judged == "warn" and not self._warned:
             log.warning(
-                "the server's lock table is nearly full: %d of at least %d entries are used", self._used, self._limit
+                "the server's lock table is nearly full: %d of at least %d entries are used. Hold fewer locks at a time, or increase"
+                " max_locks_per_transaction",
+                self._used,
+                self._limit,
             )
         self._warned = judged == "warn"

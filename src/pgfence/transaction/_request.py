@@ -156,8 +156,14 @@ class TransactionLockBase(Guided):
     def _autocommit_error(self) -> TransactionStateError:
         return TransactionStateError(
             f"the lock on {format_names(self._list_labels())} was not requested, because the connection is in autocommit, where the lock"
-            " would end with its own statement. Use a connection without AUTOCOMMIT, and commit and roll back through SQLAlchemy;"
-            " or use AdvisoryLock"
+            " would end with its own statement. Use a connection without AUTOCOMMIT, or"
+            f" {type(self).__name__.replace('TransactionLock', 'AdvisoryLock')}"
+        )
+
+    def _unbegun_error(self) -> TransactionStateError:
+        return TransactionStateError(
+            f"the lock on {format_names(self._list_labels())} is not held, because the server has no open transaction: SQL text has"
+            " ended the transaction, and the driver has not begun another one. Commit and roll back through SQLAlchemy"
         )
 
     def _find_missing(self, record: TransactionRecord, keys: tuple[LockKey, ...]) -> tuple[LockKey, ...]:
@@ -274,7 +280,7 @@ class TransactionLockBase(Guided):
         answer = sql.ask(connection, keys, shared=self._shared, stale_snapshot_ok=self._stale_snapshot_ok)
         if sql.read_driver_state(connection).idle:
             # The driver reported a transaction that the server does not have, for example after a COMMIT in plain SQL.
-            raise self._autocommit_error()
+            raise self._unbegun_error()
         if answer.taken == len(keys):
             if guarded:
                 sql.keep(connection)
@@ -322,14 +328,19 @@ class TransactionLockBase(Guided):
             raise judged
         if judged == "warn" and call.connection.dialect not in _WARNED:
             _WARNED.add(call.connection.dialect)
-            log.warning("the server's lock table is nearly full: %d of at least %d entries are used", used, limit)
+            log.warning(
+                "the server's lock table is nearly full: %d of at least %d entries are used. Hold fewer locks at a time, or increase"
+                " max_locks_per_transaction",
+                used,
+                limit,
+            )
 
     def _build_error_context(self) -> ErrorContext:
         names = format_names(self._list_labels())
         return ErrorContext(
             deadlock=f"waiting for {names} caused a deadlock, and PostgreSQL has aborted this transaction: roll back and"
             " retry. Acquire all locks at once, before the first write",
-            fewer_locks=f"the lock table had no room for {names}, and PostgreSQL has aborted this transaction. Hold fewer locks at a time",
+            fewer_locks=f"there was no room for {names}, and PostgreSQL has aborted this transaction. Hold fewer locks at a time",
         )
 
     def _refusal_error(self, answer: sql.LockResult) -> PgfenceError:
