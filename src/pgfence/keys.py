@@ -29,11 +29,15 @@ SEPARATOR = "\x1f"
 
 def _check_text(value: object, what: str, for_several: str = "pass one of its items") -> str:
     if not isinstance(value, str):
-        way = "use str() if that is what you mean"
+        way = "use str() if you mean its text"
         if isinstance(value, (tuple, list, set, frozenset)):
             way = for_several
         elif isinstance(value, LockKey):
             way = "pass the name itself"
+        elif isinstance(value, (bytes, bytearray)):
+            way = "use decode(), because str() would return another text"
+        elif value is None:
+            way = "str() would return the text 'None'"
         raise TypeError(f"{what} must be a str, not {type(value).__name__}: {way}")
     for bad, called in (("\x00", "NUL"), (SEPARATOR, "U+001F")):
         if bad in value:

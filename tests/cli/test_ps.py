@@ -175,7 +175,9 @@ def test_mistakes_and_servers_that_cannot_be_used_have_codes(
     assert main(["ps", "--dsn", "postgresql://nobody@127.0.0.1:1/nothing"]) == 69
     assert capfd.readouterr().err.rstrip().endswith("Nothing was done")
     assert main(["ps", "--prefix", "no_such_"]) == 0
-    assert capfd.readouterr().out.startswith("Nothing is held.\nThere are no pgfence tables in database ")
+    assert capfd.readouterr().out.startswith(
+        "Nothing is held.\nThere are no pgfence tables with the prefix 'no_such_' in database "
+    )
 
 
 def test_closed_stdout_discards_the_output(name: str, engine: Engine) -> None:

@@ -221,8 +221,10 @@ def test_messages_name_no_private_class() -> None:
 @every_row(
     ("given", "advice"),
     [
-        (7, "not int: use str\\(\\) if that is what you mean"),
+        (7, "not int: use str\\(\\) if you mean its text"),
         (("a", "b"), "not tuple: pass one of its items"),
+        (b"a", "not bytes: use decode\\(\\), because str\\(\\) would return another text"),
+        (None, "not NoneType: str\\(\\) would return the text 'None'"),
         (pgfence.LockKey.of("a"), "not LockKey: pass the name itself"),
     ],
 )

@@ -266,7 +266,8 @@ def _list_hidden(query: HoldQuery, access: Access) -> Iterable[str]:
         )
     # By default, missing tables are normal, because advisory locks need none.
     if query.place != TableNames() and all(rows == statements.MISSING for rows in access.tables.values()):
-        yield f"There are no pgfence tables {query.place.describe(access.database)}, so leases and keys are not listed"
+        prefix = "" if query.place.prefix == TableNames().prefix else f" with the prefix {query.place.prefix!r}"
+        yield f"There are no pgfence tables{prefix} {query.place.describe(access.database)}, so leases and keys are not listed"
 
 
 class _Waiters:

@@ -151,7 +151,7 @@ class _Handle:
     def __reduce__(self) -> NoReturn:
         # copy.copy() calls this too. A dropped copy would release the lock, although the original handle is still in use.
         raise TypeError(
-            f"a {type(self).__name__} cannot be copied or pickled, because it stands for one lock: pass the handle itself, or the"
+            f"this {type(self).__name__} cannot be copied or pickled, because it stands for one lock: pass the handle itself, or the"
             " names and the token of the lock"
         )
 

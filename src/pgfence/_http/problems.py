@@ -149,7 +149,9 @@ OF_ERRORS = {
         f"This request took too long and lost its claim on the Idempotency-Key, so its result was not stored. {_LATER}",
     ),
     "LockTimeoutError": Problem(
-        "lock_timeout", 423, f"Another request or process holds the lock that this request needs. {_LATER}"
+        "lock_timeout",
+        423,
+        f"Other requests or processes are using the lock, the permits or the rate limit that this request needs. {_LATER}",
     ),
     "WaitCancelledError": Problem(
         "wait_cancelled",

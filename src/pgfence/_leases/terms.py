@@ -124,7 +124,9 @@ def build_terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lo
         if most <= 0:
             raise ValueError("max_hold must be more than 0 seconds; pass None for an unlimited hold")
         if least > most:
-            raise ValueError(f"min_hold={least:g} is longer than max_hold={most:g}")
+            raise ValueError(
+                f"min_hold={least:g} is longer than max_hold={most:g}: decrease min_hold, or increase max_hold"
+            )
         _check_finite(most, "max_hold")
     return LeaseTerms(length, least, delay, most)
 
