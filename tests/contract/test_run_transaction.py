@@ -315,8 +315,9 @@ async def test_no_attempt_begins_after_the_timeout(world: World, timeout: Any) -
         began.append(clock())
         raise StaleDataError("x")
 
-    with pytest.raises(StaleDataError):
+    with pytest.raises(StaleDataError) as caught:
         await transact(world, engine, work, attempts=6 if timeout == math.inf else 1000, timeout=timeout)
+    assert ("because the timeout has passed" in caught.value.__notes__[0]) is (timeout != math.inf)
     if timeout == 0:
         assert len(began) == 1
     elif timeout == math.inf:

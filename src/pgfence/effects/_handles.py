@@ -100,12 +100,12 @@ class _Attempt:
     def _mark_step(self, name: str) -> Iterator[None]:
         """Mark a step as running inside the block."""
         if self._completed is not NOTHING:
-            raise IdempotencyMisuseError(f"{self!r} is complete: steps must come before complete()")
+            raise IdempotencyMisuseError(f"{self._running} is complete: steps must come before complete()")
         self.check()
         mark = object()
         if self.in_progress.setdefault(name, mark) is not mark:
             raise IdempotencyMisuseError(
-                f"the step {name!r} of {self!r} is already running: give each step a different name"
+                f"the step {name!r} of {self._running} is already running: give each step a different name"
             )
         try:
             yield
@@ -120,7 +120,7 @@ class _Attempt:
                 self.unsaved[name] = self._codec.encode(value)
             except BaseException as error:
                 self.unsaved[""] = ""
-                error.add_note(f"the step {name!r} of {self!r} was done, but its result could not be saved")
+                error.add_note(f"the step {name!r} of {self._running} was done, but its result could not be saved")
                 raise
         await self._running.save_step(name, self.unsaved[name])
         del self.unsaved[name]
@@ -143,7 +143,7 @@ class _Attempt:
         except DBAPIError as error:
             if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                 raise IdempotencyMisuseError(
-                    f"{self!r} was completed in another transaction that is still open: commit it or roll it back first"
+                    f"{self._running} was completed in another transaction that is still open: commit it or roll it back first"
                 ) from error
             raise_translated(error, self._running.place, ErrorContext(NEEDED))
             raise

@@ -116,7 +116,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
             self._codec.check(value, str(self._wanted))
             return self._codec.encode(value)
         except BaseException as error:
-            error.add_note(f"{attempt!r} was done, but its result could not be stored")
+            error.add_note(f"{attempt._running} was done, but its result could not be stored")
             raise
 
     # ------------------------------------------------------------ one run, sync and async
@@ -132,7 +132,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
             if attempt._completed is not NOTHING:
                 if not await running.confirm():
                     raise IdempotencyMisuseError(
-                        f"{attempt!r} was completed in a transaction that was not committed before the function returned, so no"
+                        f"{attempt._running} was completed in a transaction that was not committed before the function returned, so no"
                         " result is stored: commit the transaction inside the function"
                     )
                 return cast("T", attempt._completed)

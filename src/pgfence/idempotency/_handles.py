@@ -71,9 +71,9 @@ class Op(Generic[T]):
         """
         if self._complete:
             how = (
-                "was replayed: check op.replayed before doing the work"
+                "already had a stored result: check op.replayed before doing the work"
                 if self._claim.replayed
-                else "already has a result"
+                else "already has a result: call op.complete(value) once"
             )
             raise IdempotencyMisuseError(f"{self._call} {how}")
         self._call.codec.check(value, str(self._call))
@@ -84,8 +84,8 @@ class Op(Generic[T]):
         """Return the error for a block that ended without an exception and did not do what it must, or None."""
         if self._claim.replayed and not self._read:
             return IdempotencyMisuseError(
-                f"{self._call} was replayed, but the block did not check op.replayed, so its work was done a second time. Roll"
-                " back, and begin the block with `if op.replayed`"
+                f"{self._call} already had a stored result, but the block did not check op.replayed, so its work was done a second"
+                " time. Roll back, and begin the block with `if op.replayed`"
             )
         if not self._complete:
             return IdempotencyMisuseError(

@@ -177,7 +177,7 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
     def _build_mismatch_error(self, count: int, hash_name: str) -> ValueError:
         return ValueError(
             f"{format_names((self._name,))} has {count} {'partition' if count == 1 else 'partitions'} by {hash_name}, not"
-            f" {self.count} by {self.hash}, and under both settings, a key would belong to two partitions. Use count={count} and"
+            f" {self.count} by {self.hash}, and a key could belong to a different partition under each setting. Use count={count} and"
             f" hash={hash_name!r}, or stop all workers and call resize(); another hash needs another name"
         )
 

@@ -90,15 +90,17 @@ class Retries:
             return False
         if attempt.joined and is_snapshot_error(error):
             error.add_note(
-                "not retried: this was a savepoint in a transaction that is already open and keeps its snapshot and locks."
-                " Roll back the whole transaction and retry all of it"
+                "the work was not retried, because it ran in a savepoint of a transaction that was already open and keeps its snapshot"
+                " and locks. Roll back the whole transaction and retry all of it"
             )
             return False
         if self._number < self._plan.attempts and left > 0:
             return True
         took = clock() - self._began
+        why = ", because the timeout has passed" if left <= 0 else ""
         error.add_note(
-            f"given up after attempt {self._number} of {self._plan.attempts}, {took:.1f} s after the first began"
+            f"the transaction was given up after attempt {self._number} of {self._plan.attempts}, {took:.1f} s after the first"
+            f" attempt began{why}"
         )
         return False
 
