@@ -426,6 +426,20 @@ async def test_a_statement_whose_rows_are_unknown_is_rejected(
     assert await on_session(world, engine, lambda session: rows(session, cls)) == [(1, book, 0, 3)]
 
 
+async def test_an_insert_from_select_without_defaults_says_which_option_to_omit(world: World) -> None:
+    """With one resource the rows are known, but include_defaults=False leaves the token out."""
+    engine = world.engine()
+    cls = await entry(world, engine)
+    columns = ["id", "book", "amount"]
+    statement = insert(cls).from_select(columns, select(cls.id + 100, cls.book, cls.amount), include_defaults=False)
+
+    def work(session: Session) -> None:
+        session.execute(statement)
+
+    with pytest.raises(FenceRequiredError, match=r"writes no token: .* without include_defaults=False$"):
+        await under(world, engine, own(cls, 3), work)
+
+
 @pytest.mark.parametrize("statement", REFUSED)
 async def test_behind_the_gate_of_one_resource_such_statements_pass(world: World, statement: str) -> None:
     """Where all rows belong to one resource whose gate was entered, it does not matter which rows they are."""

@@ -103,6 +103,8 @@ async def test_a_row_kept_by_a_policy_is_not_a_conflict(
     with pytest.raises(PgfenceError, match="row-level security policy") as told:
         await on_session(world, engine, acting(cls, act), conflict_check=check)
     assert not isinstance(told.value, VersionConflictError)
+    # A trigger cannot prevent a row lock.
+    assert ("trigger" in str(told.value)) is not str(told.value).startswith("could not lock Page 2, because")
     assert await read(world, owner, cls) == before
 
 
