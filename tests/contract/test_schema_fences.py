@@ -410,8 +410,8 @@ async def test_a_table_that_is_not_there_is_named(world: World, books: str, admi
     engine = world.engine()
     admin.execute(f'CREATE VIEW "{books} view" AS SELECT * FROM "{books}"')
     for call, message in (
-        (lambda: schema.add_fence(engine, "nowhere", resource="r"), "table nowhere does not exist"),
-        (lambda: schema.drop_fence(engine, "no.where"), r"table no\.where does not exist"),
+        (lambda: schema.add_fence(engine, "nowhere", resource="r"), "table 'nowhere' does not exist"),
+        (lambda: schema.drop_fence(engine, "no.where"), r"table 'no\.where' does not exist"),
         (lambda: schema.add_fence(engine, f"{books} view", resource="r"), "fence the tables on which it is based"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -97,7 +97,7 @@ def test_what_a_partition_has_from_its_parent_comes_and_goes_with_that(
     schema.add_fence(engine, "late", resource="a:{id}")
     with pytest.raises(psycopg.DatabaseError, match="fence"):
         own_connection.execute("TRUNCATE late")
-    with pytest.raises(ValueError, match="child and parent would have different fences"):
+    with pytest.raises(ValueError, match="'child' and 'parent' would have different fences"):
         schema.add_fence(engine, "child", resource="b:{id}")
     own_connection.execute("ALTER TABLE child DISABLE TRIGGER ALL")
     assert refused(own_connection, "child") == [False]
@@ -117,7 +117,7 @@ def test_a_parent_takes_no_partition_of_another_resource(
     partitions(own_connection, "parent", "child")
     schema.create_all(engine)
     schema.add_fence(engine, "child", resource="b")
-    with pytest.raises(ValueError, match="parent and child would have different fences"):
+    with pytest.raises(ValueError, match="'parent' and 'child' would have different fences"):
         schema.add_fence(engine, "parent", resource="a:{id}")
     assert refused(own_connection, "child", "parent") == [True, True]
 

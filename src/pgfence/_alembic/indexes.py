@@ -100,7 +100,7 @@ def _expect_one_table(connection: Connection, table: Target, name: str) -> None:
     found = migration_scripts.find_index(connection, table, name)
     if migration_scripts.is_partitioned(connection, table) and not (found is not None and found.valid):
         raise ValueError(
-            f"{table} is a partitioned table, and PostgreSQL cannot build an index on all of its partitions concurrently: call"
+            f"'{table}' is a partitioned table, and PostgreSQL cannot build an index on all of its partitions concurrently: call"
             " create_index_safely for each partition, and then op.create_index for the table, which attaches these indexes"
         )
 

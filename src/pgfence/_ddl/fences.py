@@ -150,7 +150,7 @@ def add(connection: Connection, place: TableNames, target: Target, parts: tuple[
     _expect_own(connection, place, target)
     if (other := execute_plain(connection, select_contradicting(place, target, parts)).scalar()) is not None:
         raise ValueError(
-            f"{target} and {other} would have different fences, although one is a partition of the other: use the same"
+            f"the tables '{target}' and '{other}' would have different fences, although one is a partition of the other: use the same"
             " resource for both, or call drop_fence for the existing fence"
         )
     if not stands:
@@ -188,7 +188,7 @@ def drop(connection: Connection, place: TableNames, target: Target) -> None:
     _is_among_others(connection, target)
     _expect_own(connection, place, target)
     if _is_copied(connection, place, target):
-        _log.warning("%s keeps its fence, which belongs to the partitioned table", target)
+        _log.warning("table '%s' keeps its fence, which belongs to the partitioned table", target)
         return
     execute_plain(connection, f"DROP TRIGGER IF EXISTS {quote(place.prefix + 'fence')} ON {target.quoted}")
     _drop_truncate(connection, place, target)
@@ -250,7 +250,7 @@ def select_foreign(place: TableNames, target: Target) -> str:
 def _expect_own(connection: Connection, place: TableNames, target: Target) -> None:
     if (found := execute_plain(connection, select_foreign(place, target)).first()) is not None:
         raise ValueError(
-            f"{found.place} has an unrelated trigger named {found.tgname!r}: rename it, or use another prefix for pgfence"
+            f"table '{found.place}' has an unrelated trigger named {found.tgname!r}: rename it, or use another prefix for pgfence"
         )
 
 
@@ -283,9 +283,9 @@ def _is_among_others(connection: Connection, target: Target) -> bool:
         f" FROM pg_catalog.pg_class AS c WHERE c.oid = pg_catalog.to_regclass({quote_literal(target.quoted)})",
     ).one_or_none()
     if row is None:
-        raise ValueError(f"table {target} does not exist")
+        raise ValueError(f"table '{target}' does not exist")
     if row.kind not in {"r", "p"}:
-        raise ValueError(f"{target} is not a table and cannot be fenced: fence the tables on which it is based")
+        raise ValueError(f"'{target}' is not a table and cannot be fenced: fence the tables on which it is based")
     among: bool = row.among
     return among
 
@@ -322,9 +322,9 @@ def _expect_columns(connection: Connection, target: Target, columns: Sequence[st
     for column in columns:
         kind = execute_plain(connection, select_kind(target, column)).one_or_none()
         if kind is None:
-            raise ValueError(f"the resource names the column {column!r}, which {target} does not have")
+            raise ValueError(f"the resource names the column {column!r}, which table '{target}' does not have")
         if not kind.usable:
             raise ValueError(
-                f"the column {column!r} of {target} is {kind.name}, whose values have more than one text form: use text,"
+                f"the column {column!r} of table '{target}' is {kind.name}, whose values have more than one text form: use text,"
                 " integer, uuid, date or enum columns for a resource"
             )

@@ -88,7 +88,7 @@ def add(connection: Connection, place: TableNames, target: Target, column: str) 
     if found is not None and found.copied:
         if not same:
             raise ValueError(
-                f"{target} is a partition, and the version trigger of the partitioned table uses a column other than {column!r}:"
+                f"table '{target}' is a partition, and the version trigger of the partitioned table uses a column other than {column!r}:"
                 " pass that column as column="
             )
         execute_plain(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quote(trigger_name(place))}")
@@ -120,7 +120,7 @@ def drop(connection: Connection, place: TableNames, target: Target) -> None:
     _expect_table(connection, target)
     found = _find_trigger(connection, place, target)
     if found is not None and found.copied:
-        _log.warning("%s keeps its version trigger, which belongs to the partitioned table", target)
+        _log.warning("table '%s' keeps its version trigger, which belongs to the partitioned table", target)
         return
     execute_plain(connection, build_removal(place, target.quoted))
 
@@ -138,7 +138,7 @@ def _find_trigger(connection: Connection, place: TableNames, target: Target) -> 
     ).one_or_none()
     if found is not None and not found.proname.startswith(f"{place.prefix}version_v"):
         raise ValueError(
-            f"{target} has an unrelated trigger named {trigger_name(place)!r}: rename it, or use another prefix for"
+            f"table '{target}' has an unrelated trigger named {trigger_name(place)!r}: rename it, or use another prefix for"
             " pgfence"
         )
     return found
@@ -147,7 +147,7 @@ def _find_trigger(connection: Connection, place: TableNames, target: Target) -> 
 def _expect_table(connection: Connection, target: Target) -> None:
     there = f"SELECT pg_catalog.to_regclass({quote_literal(target.quoted)}) IS NOT NULL"
     if not execute_plain(connection, there).scalar_one():
-        raise ValueError(f"table {target} does not exist")
+        raise ValueError(f"table '{target}' does not exist")
 
 
 def _expect_column(connection: Connection, target: Target, column: str) -> None:
@@ -160,15 +160,17 @@ def _expect_column(connection: Connection, target: Target, column: str) -> None:
     ).one_or_none()
     if found is None:
         raise ValueError(
-            f"{target} has no column {column!r}: run ALTER TABLE {target.quoted} ADD {quote(column)} bigint NOT NULL DEFAULT 1."
-            " With joined inheritance, the trigger belongs on the table of the base class, which has the version"
+            f"table '{target}' has no column {column!r}: run ALTER TABLE {target.quoted} ADD {quote(column)} bigint NOT NULL"
+            " DEFAULT 1. With joined inheritance, the trigger belongs on the table of the base class, which has the version"
         )
     if found.kind not in _INTEGERS:
-        raise ValueError(f"the column {column!r} of {target} is {found.kind}, but the trigger needs an integer column")
+        raise ValueError(
+            f"the column {column!r} of table '{target}' is {found.kind}, but the trigger needs an integer column"
+        )
     if not found.attnotnull:
         command = backfill(target.quoted, column)
         raise SchemaError(
-            f"the column {column!r} of {target} allows NULL, and a row without a version cannot be guarded. Run: {command}",
+            f"the column {column!r} of table '{target}' allows NULL, and a row without a version cannot be guarded. Run: {command}",
             needed=1,
             command=command,
         )

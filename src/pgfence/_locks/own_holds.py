@@ -78,8 +78,9 @@ def find_self_deadlock(
     if not own:
         return None
     return SelfDeadlockError(
-        f"waiting for {format_names(names)} would deadlock: this {owner.kind} itself holds {format_names(own)} as an"
-        " AdvisoryLock on another connection. Pass the handle on, or work on the lock's own connection (AdvisoryLock.connect())",
+        f"waiting for {format_names(names)} would deadlock: this {owner.kind} itself holds {format_names(own)} as a session"
+        " lock on another connection. Pass the handle on or, with an AdvisoryLock, work on the lock's own connection"
+        " (AdvisoryLock.connect())",
         names=names,
     )
 

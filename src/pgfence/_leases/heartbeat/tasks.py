@@ -227,7 +227,8 @@ def report_failure(engine: Engine, events: EventHub, task: HeartbeatTask, error:
     """
     if first:
         where, fields = describe_server(engine), build_log_fields("renewal_failed")
-        log.warning("no response from %s, retrying until the deadlines of the leases: %s", where, error, extra=fields)
+        reason = " ".join(str(error).split())
+        log.warning("no response from %s, retrying until the deadlines of the leases: %s", where, reason, extra=fields)
     if events.active and isinstance(task, RenewTask):
         for grant in task.requests:
             grant.emit(events, "renewal_failed", reason=type(error).__name__)
