@@ -202,7 +202,7 @@ class MigrationLock:
 
     def _timeout_error(self, found: list[Holder], doing: str) -> LockTimeoutError:
         return LockTimeoutError(
-            f"could not acquire the migration lock {self._name} within {self._limit:g} s: {doing}. Wait longer (timeout=); or, if the"
+            f"could not acquire the migration lock {self._name} within {self._limit:g} s: {doing}. Pass a longer timeout= or, if the"
             " client of a backend that holds the lock has died, end that backend with pg_terminate_backend()",
             names=[self._key.label],
             keys=[self._key],
