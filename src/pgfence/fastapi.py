@@ -190,7 +190,9 @@ class Locked:
             else:
                 lock = TransactionLock(session, *names)
         except ValueError as error:
-            raise _Refused(NAME_INVALID, f"{error}.") from error
+            raise _Refused(
+                NAME_INVALID, f"A parameter of the path cannot be part of the name of a lock: {error}."
+            ) from error
         if isinstance(lock, AsyncTransactionLock):
             await lock.acquire(timeout=self._timeout)
         else:

@@ -270,6 +270,9 @@ async def test_a_name_that_cannot_be_one_is_the_clients_mistake(shop: Shop) -> N
     async with shop.client() as client:
         answer = await client.delete("/accounts/a%00b")
     assert (answer.status_code, answer.json()["code"]) == (422, "lock_name_invalid")
+    assert answer.json()["detail"].startswith(
+        "A parameter of the path cannot be part of the name of a lock: a lock name must "
+    )
     assert answer.headers["Content-Type"] == "application/problem+json"
 
 
