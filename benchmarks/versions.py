@@ -93,7 +93,7 @@ ONE = {
     "bare version_id_col": flush(Bare, 1),
     "Versioned in a Session": flush(Counted, 1),
     "Versioned in a VersionedSession": flush(Counted, 1, VersionedSession, 1),
-    "Versioned, mode server, in a VersionedSession": flush(Triggered, 1, VersionedSession),
+    "Versioned in server mode, in a VersionedSession": flush(Triggered, 1, VersionedSession),
     'Versioned, conflict_check="batch"': flush(Counted, 1, in_batch, 2),
 }
 
@@ -110,7 +110,7 @@ def several(number: int) -> dict[str, Make]:
         "Versioned in a VersionedSession": flush(Counted, number, VersionedSession),
         'Versioned, conflict_check="batch"': flush(Counted, number, in_batch, 1),
         'Versioned, conflict_check="row"': flush(Counted, number, in_rows, 2),
-        "Versioned, mode server, in a VersionedSession": flush(Triggered, number, VersionedSession),
+        "Versioned in server mode, in a VersionedSession": flush(Triggered, number, VersionedSession),
     }
 
 
@@ -128,10 +128,10 @@ def run(quick: bool) -> dict[str, Any]:
         trips = {number: _count_trips(place, VersionedSession, number) for number in (1, *SIZES)}
         trips_of_unversioned = _count_trips(place, Session, MANY, Plain)
         hook = _hook(place, 100 if quick else 4000)
-    versioned, triggered = "Versioned in a VersionedSession", "Versioned, mode server, in a VersionedSession"
+    versioned, triggered = "Versioned in a VersionedSession", "Versioned in server mode, in a VersionedSession"
     bars = [
         _bar("one versioned row, against a bare version_id_col", one, versioned, "bare version_id_col", 1.15),
-        _bar("mode server, one row, against a bare version_id_col", one, triggered, "bare version_id_col", 1.2),
+        _bar("server mode, one row, against a bare version_id_col", one, triggered, "bare version_id_col", 1.2),
         *[
             _bar(f"{number:,} versioned rows, against unversioned ones", many[number], versioned, "unversioned", 1.6)
             for number in SIZES

@@ -123,7 +123,7 @@ def add_fence(
 @overload
 def add_fence(engine: Engine | Connection, table: str | Table | type[object], *, resource: str) -> None: ...
 def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
-    """Make PostgreSQL reject every write to a table in a transaction that has not entered the gate of its resource.
+    """Make PostgreSQL reject each write to a table if its transaction has not entered the gate of the table's resource.
 
     A rejected write raises `FenceRequiredError`, or, on an engine through which pgfence has entered no gate yet, SQLAlchemy's own
     error with SQLSTATE PF002. A repeated call changes nothing. A call with another resource replaces the fence.

@@ -34,7 +34,7 @@ class Holder:
         purpose: the `purpose=` that the holder passed.
         token: the fencing token, if its kind has one.
         since: for a kind with a token, when the lock was granted; otherwise, when the transaction of the holder's session began,
-            or if it has none, when the state of the session last changed.
+            or, if it has none, when the state of the session last changed; for a prepared transaction, when it was prepared.
         expires_at: when the hold expires by the server's clock, if its kind expires.
         user: the role of the holder's session; only `monitoring.ps()` fills it in.
         address: the address that the owner of a partition registered.

@@ -187,7 +187,7 @@ def test_a_role_that_cannot_compare_gets_an_error(connection: Connection) -> Non
     connection.exec_driver_sql(f"REVOKE TEMP ON {database} FROM PUBLIC; CREATE ROLE {role}")
     connection.exec_driver_sql(f"GRANT USAGE ON SCHEMA public TO {role}; SET ROLE {role}")
     try:
-        with pytest.raises(ValueError, match="may differ from this one .*temporary"):
+        with pytest.raises(ValueError, match="may differ from the one to create .*temporary"):
             build(connection, "ix", [text("book ASC")])
     finally:
         connection.exec_driver_sql(

@@ -146,15 +146,15 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
         state = sqlstate_of(error)
         if state is None or state[:2] in _UNRELATED:
             raise
-        why, advice = message_of(error), "drop the existing index, or rename one of them"
+        differs, why, advice = "differs", message_of(error), "drop the existing index, or rename one of them"
         if state != migration_scripts.DIFFERS:
-            why = f"building it on an empty copy of the table failed: {why}"
+            differs, why = "may differ", f"building that one on an empty copy of the table failed: {why}"
             advice = (
                 "if the two indexes are the same, write yours exactly as the existing index is described; otherwise, drop the"
                 " existing index, or rename one of them"
             )
         raise ValueError(
-            f"there is already an index {found.called}, which may differ from this one ({why}): {advice}"
+            f"there is already an index {found.called}, which {differs} from the one to create ({why}): {advice}"
         ) from error
 
 

@@ -61,7 +61,8 @@ def enter(
 ) -> None:
     """Enter all gates or none, in one round trip.
 
-    At each gate, a newer holder waits for older ones inside, up to `wait` seconds or the session's own lock_timeout.
+    At each gate, a newer holder waits for older holders that are inside, for up to the session's own `lock_timeout` or, if none
+    is set, `wait` seconds.
     """
     style = style_of(connection.dialect)
     if len(tokens) == 1:

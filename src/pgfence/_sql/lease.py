@@ -38,10 +38,10 @@ _ADOPT = "text, text, bigint, text, text, text, integer"
 
 
 class LeaseSql(NamedTuple):
-    """The statement texts of leases, for one set of tables and one parameter style.
+    """The statement texts of leases, for one set of tables and one parameter style: their parameters in order, and the result.
 
     Attributes:
-        acquire: name, name, lease id, ttl, min_hold, lock_delay, max_hold or None, owner, host, pid, purpose, metadata as JSON or
+        acquire: name (twice), lease id, ttl, min_hold, lock_delay, max_hold or None, owner, host, pid, purpose, metadata as JSON or
             None, kind. One row: the token of a lease that had expired unreleased when the statement began, if there is one,
                 granted, token, expires_at, remaining, hold_remaining, checkpoint as JSON, kind, owner, host, pid, backend_pid,
                 application_name, purpose, since, set_back. If the lease is not granted, the row describes the holder, and

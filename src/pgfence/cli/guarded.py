@@ -56,7 +56,7 @@ class GuardedCommand(NamedTuple):
 
 
 def report_interrupted(report: Report, stop: Interrupted, when: str = "before the command was started") -> Report:
-    """Return the report of a call that a signal ended while no command was running."""
+    """Return the report of a run that was ended by a signal while no command was running."""
     name = signal.Signals(stop.signum).name
     return report.end("interrupted", Code.SIGNAL + stop.signum, f"received {name} {when}")
 

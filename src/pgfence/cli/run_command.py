@@ -154,7 +154,7 @@ _FAILURES = "If the lock is lost or no server can be reached"
     heading=_FAILURES,
     type=click.Choice([each.value for each in OnUnreachable]),
     default=OnUnreachable.FAIL.value,
-    help="When no server responds within --wait, fail, skip the command, or run it WITHOUT the lock. Default: fail.",
+    help="What to do if no server responds within --wait: fail, skip the command, or run it WITHOUT the lock. Default: fail.",
 )
 @running.build_grace_option(_FAILURES)
 @options.dsn

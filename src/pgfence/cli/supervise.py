@@ -15,8 +15,8 @@ Guarantees:
   CONT, because they may be stopped), and SIGKILL after the grace period. On Linux, this process is the reaper of the orphans, so
   it also finds orphans that left the group or session.
 - When this process has received HUP, INT, QUIT or TERM, the processes that the command left behind are ended in the same
-  way. After HUP and TERM, this applies to all of these processes, and after INT and QUIT, to those in the command's process
-  group.
+  way. After HUP or TERM, this applies to all of these processes; after INT or QUIT alone, only to those in the command's
+  process group.
 - If this process is killed with SIGKILL, a guard ends the command and what it started (see `guard`).
 - As PID 1 of a container, this process reaps orphans, and signals work although PID 1 has no default actions.
 

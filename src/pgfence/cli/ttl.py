@@ -56,7 +56,7 @@ class Sample:
         return max(self.values)
 
     def as_data(self) -> dict[str, float]:
-        """Return the figures, for JSON."""
+        """Return the number of values, the percentiles and the longest duration, for JSON."""
         figures = {f"p{percent}": round(self.get_percentile(percent), 6) for percent in (50, 99)}
         return {"count": len(self.values), **figures, "longest": round(self.longest, 6)}
 

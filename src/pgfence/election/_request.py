@@ -56,7 +56,7 @@ class TermOptions(LeaseOptions[EngineSourceT, HandleT]):
         super().__init__(engine, name, ttl=ttl, heartbeat=heartbeat, max_hold=max_hold, namespace=namespace)
 
     def with_owner(self, owner: str | None) -> Self:
-        """Return the options of a candidate with the name that operators see."""
+        """Return a copy of these options with the name of the candidate that operators see. None changes nothing."""
         if owner is None:
             return self
         other = copy(self)

@@ -51,7 +51,10 @@ def is_async(work: object) -> TypeIs[AsyncWork]:
         return False
     opens = isinstance(work, Engine) or is_sessionmaker(work) or is_async_engine(work) or is_async_sessionmaker(work)
     way = "; open a transaction first, or use lease.begin(...)" if opens else ""
-    raise TypeError(f"a fence needs a transaction: pass a Session or a Connection, not {type(work).__name__}{way}")
+    raise TypeError(
+        "a fence needs a transaction: pass a Session or a Connection, or the async counterpart of one, not"
+        f" {type(work).__name__}{way}"
+    )
 
 
 def unwrap_sync(work: SyncWork | AsyncWork) -> Session | Connection:

@@ -62,8 +62,8 @@ def fence(
         StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was reset. In
             REPEATABLE READ and SERIALIZABLE, PostgreSQL may raise a serialization failure (SQLSTATE 40001) instead.
         LockTimeoutError: a transaction of an older holder, or the first one with this token, was still inside the gate after the
-            configured `default_timeout`, or the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so roll
-            back.
+            session's own `lock_timeout` or, if none is set, the configured `default_timeout`. PostgreSQL has aborted this
+            transaction, so roll back.
         TransactionStateError: another statement was already sent in this transaction, or the connection is in autocommit or a
             pipeline.
         CapacityError: the server's lock table is full. PostgreSQL has aborted this transaction.

@@ -142,8 +142,8 @@ class FencedHeld(_HasToken, Held):
             StaleFencingTokenError: another token is valid now. No change of the transaction can be committed. In REPEATABLE READ
                 and SERIALIZABLE, PostgreSQL may raise a serialization failure (SQLSTATE 40001) instead.
             LockTimeoutError: a transaction of an older holder, or the first one with this token, was still inside the gate after
-                the configured `default_timeout`, or the session's own `lock_timeout`. PostgreSQL has aborted this transaction, so
-                roll back.
+                the session's own `lock_timeout` or, if none is set, the configured `default_timeout`. PostgreSQL has aborted this
+                transaction, so roll back.
             TransactionStateError: the connection is in autocommit or a pipeline, or another statement was already sent.
             LockLostError, LockNotHeldError: the lock or lease is no longer held, as far as this process knows.
             SchemaError, CapacityError, StandbyError, UnreachableError: see `pgfence.fence`.

@@ -101,7 +101,9 @@ class _Once(SafeContext[None]):
 
     def __enter__(self) -> None:
         if self._entered:
-            raise TransactionStateError("this migration_lock() was already entered: call it again for another block")
+            raise TransactionStateError(
+                "this migration_lock() was already entered: call migration_lock() again for each block"
+            )
         self._entered = True
         super().__enter__()
 

@@ -1,4 +1,4 @@
-"""The operations behind the directives of `op`, for `process_revision_directives` and Alembic's `Rewriter`.
+"""The operation objects of pgfence's directives on `op`, for `process_revision_directives` and Alembic's `Rewriter`.
 
 Importing this module loads what Alembic needs to execute and render these operations.
 """

@@ -121,7 +121,7 @@ def _parse_instant(at: object) -> datetime:
             found = datetime.fromisoformat(at)
         except ValueError:
             raise ValueError(
-                f"at={at!r} is not a date, or a date and time, in ISO 8601, such as '2026-04-30' or '2026-04-30T07:00+02:00'"
+                f"at={at!r} is not an ISO 8601 date or time: pass a value such as '2026-04-30' or '2026-04-30T07:00+02:00'"
             ) from None
         return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
     if not isinstance(at, datetime):

@@ -1,4 +1,4 @@
-"""Compute how many partitions a live worker owns, and which ones it takes and gives up, without I/O and without a clock.
+"""Compute how many partitions a live worker should own, which ones it gives up, and in which order it tries free ones, without I/O.
 
 Each worker, here called a member, decides alone. It needs to know only how many members are alive and how many of them joined
 earlier. The quotas of all members add up to the number of partitions, so a member that owns fewer partitions than its quota finds
@@ -17,7 +17,7 @@ OwnedT = TypeVar("OwnedT")
 
 
 def compute_quota(count: int, members: int, rank: int) -> int:
-    """Return how many of `count` partitions a member owns, if `rank` of the `members` live ones joined before it."""
+    """Return how many of `count` partitions a member should own, if `rank` of the `members` live ones joined before it."""
     return (count + members - 1 - rank) // members
 
 

@@ -89,7 +89,7 @@ class PartitionOptions(LeaseOptions[EngineSourceT, HandleT]):
         self.hash: PartitionHash = check_hash(hash)
 
     def with_owner(self, owner: str | None, address: str | None) -> Self:
-        """Return the options of one worker, with the name that operators see and the address for routers."""
+        """Return a copy of these options with the name of a worker that operators see and its address for routers."""
         told = None if address is None else {"address": check_text(address, "address")}
         other = copy(self)
         other._identity = Identity(
