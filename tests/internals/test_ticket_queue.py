@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
+from pgfence._sql import ticket_queue
 from pgfence._sql.ticket_queue import (
     AWAKE,
     CHECK_TICKETS,
@@ -54,8 +55,8 @@ class Waiter:
             pass
         return cursor.fetchone() is not None
 
-    def wait_for_turn(self, milliseconds: int = 5) -> bool:
-        statements = build_wait_for_turn(KEYS, milliseconds, has_ticket=self.has_ticket)
+    def wait_for_turn(self, milliseconds: int = 5, *, looks: bool = False) -> bool:
+        statements = build_wait_for_turn(KEYS, milliseconds, has_ticket=self.has_ticket, looks=looks)
         self.has_ticket = True
         return self.run(statements)
 
@@ -235,6 +236,32 @@ def test_an_owner_that_gave_a_sign_lately_is_not_passed_over(
         assert not waiter.wait_for_turn()
         assert waiter.check() == (None, is_alive)
         assert waiter.numbers() == (1, 0 if is_alive else None)
+
+
+def test_an_owner_between_two_slices_is_not_passed_over(
+    admin: psycopg.Connection[Any],
+    held: psycopg.Connection[Any],
+    waiters: list[Waiter],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If it does not wait when the waiter behind it looks, the waiter looks again a moment later."""
+    first, second, third = waiters
+    monkeypatch.setattr(ticket_queue, "BETWEEN_SLICES_MS", 3_000)
+    for waiter in waiters:
+        waiter.wait_for_turn()
+    query = (  # longer than its slice of 5 ms
+        "SELECT FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'"
+        " AND xact_start < clock_timestamp() - interval '0.3 s'"
+    )
+    with ThreadPoolExecutor() as pool:
+        look = pool.submit(third.wait_for_turn, looks=True)
+        while not admin.execute(query, [third.connection.info.backend_pid]).fetchall():
+            assert not look.done()
+        wait = pool.submit(second.wait_for_turn, 60_000)
+        assert not look.result()
+        assert third.numbers() == (2, 1)
+        first.connection.close()
+        assert wait.result()
 
 
 @pytest.mark.twins

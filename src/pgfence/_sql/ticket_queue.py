@@ -55,6 +55,9 @@ _HALF = _COUNTER // 2
 _COUNTER_MS = 500
 """The milliseconds to wait at least for the counter, which others hold for a moment. Without a ticket, a waiter has no place."""
 
+BETWEEN_SLICES_MS = 100
+"""The milliseconds after which an owner that was between two slices waits again."""
+
 TICKET = "pgfence.ticket"
 """The setting with the session's ticket, a key. It is empty if the session has none, and `none` if no ticket was available."""
 AHEAD = "pgfence.ahead"
@@ -155,10 +158,10 @@ _IS_FRESH = (
     f" AND pg_catalog.mod(q.second - ({_VALUE} - q.base - {_SIGNS}) + {SECONDS}, {SECONDS}) <= {_FRESH}"
 )
 # This finds the nearest ticket ahead whose owner waits or sleeps. The owner of a skipped ticket does neither, for example because
-# its process was stopped. An owner that is between two slices loses one place. pg_locks is read only once, and `q` is computed
-# only once, because it contains a volatile function.
+# its process was stopped. pg_locks is read only once, and `q` is computed only once, because it contains a volatile function.
 _BASE = f"(x.mine >> {_SHIFT} << {_SHIFT})"
-_MOVE_UP = f"pg_catalog.set_config('{AHEAD}', COALESCE((x.mine - x.nearest & {_MASK} | {_BASE})::text, ''), false)"
+_NEXT = f"COALESCE((x.mine - x.nearest & {_MASK} | {_BASE})::text, '')"
+_MOVE_UP = f"pg_catalog.set_config('{AHEAD}', {_NEXT}, false)"
 _FRONT = f"CASE WHEN x.awake >= {AWAKE} THEN x.mine - x.first & {_MASK} | {_BASE} END, x.ahead"
 _TICKETS_AHEAD = f""" FROM (SELECT pg_catalog.max(s.mine) AS mine, pg_catalog.count(*) AS ahead, pg_catalog.min(s.d) AS nearest,
    pg_catalog.max(s.d) FILTER (WHERE s.waits) AS first, pg_catalog.count(*) FILTER (WHERE s.waits) AS awake
@@ -188,6 +191,15 @@ _WAIT_FOR_TURN = f"""DO $$BEGIN
  PERFORM {_MOVE_UP}{_TICKETS_AHEAD};
 EXCEPTION WHEN lock_not_available THEN {{look}}
 END$$"""
+# An owner that is between two slices seems to have stopped, so it is passed over only if it still seems so a moment later. Until
+# then, this waiter waits for a lock in the same statement, so that the waiters behind it do not pass it over.
+_PASS_STOPPED = f"""IF (SELECT {_NEXT}{_TICKETS_AHEAD}) OPERATOR(pg_catalog.<>) pg_catalog.current_setting('{AHEAD}', true) THEN
+  BEGIN
+   PERFORM pg_catalog.set_config('lock_timeout', '{{ms}}', true), pg_catalog.pg_advisory_xact_lock_shared({_AHEAD});
+  EXCEPTION WHEN lock_not_available THEN NULL;
+  END;
+  PERFORM {_MOVE_UP}{_TICKETS_AHEAD};
+ END IF;"""
 _IS_TURN = f"SELECT 1 WHERE pg_catalog.current_setting('{AHEAD}', true) OPERATOR(pg_catalog.=) ''"
 
 # The locks on the keys follow the wait in the same statement, so that they are planned before the wait.
@@ -241,15 +253,15 @@ def build_wait_for_turn(
     """Return the statements that take a ticket if needed and wait for the turn. The last one returns a row if it is the turn.
 
     A DO block takes no parameters, so it contains the numbers as int64 literals, and nothing else from outside. With `looks`, the
-    waiter skips the tickets ahead after the wait if their owners have stopped. It does so in the same statement, because other
-    waiters that are between two slices seem to have stopped.
+    waiter skips the tickets ahead after the wait if their owners have stopped.
     """
     numbers = {
         "base": f"'{find_queue(keys)}'::bigint",
         "ms": int(milliseconds),
         "counter_ms": max(int(milliseconds), _COUNTER_MS),
     }
-    wait = _WAIT_FOR_TURN.format(**numbers, look=f"PERFORM {_MOVE_UP}{_TICKETS_AHEAD};" if looks else "NULL;")
+    look = _PASS_STOPPED.format(ms=BETWEEN_SLICES_MS) if looks else "NULL;"
+    wait = _WAIT_FOR_TURN.format(**numbers, look=look)
     return (wait, _IS_TURN) if has_ticket else (_TAKE_TICKET.format(**numbers), wait, _IS_TURN)
 
 
