@@ -19,7 +19,7 @@ def main() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, stdout=subprocess.DEVNULL)
     command = Path(sys.executable).with_name("pgfence")
     done = subprocess.run([command, "run", "x", "--", "true"], capture_output=True, text=True, check=False)
-    said = "pgfence: the command line is not installed: pip install 'pgfence[cli]'\n"
+    said = "pgfence: the packages of the command line are not installed: run pip install 'pgfence[cli]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (78, "", said), done
     print("installed:", *sorted(found))
 

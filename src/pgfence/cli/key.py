@@ -90,10 +90,10 @@ def key(
 
 
 def _show_key(names: tuple[str, ...], namespace: str, *, as_json: bool) -> None:
-    if not names:
-        raise MisuseError("NAME is missing: give the name of a lock, or --who NUMBER; see `pgfence key --help`")
-    if len(names) > 1:
-        raise MisuseError(f"give one NAME, not {len(names)}: only --who accepts several; see `pgfence key --help`")
+    if len(names) != 1:
+        several = f"give one NAME, not {len(names)}: only --who accepts several"
+        said = several if names else "NAME is missing: give the name of a lock, or --who NUMBER"
+        raise MisuseError(f"{said}; see `pgfence key --help`")
     try:
         value = LockKey.of(names[0], namespace=namespace).value
     except ValueError as error:
