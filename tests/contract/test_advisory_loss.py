@@ -310,10 +310,13 @@ async def test_an_outer_cancel_at_the_same_time_goes_on(
     engine, entered = labelled(world, name), asyncio.Event()
 
     async def work() -> None:
-        async with lock(world, engine, name).hold() as held:
-            held.on_lost(lambda: task.cancel("outer"))
+        async with lock(world, engine, name).hold():
             entered.set()
-            await asyncio.sleep(10)
+            try:
+                await asyncio.sleep(20)
+            except asyncio.CancelledError:
+                task.cancel("outer")  # before the block ends
+                raise
 
     task = asyncio.create_task(work())
     await entered.wait()

@@ -289,7 +289,6 @@ class HeartbeatService:
                 return False
             self._task = None
             self._cut_at = math.inf
-            self._changed.notify_all()
             return True
 
     def _choose_step(self, link: BackgroundConnection) -> tasks.HeartbeatTask | float | None:
@@ -387,7 +386,8 @@ class HeartbeatService:
         until = clock() + seconds
         with self._lock:
             # A signal that interrupted an acquire a moment ago must not leave the lease to its TTL.
-            self._changed.wait_for(lambda: self._connection is None or not self._queue.has_unsent(self._task), seconds)
+            while self._connection is not None and self._queue.has_unsent(self._task) and clock() < until:
+                self._changed.wait(0.01)
             self._ending = True
             link, self._connection = self._connection, None
         if link is not None and self._thread is not None:
