@@ -27,12 +27,14 @@ _TRY_ONE = (
     " THEN pg_catalog.pg_try_advisory_lock(CAST({2} AS bigint)) END"
 )
 # The statement waits for the transaction-level lock, limited by lock_timeout. The session-level lock comes after it and cannot
-# wait any more, so SQLSTATE 55P03 proves that nothing is held, which pg_advisory_lock alone under a lock_timeout does not. A
-# timeout of the statement writes an ERROR line to the server's log, so only the first slice of a wait uses this statement, and
-# only while no waiter has a ticket.
+# wait any more, so SQLSTATE 55P03 proves that nothing is held, which pg_advisory_lock alone under a lock_timeout does not. If the
+# time ends at the moment of the grant, the server raises the error only when it next checks for interrupts, and pg_sleep(0) makes
+# it do so before the session-level lock. A timeout of the statement writes an ERROR line to the server's log, so only the first
+# slice of a wait uses this statement, and only while no waiter has a ticket.
 _WAIT_ONE = (
     "SELECT pg_catalog.set_config('lock_timeout', {1}, true),"
-    " pg_catalog.pg_advisory_xact_lock(CAST({2} AS bigint)), pg_catalog.pg_advisory_lock(CAST({3} AS bigint))"
+    " pg_catalog.pg_advisory_xact_lock(CAST({2} AS bigint)), pg_catalog.pg_sleep(0),"
+    " pg_catalog.pg_advisory_lock(CAST({3} AS bigint))"
     f" WHERE NOT {HAS_TICKETS.format('{4}')}"  # The condition is evaluated before anything is locked, because it uses no columns.
 )
 _UNLOCK_ONE = "SELECT pg_catalog.pg_advisory_unlock(CAST({1} AS bigint))"

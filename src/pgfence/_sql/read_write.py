@@ -86,7 +86,8 @@ def _build_texts(style: ParamStyle, width: int) -> tuple[str, str, str]:
     )
     wait = (
         f"SELECT pg_catalog.set_config('lock_timeout', {mark(style, 1)}, true),"
-        f" pg_catalog.pg_advisory_xact_lock_shared({cast_arguments(2)}), pg_catalog.pg_advisory_lock_shared({cast_arguments(2 + width)})"
+        f" pg_catalog.pg_advisory_xact_lock_shared({cast_arguments(2)}), pg_catalog.pg_sleep(0),"
+        f" pg_catalog.pg_advisory_lock_shared({cast_arguments(2 + width)})"
         f" WHERE NOT {HAS_TICKETS.format(mark(style, 2 + 2 * width))}"
     )
     return attempt, wait, f"SELECT pg_catalog.pg_advisory_unlock_shared({cast_arguments(1)})"

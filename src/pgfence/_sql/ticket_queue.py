@@ -232,8 +232,10 @@ _GIVE_SIGN = (
 )
 
 _SET_TIMEOUT = "pg_catalog.set_config('lock_timeout', '{ms}', true)"
+# pg_sleep(0) checks for interrupts, as in `advisory`.
 _LOCK_ONE = (
-    f"{_SET_TIMEOUT}, pg_catalog.pg_advisory_xact_lock{{mode}}({{key}}), pg_catalog.pg_advisory_lock{{mode}}({{key}})"
+    f"{_SET_TIMEOUT}, pg_catalog.pg_advisory_xact_lock{{mode}}({{key}}), pg_catalog.pg_sleep(0),"
+    " pg_catalog.pg_advisory_lock{mode}({key})"
 )
 _EACH = (
     "FOREACH k IN ARRAY {keys} LOOP {do}(k){then}; END LOOP;"
