@@ -121,7 +121,7 @@ async def test_a_feature_that_is_granted_in_part_is_found(
     admin.execute(finding.fix.encode())
     assert "grants-missing" not in await examine(world, engine)
     rights = admin.execute(
-        "SELECT array_agg(privilege_type::text ORDER BY 1) FROM information_schema.role_table_grants"
+        "SELECT array_agg(privilege_type::text ORDER BY privilege_type::text) FROM information_schema.role_table_grants"
         " WHERE grantee = %s AND table_name = 'pgfence_idempotency_key'",
         [make_url(dsn).username],
     ).fetchone()
