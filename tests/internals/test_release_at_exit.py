@@ -1,4 +1,4 @@
-"""A signal ends a program in the middle of an acquire: the lease is released before the interpreter exits."""
+"""A program ends in the middle of an acquire, or drops a lease: the lease is released before the interpreter exits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("tables")
 
-# Ctrl-C after the server has granted the lease: its response is not recorded yet, or the heartbeat has just been started.
+# Ctrl-C after the server has granted the lease: its response is not recorded yet, the heartbeat has just been started, or the
+# handle is not assigned to a variable yet.
 PROGRAM = """
 import asyncio, sys, warnings
-warnings.simplefilter("error")
+warnings.simplefilter("ignore" if sys.argv[4] == "dropped" else "error")
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 from pgfence import AsyncLease, Lease
@@ -38,18 +39,19 @@ def interrupt(self, *args):
 
 if when == "kept":
     HeartbeatService.keep = interrupt
-else:
+elif when == "unrecorded":
     LeaseManager._grant = interrupt
 try:
     asyncio.run(AsyncLease(engine, name, ttl=60).acquire()) if ASYNC else Lease(engine, name, ttl=60).acquire()
 except KeyboardInterrupt:
-    print("interrupted")
+    pass
+print("ends")
 """
 
 
-@pytest.mark.parametrize("when", ["unrecorded", "kept"])
+@pytest.mark.parametrize("when", ["unrecorded", "kept", "dropped"])
 @pytest.mark.parametrize("driver", NAMES)
-def test_a_program_that_is_interrupted_leaves_no_lease(
+def test_a_program_that_ends_at_an_acquire_leaves_no_lease(
     dsn: str, name: str, driver: str, when: str, admin: psycopg.Connection[Any]
 ) -> None:
     """The release has no connection yet when the program ends. The exit waits for it."""
@@ -60,5 +62,7 @@ def test_a_program_that_is_interrupted_leaves_no_lease(
         timeout=30,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+    assert (done.returncode, done.stdout) == (0, "ends\n")
+    told = "" if when != "dropped" else f"the lease {name!r} was dropped without release(); releasing it now\n"
+    assert done.stderr == told
     assert admin.execute("SELECT FROM pgfence_lease WHERE name = %s AND released_at IS NULL", [name]).fetchall() == []

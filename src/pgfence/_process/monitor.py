@@ -109,6 +109,13 @@ class ConnectionMonitor:
         """Run an internal job in the job thread. This takes no lock, so that a finaliser may call it anywhere."""
         self._jobs.put(job)
 
+    def finish_jobs(self, seconds: float) -> None:
+        """Wait until the jobs that were posted so far have run, but at most `seconds`."""
+        if self._works:
+            done = threading.Event()
+            self.post(done.set)
+            done.wait(seconds)
+
     def expect_callbacks(self) -> None:
         """Start the callback thread, if it is not running."""
         PROCESS.notice_fork()

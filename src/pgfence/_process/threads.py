@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pgfence._process.clock import clock
 from pgfence._process.lifecycle import PROCESS
+from pgfence._process.monitor import MONITOR
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
@@ -40,8 +41,10 @@ def register(one: Closable) -> None:
 def end_all() -> None:
     """Close all registered objects, because the interpreter exits."""
     PROCESS.notice_fork()
-    PROCESS.ending = True
     end = clock() + EXIT_BUDGET
+    # A lease whose handle was dropped a moment ago is released below, after the job of its finaliser has run.
+    MONITOR.finish_jobs(EXIT_BUDGET)
+    PROCESS.ending = True
     for one in list(_ALL):
         one.end(max(0.0, end - clock()))
 
