@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -72,6 +73,16 @@ async def test_a_swallowed_serialization_failure_is_retried(world: World, row: R
     assert row.n() == 101
 
 
+def flush_overtaken(session: Session, row: Row, calls: list[int], *errors: type[Exception]) -> None:
+    """Change the row, which another transaction changes first at the first call, and swallow the errors of the flush."""
+    calls.append(1)
+    row.add_one(session)
+    if len(calls) == 1:
+        row.overtake()
+    with suppress(*errors):
+        session.flush()
+
+
 async def test_a_failed_flush_that_was_swallowed_is_raised(world: World, row: Row) -> None:
     """A flush that fails has rolled back: what it failed by is raised, and one that another attempt cures is done again."""
     calls: list[int] = []
@@ -83,22 +94,12 @@ async def test_a_failed_flush_that_was_swallowed_is_raised(world: World, row: Ro
         except DBAPIError:
             return
 
-    def overtaken(session: Session) -> None:
-        calls.append(1)
-        row.add_one(session)
-        if len(calls) == 1:
-            row.overtake()
-        try:
-            session.flush()
-        except DBAPIError:
-            return
-
     engine = world.engine(isolation_level="REPEATABLE READ")
     with pytest.raises(IntegrityError) as caught:
         await transact(world, engine, twice)
     assert "the function caught this error" in caught.value.__notes__[0]
     assert caught.value.__cause__ is caught.value.orig
-    await transact(world, engine, overtaken)
+    await transact(world, engine, lambda session: flush_overtaken(session, row, calls, DBAPIError))
     assert len(calls) == 2
     assert row.n() == 101
 
@@ -114,14 +115,7 @@ async def test_a_version_conflict_that_was_swallowed_is_retried(
     calls: list[int] = []
 
     def work(session: Session) -> None:
-        calls.append(1)
-        row.add_one(session)
-        if len(calls) == 1:
-            row.overtake()
-        try:
-            session.flush()
-        except (StaleDataError, VersionConflictError):
-            return
+        flush_overtaken(session, row, calls, StaleDataError, VersionConflictError)
 
     with pytest.raises(VersionConflictError if versioned else StaleDataError) as caught:
         await transact(world, made, work, attempts=1)
